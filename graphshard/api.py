@@ -17,11 +17,11 @@ from typing_extensions import Unpack
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.cache.kept import cache_at
 from graphshard.debug.dump import dump_directory, recorder
-from graphshard.frontend.graph_breaks import GraphBreak
 from graphshard.frontend.inputs import flat_call
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import path_of
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.lower.backends import begin_compiling

@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 
 from graphshard.frontend.capture import capture
 from graphshard.frontend.dynamo_capture import TracedFunction
-from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
+from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class
 from graphshard.ir.graph import WAIT, fake, is_collective
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED, TOGETHER

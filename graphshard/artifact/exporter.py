@@ -21,9 +21,10 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.explain.training import Training
-from graphshard.frontend.graph_breaks import GraphBreak, raise_break
+from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
 from graphshard.ir.errors import ArgumentError
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.text import brief

@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.artifact.exporter import in_mode
-from graphshard.frontend.graph_breaks import GraphBreak, raise_break
+from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import apart
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import replacing
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.make_table import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer

@@ -24,7 +24,6 @@ from graphshard.explain.cut import lists_of
 from graphshard.explain.subject import Place, Subject, at_place, device_given, with_found
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
-from graphshard.frontend.repeated_blocks import find_repeats
 from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
 from graphshard.ir.errors import GraphshardError
@@ -43,6 +42,7 @@ from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
 from graphshard.pipeline.verify import verify
+from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.build import Settings, build
 from graphshard.schedule.few import folded_plan
 from graphshard.schedule.known import Known, while_unchanged, within_one_plan

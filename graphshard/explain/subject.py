@@ -21,13 +21,14 @@ from graphshard.cost.multiplications import flop_of
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
 from graphshard.frontend.capture import capture_example
-from graphshard.frontend.graph_breaks import GraphBreak, raise_break, traced_or_break
+from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_choice, check_count, is_int
 from graphshard.ir.gpus import USUAL
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Program

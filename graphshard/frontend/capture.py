@@ -18,8 +18,7 @@ from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.dynamic_shapes import constraints_of, dynamic_dims
 from graphshard.frontend.dynamo_capture import TRACING, DynamoTrace, GraphInput, TracedFunction, trace_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
-from graphshard.frontend.extensions import Extensions, settle_gathers
-from graphshard.frontend.graph_breaks import Untraceable, explain_failure
+from graphshard.frontend.graph_breaks import explain_failure
 from graphshard.frontend.inputs import stand_in_inputs
 from graphshard.frontend.joint_graph import FlatGraph, joint_graph, name_calls
 from graphshard.frontend.module_tensors import (
@@ -39,13 +38,11 @@ from graphshard.frontend.phase import (
     phase_of,
     read_numbers_again,
 )
-from graphshard.frontend.repeated_blocks import check_changes, few_blocks
-from graphshard.frontend.results import Layout
 from graphshard.frontend.signature import CaptureSpec
-from graphshard.frontend.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
-from graphshard.frontend.value_branches import without_warnings
+from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.driver_internals import stands_in
+from graphshard.ir.graph_break import Untraceable
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
@@ -55,6 +52,10 @@ from graphshard.ir.sizes import expression, find_sizes, lift_sizes
 from graphshard.ir.torch_internals import FakeTensorMode, fake_tensor, hint
 from graphshard.ir.tracing_internals import fake_kernels
 from graphshard.ir.written_again import write_again
+from graphshard.repeats.repeated_blocks import check_changes, few_blocks
+from graphshard.subclasses.extensions import Extensions, settle_gathers
+from graphshard.subclasses.results import Layout
+from graphshard.subclasses.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
 
 
 def capture(

@@ -44,16 +44,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
 from graphshard.frontend.dynamo_patches import finite_numbers
-from graphshard.frontend.graph_breaks import GraphBreak
-from graphshard.frontend.repeated_blocks import guards_of_blocks
-from graphshard.frontend.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.frontend.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
+from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
+from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.classes import users_class
 from graphshard.ir.graph import place_of
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.repeats import Repeats
 from graphshard.ir.torch_internals import FakeTensor, hint, replaced
 from graphshard.ir.wanted import still_wanted
+from graphshard.repeats.block_guards import guards_of_blocks
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as modules
 
-from graphshard.frontend.graph_breaks import GraphBreak, is_users, source_line
+from graphshard.ir.graph_break import GraphBreak
+from graphshard.ir.source_lines import is_users, source_line
 from graphshard.ir.torch_internals import replaced
 
 # What `register_module_forward_hook` and its like fill.

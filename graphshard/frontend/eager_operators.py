@@ -274,7 +274,8 @@ class WatchedGraph(_LaidBranches):
             return  # torch's own, which holds
         left, right = (self.env[each] if isinstance(each, Node) else each for each in condition.args)
         of_tensor = torch.full((), left, dtype=torch.int64 if isinstance(left, (int, torch.SymInt)) else torch.float64)
-        self._watch.checks.append((Condition(line), condition.target(of_tensor, right)))
+        compare = cast(Callable[..., Any], condition.target)
+        self._watch.checks.append((Condition(line), compare(of_tensor, right)))
 
 
 class _Laid(torch.autograd.Function):

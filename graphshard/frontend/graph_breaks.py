@@ -11,19 +11,13 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import linecache
 import logging
-import os
 import re
-import sysconfig
-import traceback
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from traceback import FrameSummary
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError
 from torch._subclasses.fake_tensor import (
@@ -34,6 +28,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from graphshard.ir.errors import CaptureError, GraphshardError
+from graphshard.ir.graph_break import GraphBreak, Untraceable
+from graphshard.ir.source_lines import is_users, source_line, source_of, user_frame
 from graphshard.ir.tracing_internals import quiet_tracing
 
 log = logging.getLogger(__name__)
@@ -47,10 +43,6 @@ _BREAKS = (
     UnsupportedOperatorException,
     NotImplementedError,  # such as of a context_fn that is a function in forward
 )
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Warnings of Dynamo that the error repeats, and warnings of reads that Dynamo makes itself.
 _QUIET = (
     "Dynamo does not know how to trace",
@@ -101,37 +93,6 @@ _ADVICE = {
         "Use the parameter with activations that are cut there by their batch, or whole."
     ),
 }
-
-
-class GraphBreak(CaptureError):
-    """Forward cannot be traced as one graph.
-
-    Attributes:
-        where: file and number of the line in the model; "" if it is not known.
-        source: the line.
-        reason: in one sentence.
-        remedy: in one sentence.
-        raised: the exception that forward raises for these inputs, as text; "" if it raises none.
-        is_own: a statement of forward raises it, and not an operator.
-        differentiates: forward calls autograd in a way that is not traced.
-    """
-
-    def __init__(
-        self,
-        function: str,
-        reason: str,
-        remedy: str,
-        *,
-        where: str = "",
-        source: str = "",
-        raised: str = "",
-        is_own: bool = False,
-    ) -> None:
-        self.where, self.source, self.reason, self.remedy, self.raised = where, source, reason, remedy, raised
-        self.is_own = is_own
-        self.differentiates = "autograd.grad" in reason or "requires_grad" in reason
-        at = f" at {where}\n    {source}\n" if where else ": "
-        super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")
 
 
 def traced_or_break(function: str, trace: Callable[[], T]) -> T:
@@ -268,59 +229,13 @@ def _reason(error: Exception) -> str:
     return reason if reason.endswith(".") else f"{reason}."
 
 
-def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
-    """Return where the innermost line of the model's code is, as "file:line", and the line."""
-    for frame in reversed(list(stack)):
-        if is_users(frame.filename):
-            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{frame.filename}:{frame.lineno}", source if len(source) <= _LONGEST else f"{source[:_LONGEST]}..."
-    return "", ""
-
-
-def is_users(file: str) -> bool:
-    """Return whether a source file is neither torch's, nor graphshard's, nor the standard library's."""
-    in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
-    return not (in_stdlib or file.startswith((_TORCH, _HERE, "<")))
-
-
 # --- failures in AOTAutograd --------------------------------------------------------------------------------------
-
-
-class Untraceable(Exception):
-    """Operation that no program can keep, raised where it happens, so that the traceback leads to the line.
-
-    Attributes:
-        kind: a key of the advice.
-
-    Args:
-        what: names the operator or the tensor.
-    """
-
-    def __init__(self, kind: str, what: str) -> None:
-        super().__init__(what)
-        self.kind = kind
 
 
 def explain_failure(error: Untraceable, cls: type[nn.Module]) -> CaptureError:
     """Return the error to raise instead: file, line and source in the model, and what to change."""
-    frame = _user_frame(error)
+    frame = user_frame(error)
     what, advice = f"graphshard cannot capture {cls.__name__}.forward", _ADVICE[error.kind]
     if frame is None:
         return CaptureError(f"{what}: {error}\n{advice}")
-    return CaptureError(f"{what} at {frame.filename}:{frame.lineno}\n    {_source(frame)}\n{advice}\n({error})")
-
-
-def line_of(error: Exception) -> str:
-    """Return where in the user's code an error was raised, as the end of a message; "" where it was elsewhere."""
-    frame = _user_frame(error)
-    return f" at {frame.filename}:{frame.lineno}: {_source(frame)}" if frame else ""
-
-
-def _source(frame: traceback.FrameSummary) -> str:
-    return linecache.getline(frame.filename, frame.lineno or 0).strip()
-
-
-def _user_frame(error: Exception) -> traceback.FrameSummary | None:
-    """Return the innermost frame that is neither torch's, nor graphshard's, nor the standard library's."""
-    user = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return user[-1] if user else None
+    return CaptureError(f"{what} at {frame.filename}:{frame.lineno}\n    {source_of(frame)}\n{advice}\n({error})")

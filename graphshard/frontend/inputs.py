@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,17 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphshard.frontend.dynamic_shapes import WITHOUT_VALUES, marks_of
-from graphshard.frontend.results import Layout
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
 from graphshard.ir.torch_internals import distinct, fake_tensor, new_fake_mode
-
-# Immutable, and equal where they are the same.
-PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), range, slice, enum.Enum, type(Ellipsis)),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-)
+from graphshard.ir.values import PLAIN
+from graphshard.subclasses.results import Layout
 
 
 class LocalInput:

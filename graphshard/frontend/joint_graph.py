@@ -23,8 +23,6 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
-from graphshard.frontend.results import in_parts
-from graphshard.frontend.tensor_parallel import OneCast
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError
@@ -33,6 +31,8 @@ from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, leave_modes_on_error
 from graphshard.ir.tracing_internals import fake_kernels, is_traced, leaves_stay_leaves, memory_of, quiet_tracing
+from graphshard.subclasses.results import in_parts
+from graphshard.subclasses.tensor_parallel import OneCast
 
 Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]]
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.extensions import Extended
 from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable, Settings
 from graphshard.ir.precision import Precision
 from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.subclasses.extensions import Extended
 
 
 @dataclass(frozen=True)

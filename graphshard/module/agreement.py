@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from graphshard.frontend.graph_breaks import GraphBreak
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.params import ParamRow
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program

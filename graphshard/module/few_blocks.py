@@ -19,7 +19,6 @@ from functools import partial
 
 from torch import nn
 
-from graphshard.frontend.repeated_blocks import find_repeats
 from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
 from graphshard.ir.plan import Plan
@@ -32,6 +31,7 @@ from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, run_pass, run_pipeline
+from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.few import folded_plan
 from graphshard.schedule.known import within_one_plan

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from graphshard.frontend.graph_breaks import GraphBreak
 from graphshard.frontend.signature import Signature
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.module.kept_program import Kept
 

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphshard.codec.graph_digest import graph_digest
-from graphshard.frontend.graph_breaks import GraphBreak, raise_break
+from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.sizes import conditions_of

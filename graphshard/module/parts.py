@@ -21,10 +21,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphshard.frontend.entry import without_entries
 from graphshard.ir.classes import users_class
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.distributed_internals import is_part, mesh_of_both
+from graphshard.ir.entry import without_entries
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh

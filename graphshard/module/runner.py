@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.entry import install_entries
-from graphshard.frontend.graph_breaks import GraphBreak
 from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
+from graphshard.ir.entry import install_entries
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources

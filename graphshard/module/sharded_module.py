@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.frontend.entry import OF_UNITS, Entry, install_entries
+from graphshard.ir.entry import OF_UNITS, Entry, install_entries
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.sentinel import MISSING
 from graphshard.ir.text import brief

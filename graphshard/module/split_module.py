@@ -21,12 +21,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphshard.frontend.entry import Entry, is_compiled
-from graphshard.frontend.graph_breaks import GraphBreak, differentiates
+from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.classes import users_class
+from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.precision import Precision
 from graphshard.ir.recomputed import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.sentinel import MISSING

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
-from graphshard.frontend.entry import Entry, is_compiled
-from graphshard.frontend.unguarded_state import read
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
-from graphshard.frontend.value_branches import WARNING
+from graphshard.guards.unguarded_state import read
+from graphshard.guards.value_branches import WARNING
 from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import is_checkpointed
+from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.program import Program
 from graphshard.ir.sentinel import MISSING
 from graphshard.ir.text import brief

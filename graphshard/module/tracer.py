@@ -23,9 +23,7 @@ from graphshard.codec.captured_graph import CapturedGraph
 from graphshard.codec.joint_program import to_exported
 from graphshard.codec.joint_reader import joint_program
 from graphshard.frontend.capture import capture as capture_call
-from graphshard.frontend.closure_variables import relied_on
 from graphshard.frontend.dynamo_capture import TracedFunction
-from graphshard.frontend.extensions import Extended
 from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
 from graphshard.frontend.signature import CaptureSpec, Signature
@@ -47,6 +45,8 @@ from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
 from graphshard.runtime.groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
+from graphshard.subclasses.closure_variables import relied_on
+from graphshard.subclasses.extensions import Extended
 
 log = logging.getLogger(__name__)
 ClassOf: TypeAlias = Callable[[nn.Module, bool, nn.Module], type]

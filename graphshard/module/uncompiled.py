@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.entry import OF_UNITS, Entry, install_entries, without_entries
 from graphshard.ir.classes import users_class
+from graphshard.ir.entry import OF_UNITS, Entry, install_entries, without_entries
 from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.operators import copied_to

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from graphshard.frontend.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.classes import users_class
 from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
+from graphshard.ir.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import answer_of
 from graphshard.ir.make_table import named_parameters

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphshard.frontend.value_branches import eager_answers
+from graphshard.guards.value_branches import eager_answers
 
 TOKENS = torch.arange(12).view(2, 6)
 

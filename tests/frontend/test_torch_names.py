@@ -11,7 +11,7 @@ from torch._dynamo import config
 
 import graphshard
 from graphshard.frontend import dynamo_capture
-from graphshard.frontend.torch_names import NAMES, Releases, check_names, missing_names
+from graphshard.ir.torch_names import NAMES, Releases, check_names, missing_names
 
 FRONTEND = Path(dynamo_capture.__file__).parent
 

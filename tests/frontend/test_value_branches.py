@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from benchmarks.tiny_models import batch_of, loss_of, tiny_model
-from graphshard.frontend.value_branches import decide
+from graphshard.guards.value_branches import decide
 from graphshard.ir.units import find_units
 
 # T5 copies its configuration in forward; it is split before.

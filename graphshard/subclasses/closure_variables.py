@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphshard.frontend.graph_breaks import is_users
-from graphshard.frontend.inputs import PLAIN
 from graphshard.ir.codes import codes_of
 from graphshard.ir.sentinel import MISSING
+from graphshard.ir.source_lines import is_users
 from graphshard.ir.subclasses import POST, PRE, identity_of, shard_in
+from graphshard.ir.values import PLAIN
 
 # How many functions that name each other are looked into, and containers in each other.
 _DEPTH = 3

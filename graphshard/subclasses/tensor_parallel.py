@@ -28,10 +28,10 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from graphshard.frontend.graph_breaks import Untraceable
 from graphshard.ir.distributed_internals import dtensor_of, process_group
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
+from graphshard.ir.graph_break import Untraceable
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow, ParamTable

@@ -32,8 +32,9 @@ from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, nu
 from torch.fx import Graph, Node
 from torch.nn.modules import module as torch_module
 
-from graphshard.frontend.graph_breaks import GraphBreak, is_users, source_line
 from graphshard.ir.errors import CaptureError
+from graphshard.ir.graph_break import GraphBreak
+from graphshard.ir.source_lines import is_users, source_line
 
 # Flags of classes whose attributes may be set.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8

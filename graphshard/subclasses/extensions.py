@@ -33,8 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.frontend.closure_variables import read_by
-from graphshard.frontend.graph_breaks import line_of
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.extension import Extension
 from graphshard.ir.graph import c10d, emit, is_backward
@@ -43,6 +41,7 @@ from graphshard.ir.operators import JOIN, REDUCED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import reduced_in
 from graphshard.ir.program import Phase, Slot
+from graphshard.ir.source_lines import line_of
 from graphshard.ir.subclasses import (
     POST,
     PRE,
@@ -56,6 +55,7 @@ from graphshard.ir.subclasses import (
     shard_in,
 )
 from graphshard.ir.torch_internals import FakeTensor, FakeTensorMode, new_fake_mode
+from graphshard.subclasses.closure_variables import read_by
 
 COMMUNICATION = (
     "it communicates by {}. Only functional all-reduces over the mesh that it is told are supported: "

@@ -1,0 +1,7 @@
+"""What decides in a forward besides what Dynamo's guards look at: values of tensors, and other state.
+
+* **Branches on values of masks are guards** (`value_branches.py`). transformers leaves out a mask without padding, and
+  the kernels differ; so the program is for masks with padding or without, and each call computes which it is.
+* **What Dynamo takes for constant is looked at in each call, or refused** (`unguarded_state.py`): `id(x)`, attributes
+  of classes, builtins that were replaced. The fuzzer and the tables of constructs in the tests found what it overlooks.
+"""

@@ -1,0 +1,5 @@
+"""Equal blocks of a deep model: found, a few of them traced, and all of them guarded.
+
+A trace costs less than twice as much for 126 layers as for 4. Plan and program of the others are copies of a template
+(`ir/repeats.py`). Guards of the others are copies of the template's (`block_guards.py`).
+"""
