@@ -182,7 +182,7 @@ def _graph_break(function: str, error: Exception) -> GraphBreak:
         reason = _reason(error)
         said = f"{reason} {source} {getattr(error, 'gb_type', '')} {str(error).partition('Developer debug context')[0]}"
         remedy = next((advice for pattern, advice in _REMEDIES if re.search(pattern, said)), _ANY_REMEDY)
-    is_own = not isinstance(error, TorchRuntimeError) and not raised.startswith("TypeError(")
+    is_own = not (isinstance(error, TorchRuntimeError) or _is_of_operator(error))
     return GraphBreak(function, reason, remedy, where=where, source=source, raised=raised, is_own=is_own)
 
 
@@ -202,7 +202,7 @@ def _raised(error: Exception) -> str:
             return ""
         found = re.search(r"got (\w+\(.*\))\.?$", str(error), re.MULTILINE)
         return found[1] if found else "an error"
-    if str(getattr(error, "gb_type", "")).startswith("TypeError when making fake"):
+    if _is_of_operator(error):
         found = re.search(r"debug context: TypeError <.*?>: (.+)", str(error))
         return f"TypeError({found[1] if found else ''!r})"
     if isinstance(error.__cause__, ObservedException):
@@ -210,6 +210,11 @@ def _raised(error: Exception) -> str:
         return found[1] if found else "an exception"
     is_assert = str(getattr(error, "gb_type", "")).startswith("Data-dependent assertion")
     return "AssertionError()" if is_assert else ""
+
+
+def _is_of_operator(error: Exception) -> bool:
+    """Return whether an operator does not take what it is given."""
+    return str(getattr(error, "gb_type", "")).startswith("TypeError when making fake")
 
 
 def _reason(error: Exception) -> str:

@@ -158,6 +158,22 @@ def test_what_forward_raises_is_raised(
     assert not [record for record in caplog.records if "is split" in record.message]
 
 
+def _knows_tracers(net: Net, x: Tensor) -> Tensor:
+    return (None if torch.compiler.is_compiling() else (x,))[0]  # type: ignore[index]
+
+
+def test_what_dynamo_alone_raises_is_split(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    """An error of a statement that eager mode does not run, seen with example inputs, and in the first call."""
+    plain = Net(_knows_tracers)
+    model = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager", example_inputs=(torch.ones(5, 4),))
+    for each in (plain, model):
+        torch.manual_seed(0)
+        each(torch.ones(5, 4)).backward()
+    for own, other in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(own.grad.to_local(), other.grad)
+    assert "Forward raises TypeError" in caplog.text
+
+
 def test_with_fullgraph_it_keeps_its_type(mesh: DeviceMesh) -> None:
     """Where Dynamo has seen it raised."""
     model = graphshard.compile(Net(raises), mesh, backend="eager", fullgraph=True)
