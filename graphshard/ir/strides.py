@@ -6,7 +6,7 @@ so that strides decide about the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +111,13 @@ def strides_without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def restride(node: Node, value: torch.Tensor) -> bool:
+def restride(node: Node, value: torch.Tensor, free: Collection[Node] = ()) -> bool:
     """Let a node have this fake value, which differs in strides, and what is computed of it those that follow.
 
     What is communicated or returned keeps its strides: it is copied.
+
+    Args:
+        free: results that are returned with the strides that follow.
 
     Returns:
         Whether that is possible; otherwise nothing is changed.
@@ -149,6 +152,8 @@ def restride(node: Node, value: torch.Tensor) -> bool:
         changed.target = target
     for user in keeping:
         for changed in filter(values.__contains__, user.all_input_nodes):
+            if user.op == "output" and changed in free:
+                continue
             user.replace_input_with(changed, laid_out(changed, memory_order(before[changed])))
     return True
 

@@ -199,10 +199,12 @@ def rerun_backward(
         strides: of tangents, where they are others than was thought likely.
     """
     phase = partitioned.backward.clone()
+    # Autograd adds gradients of inputs up, with what they have.
+    free = {value for value, slot in zip(phase.results, phase.outputs) if (slot.kind, slot.of) == ("grad", "input")}
     for node, slot in phase.slot_of().items():
         if slot.kind == "tangent" and slot.name in strides:
             like = fake(node)
-            if not restride(node, like.new_empty_strided(like.shape, strides[slot.name])):
+            if not restride(node, like.new_empty_strided(like.shape, strides[slot.name]), free):
                 log.info("the gradient of output %s is copied to other strides: sums may be added otherwise", slot.name)
     variant = replace(
         program,
