@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-import torch
-
+from graphshard.codec.lowered import bytes_of
 from graphshard.codec.stage import encode_program
 from graphshard.codec.values import to_json
 from graphshard.ir.program import Program
@@ -23,5 +22,5 @@ def graph_digest(program: Program) -> str:
     digest.update(repr((program.out_spec, program.trace and program.trace.repeats)).encode())
     for name, tensor in sorted(program.constants.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()

@@ -12,7 +12,8 @@ programs make equal files.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -156,18 +157,37 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _encode_tensor(tensor: torch.Tensor, name: str) -> dict[str, Any]:
     if tensor.is_meta:
         raise ArtifactError(f"the constant {name} that forward makes is on the meta device, so its values are unknown.")
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return {
         "dtype": short_name(tensor.dtype),
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
-        "data": base64.b64encode(raw).decode(),
+        "data": base64.b64encode(bytes_of(tensor)).decode(),
     }
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the elements of a tensor; of one whose elements share memory, such as an expanded one, the memory's."""
+    flat, span = tensor.detach().cpu(), _span(tensor.shape, tensor.stride())
+    shares_memory = span < flat.numel()
+    flat = flat.as_strided((span,), (1,)) if shares_memory else flat.reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements there are from the first to the last in memory."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def _decode_tensor(data: dict[str, Any], device: torch.device) -> torch.Tensor:
-    raw = np.frombuffer(base64.b64decode(data["data"], validate=True), np.uint8).copy()
-    dtype, shape = named("dtype", data["dtype"]), [typed(size, int) for size in data["shape"]]
-    dense = torch.from_numpy(raw).view(dtype).reshape(shape)
-    strided = torch.empty_strided(shape, [typed(size, int) for size in data["stride"]], dtype=dtype)
-    return strided.copy_(dense).to(device)
+    raw = np.frombuffer(base64.b64decode(data["data"], validate=True), np.uint8)
+    dtype = named("dtype", data["dtype"])
+    shape, stride = ([typed(each, int) for each in data[key]] for key in ("shape", "stride"))
+    span = _span(shape, stride)
+    count = min(span, math.prod(shape))
+    if raw.size != count * dtype.itemsize:
+        raise ValueError(f"{raw.size} bytes are not those of a tensor of shape {shape} and strides {stride}")
+    flat = torch.empty(count, dtype=dtype)
+    flat.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
+    if span < math.prod(shape):
+        return flat.to(device).as_strided(shape, stride)
+    return torch.empty_strided(shape, stride, dtype=dtype).copy_(flat.reshape(shape)).to(device)

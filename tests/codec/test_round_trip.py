@@ -32,6 +32,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
+from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
@@ -198,6 +199,35 @@ def test_lowered_programs_keep_every_field() -> None:
     for name in (each.name for each in fields(Program) if each.name not in ("regions", "lowering_seconds")):
         assert comparable(getattr(found, name)) == comparable(getattr(program, name)), name
     assert list(found.regions) == list(program.regions)
+
+
+CONSTANTS = {
+    "plain": torch.randn(3, 4),
+    "transposed": torch.randn(3, 4).t(),
+    "with gaps": torch.randn(3, 4)[:, 1:3],
+    "one element": torch.tensor(2.5),
+    "expanded to one": torch.tensor([2.5]).as_strided((1,), (0,)),
+    "expanded": torch.randn(4).expand(3, 4),
+    "overlapping": torch.randn(6).as_strided((4, 3), (1, 1)),
+    "empty": torch.empty(0, dtype=torch.int64),
+    "without rows": torch.empty(0, 4),
+}
+
+
+def test_constants_keep_values_and_strides() -> None:
+    model = Blocks(2)
+    program = through(captured(model, (torch.ones(3, 4),)), "reorder")
+    compiled = {}
+    lower(program, lambda regions, _: ((key, compile_operators(region)) for key, region in regions.items()), compiled)
+    program = replace(program, constants=CONSTANTS)
+    data = stored(encode_lowered(program, model))
+    found = decode_lowered(data, compiled, model, torch.device("cpu")).constants
+    for name, constant in CONSTANTS.items():
+        assert (found[name].dtype, found[name].stride()) == (constant.dtype, constant.stride()), name
+        assert torch.equal(found[name], constant), name
+    data["values"]["plain"]["data"] = data["values"]["one element"]["data"]
+    with pytest.raises(ArtifactError, match="4 bytes are not those of a tensor of shape"):
+        decode_lowered(data, compiled, model, torch.device("cpu"))
 
 
 def test_every_field_of_a_region() -> None:
