@@ -185,6 +185,40 @@ def _checkpoints(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, models), f"gradients of {make.__name__}")
 
 
+class Residual(nn.Module):
+    """A unit whose result lies in memory as its input does, and whose gradients need not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x * x.square().mean(-1, keepdim=True).rsqrt())
+
+
+class Transposed(Net):
+    """Units are given a tensor that is transposed, and what is in front of them sums their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x * number for number in range(1, 20)], 2).transpose(1, 2) * self.scale
+        for layer in self.layers if self.scale.sum() > -100 else ():
+            x = layer(x)
+        return self.stem(x).square().mean()
+
+
+def _transposed(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    models = _pair(Transposed())
+    for model in models:
+        for step in range(2):
+            model(_batch(rank, step)).backward()
+    assert_same(*map(grads_of, models), "gradients")
+
+
 class OnOneRank(Net):
     """Forward of the first rank alone has a graph break."""
 
@@ -232,7 +266,9 @@ def _fails(rank: int, world_size: int) -> None:
     assert all(isinstance(param, DTensor) for param in models[0].parameters())
 
 
-@pytest.mark.parametrize("run", [_gan, _microbatches, _checkpoints, _on_one_rank, _fails], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [_gan, _microbatches, _checkpoints, _transposed, _on_one_rank, _fails], ids=lambda run: run.__name__
+)
 def test_it_is_as_with_fsdp2(ranks: Ranks, run: Callable[..., Any]) -> None:
     """Losses, gradients and parameters, bit for bit; where a rank alone has a graph break, all split the model."""
     ranks(2).run(run)
