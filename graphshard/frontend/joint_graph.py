@@ -27,6 +27,7 @@ from graphshard.ir.checks import Check, Condition
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import place_of
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
 from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, leave_modes_on_error
@@ -114,10 +115,11 @@ def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode, *, 
         except TypeError as error:
             if "tangents_token" not in str(error):
                 raise
-            raise CaptureError(
-                "graphshard cannot capture forward: a function of torch.cond, or of another operator with graphs, has "
-                "an operator that checks what it computes, such as torch.linalg.inv. Call it outside of the function, "
-                "or one that returns the status, such as torch.linalg.inv_ex."
+            raise GraphBreak(
+                "forward",
+                "A function of torch.cond, or of another operator with graphs, has an operator that checks what it "
+                "computes, such as torch.linalg.inv.",
+                "Call it outside of the function, or one that returns the status, such as torch.linalg.inv_ex.",
             ) from error
         except RuntimeError as error:
             operator_of = re.match(r"Trying to backward through (\S+) but no autograd formula", str(error))
@@ -176,10 +178,11 @@ def _check_backward(joint: GraphModule, slots: Sequence[Slot]) -> None:
             index = getattr(written.meta.get("desc"), "idx", None)
             slot = slots[index] if isinstance(index, int) and index < len(slots) else None
             name = f"{slot.kind} {slot.name}" if slot is not None else str(written.name)
-            raise CaptureError(
-                f"graphshard cannot capture forward: a hook, or the backward of a torch.autograd.Function, writes "
-                f"{name}. Write it in forward, or after backward."
-            )
+            reason = f"A hook, or the backward of a torch.autograd.Function, writes {name}."
+            remedy = "Write it in forward, or after backward."
+            if slot is not None and slot.kind == "param":  # modules hold the full one while Python runs forward
+                raise CaptureError(f"graphshard cannot capture forward: {reason} {remedy}")
+            raise GraphBreak("forward", reason, remedy)
 
 
 def name_calls(graph: GraphModule, module: nn.Module) -> None:

@@ -24,8 +24,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part, is_random
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.printer import print_graph
 from graphshard.ir.program import Phase, Slot
@@ -57,7 +57,7 @@ def phase_of(joint: GraphModule, flat: Flat) -> Phase:
     """The joint graph with slots for what AOTAutograd describes.
 
     Raises:
-        CaptureError: there is an input or output of a kind that modules do not have.
+        GraphBreak: there is an input or output of a kind that modules do not have.
     """
     graph = joint.graph
     graph.set_codegen(CodeGen())
@@ -143,11 +143,10 @@ def _output_slot(desc: AOTOutput, flat: Flat) -> Slot:
     raise _unexpected(desc)
 
 
-def _unexpected(desc: AOTInput | AOTOutput) -> CaptureError:
-    return CaptureError(
-        f"graphshard cannot capture this forward: its trace has {desc}, which no program can be given. Operators with "
-        "effects besides their results, such as printing, make such values: take them out of forward and backward."
-    )
+def _unexpected(desc: AOTInput | AOTOutput) -> GraphBreak:
+    reason = f"Its trace has {desc}, which no program can be given."
+    remedy = "Take operators with effects besides their results, such as printing, out of forward and backward."
+    return GraphBreak("forward", reason, remedy)
 
 
 # --- graphs of higher-order operators -----------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def lift_subgraphs(module: GraphModule) -> None:
     """Make each graph that a higher-order operator is given an argument of its node, in place.
 
     Raises:
-        CaptureError: a graph has a collective, draws random numbers, or holds a tensor.
+        GraphBreak: a graph has a collective, draws random numbers, or holds a tensor.
     """
     found: dict[str, Subgraph] = {}
     for node in module.graph.find_nodes(op="get_attr"):
@@ -185,10 +184,9 @@ def _subgraph(module: GraphModule, operator: str) -> Subgraph:
 def _inline_constant(module: GraphModule, node: Node, operator: str) -> None:
     value = getattr(module, str(node.target))
     if not isinstance(value, torch.Tensor) or value.dim() or not isinstance(node.meta.get("val", value), torch.Tensor):
-        raise CaptureError(
-            f"a graph that {operator} is given holds a tensor of shape {list(getattr(value, 'shape', []))}. Make it "
-            "outside of the function that is passed, or register it as a buffer."
-        )
+        reason = f"A graph that {operator} is given holds a tensor of shape {list(getattr(value, 'shape', []))}."
+        remedy = "Make it outside of the function that is passed, or register it as a buffer."
+        raise GraphBreak("forward", reason, remedy)
     with module.graph.inserting_before(node):
         made = module.graph.call_function(
             torch.ops.aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}
@@ -202,15 +200,13 @@ def _check(node: Node, operator: str) -> None:
     target = node.target
     namespace = getattr(target, "namespace", "")
     if namespace in ("_c10d_functional", "c10d_functional", "_dtensor") or target in NAMING_GROUPS:
-        raise CaptureError(
-            f"a function that is passed to {operator} has the collective {target}, which ranks would have to run "
-            "together. Move it out of the function."
-        )
+        reason = f"A function that is passed to {operator} has the collective {target}, which ranks must run together."
+        raise GraphBreak("forward", reason, "Move it out of the function.")
     if is_random(node):
-        raise CaptureError(
-            f"a function that is passed to {operator} draws random numbers by {target}. Its backward computes the "
-            "function again, and would draw others: draw them before, and pass them as an operand."
+        reason = (
+            f"A function that is passed to {operator} draws by {target}, and backward would draw other numbers."
         )
+        raise GraphBreak("forward", reason, "Draw them before, and pass them as an operand.")
 
 
 # --- checkpointed regions -----------------------------------------------------------------------------------------
@@ -277,10 +273,8 @@ def _run_to_the_end(traced: GraphModule, num_regions: int) -> list[bool]:
     found = [bool(node.kwargs.get("use_reentrant")) or node.kwargs.get("early_stop") is False for node in regions]
     if len(found) != num_regions:  # some compute nothing; which is only known if all are alike
         if len(set(found)) > 1:
-            raise CaptureError(
-                "graphshard cannot capture checkpoints of which some are reentrant, some are not, and some compute "
-                "nothing. Give all of them use_reentrant=False."
-            )
+            reason = "Some checkpoints are reentrant, some are not, and some compute nothing."
+            raise GraphBreak("forward", reason, "Give all of them use_reentrant=False.")
         found = [found[0]] * num_regions
     return found
 

@@ -273,10 +273,9 @@ def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None
     places = [(code.co_filename, range(*_lines_of(code))) for code in cached]
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") in _SETTERS:
-            raise CaptureError(
-                f"graphshard cannot capture {function}: it calls {node.target.__name__}, and a program does not change "
-                "settings of torch. Set it before the call, or use a context such as torch.autocast in forward."
-            )
+            reason = f"It calls {node.target.__name__}, and a program does not change settings of torch."
+            remedy = "Set it before the call, or use a context such as torch.autocast in forward."
+            raise GraphBreak(function, reason, remedy, where=_line_of(node))
         if type(node.target) in _NUMPY and node.all_input_nodes:
             reason = "numpy computes with values of tensors, and torch rounds otherwise."
             raise GraphBreak(function, reason, "Use the functions of torch.", where=_line_of(node))
@@ -285,10 +284,8 @@ def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None
             raise GraphBreak(function, reason, "Make the tensor in __init__, as a buffer.", where=_line_of(node))
     modes = [node.args[0] for node in graph.nodes if node.target is torch._C._set_grad_enabled]
     if modes and modes[-1] != torch.is_grad_enabled():
-        raise CaptureError(
-            f"graphshard cannot capture {function}: it leaves gradients {'on' if modes[-1] else 'off'}, and they were "
-            "not before. Use `with torch.set_grad_enabled(...)`."
-        )
+        reason = f"It leaves gradients {'on' if modes[-1] else 'off'}, and they were not before."
+        raise GraphBreak(function, reason, "Use `with torch.set_grad_enabled(...)`.")
 
 
 def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: str) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.fx import Node
 
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import is_backward, is_part
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.recomputed import BACKWARD_OF, REPEATED
 
@@ -37,7 +37,7 @@ def write_again(
         Their names, each with the outputs through any of which backward must go to run the region.
 
     Raises:
-        CaptureError: what eager mode's backward makes of the buffer, or of gradients, would differ.
+        GraphBreak: what eager mode's backward makes of the buffer, or of gradients, would differ.
     """
     sources = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer"}
     written: dict[str, Node] = {}
@@ -109,9 +109,11 @@ def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[No
     elif any(_reads_in_backward(user) for node in dependents for user in node.users):
         reason = "gradients depend on it, for which backward would read the new value"
     if reason is not None:
-        raise CaptureError(
-            f"graphshard cannot capture {label}.forward: a region of torch.utils.checkpoint writes buffer {name}, "
-            f"which eager mode does again in backward, and {reason}. Take what writes the buffer out of the checkpoint."
+        raise GraphBreak(
+            f"{label}.forward",
+            f"A region of torch.utils.checkpoint writes buffer {name}, which eager mode does again in backward, and "
+            f"{reason}.",
+            "Take what writes the buffer out of the checkpoint.",
         )
     return path
 

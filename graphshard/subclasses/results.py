@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import CaptureError, UnsupportedError
+from graphshard.ir.errors import UnsupportedError
+from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.ir.torch_internals import without_dispatch_modes
 
@@ -32,15 +33,13 @@ def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | S
         data: names of the data axes that parameters are DTensors on, too.
 
     Raises:
-        CaptureError: the result's size is dynamic.
+        GraphBreak: the result's size is dynamic.
     """
     if not is_subclass(leaf):
         return leaf
     if any(isinstance(size, torch.SymInt) for size in leaf.shape):
-        raise CaptureError(
-            f"forward returns a {type(leaf).__name__}, a tensor subclass, of a dynamic size. Return plain tensors, or "
-            "leave dynamic_shapes out."
-        )
+        reason = f"It returns a {type(leaf).__name__}, a tensor subclass, of a dynamic size."
+        raise GraphBreak("forward", reason, "Return plain tensors, or leave dynamic_shapes out.")
     _register()
     if isinstance(leaf, DTensor):
         of_gradient = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]

@@ -271,6 +271,9 @@ class Raises(Base):
 
 _CACHE: dict[str, Tensor] = {}
 EQUAL = [
+    SetsDtype,
+    HookWrites,
+    LeavesGradientsOff,
     SplitCheckpoint,
     NormInCheckpoint,
     NormInCheckpointedUnit,
@@ -291,9 +294,6 @@ ERRORS = {
     AsksLeaf: "It asks for is_leaf, which does not belong to the value of a tensor",
     AsksPlace: "It asks for output_nr, which does not belong to the value of a tensor",
     SetsData: "sets `.data` of a tensor that it is given",
-    SetsDtype: "calls set_default_dtype, and a program does not change settings of torch",
-    HookWrites: "a hook, or the backward of a torch.autograd.Function, writes buffer seen",
-    LeavesGradientsOff: "leaves gradients off, and they were not before",
     HoldsParameter: "reads the parameter linear.weight from a list, dict or closure",
     WritesViewOfBuffer: "args[0] and seen of WritesViewOfBuffer share memory, and forward writes to args[0]",
     HoldsViewOfBuffer: "HoldsViewOfBuffer.view and seen of HoldsViewOfBuffer share memory, and forward writes to "
