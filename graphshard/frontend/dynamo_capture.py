@@ -43,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
-from graphshard.frontend.dynamo_patches import finite_numbers
+from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
@@ -397,6 +397,7 @@ def _trace(
         changed = stack.enter_context(_changes())
         given = stack.enter_context(eager_answers(answers))
         stack.enter_context(finite_numbers(name))
+        stack.enter_context(with_inputs_apart())
         stack.enter_context(replaced(SubgraphTracer, "create_proxy", _create_proxy))
         stack.callback(random.setstate, random.getstate())  # a trace draws, too
         captured = fullgraph_capture(function, tuple(scope.values()), constraints=constraints)

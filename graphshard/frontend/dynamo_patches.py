@@ -1,4 +1,4 @@
-"""Torch changed while Dynamo traces: global hooks are set aside, and floats are not taken for finite numbers.
+"""Torch changed while Dynamo traces: global hooks, numbers that are not finite, tensors that a region is given twice.
 
 Hooks of all modules that torch sets to count, such as CommDebugMode's, run around the model, and not in it. Those of
 the user are traced and guarded by Dynamo. Symbols of floats stand for finite numbers, which nan and infinity are not:
@@ -6,6 +6,9 @@ the user are traced and guarded by Dynamo. Symbols of floats stand for finite nu
     total != total      False, says the algebra of symbols; True of nan
     total * 0           0; nan of nan and of infinity
     min(0.5, total)     Python's depends on the order where one of them is nan
+
+A region is given a tensor once, however often the call names it; where it is reentrant, eager mode computes a gradient
+for each and adds these: `checkpoint(attention, x, x, x, use_reentrant=True)`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as modules
@@ -62,6 +67,29 @@ def _is_users_hook(hook: Any) -> bool:
     function = getattr(hook, "__func__", hook)
     code = getattr(function, "__code__", getattr(type(hook).__call__, "__code__", None))
     return code is None or is_users(code.co_filename)
+
+
+# --- regions ------------------------------------------------------------------------------------------------------
+
+_call_checkpoint = CheckpointHigherOrderVariable.call_function
+
+
+def with_inputs_apart() -> AbstractContextManager[None]:
+    """Give reentrant regions a view where the same tensor was given already, while the block is open."""
+    return replaced(CheckpointHigherOrderVariable, "call_function", _call_apart)
+
+
+def _call_apart(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    reentrant, given = kwargs.get("use_reentrant"), list(args)
+    if reentrant is not None and reentrant.is_python_constant() and reentrant.as_python_constant():
+        known = set()
+        for place, arg in enumerate(arg.realize() for arg in args):
+            if isinstance(arg, TensorVariable) and arg.requires_grad:
+                node = arg.as_proxy().node
+                if node in known:
+                    given[place] = arg.call_method(tx, "view_as", [arg], {})
+                known.add(node)
+    return _call_checkpoint(self, tx, given, kwargs)
 
 
 # --- floats that may be nan or infinity ---------------------------------------------------------------------------

@@ -203,9 +203,7 @@ def _check(node: Node, operator: str) -> None:
         reason = f"A function that is passed to {operator} has the collective {target}, which ranks must run together."
         raise GraphBreak("forward", reason, "Move it out of the function.")
     if is_random(node):
-        reason = (
-            f"A function that is passed to {operator} draws by {target}, and backward would draw other numbers."
-        )
+        reason = f"A function that is passed to {operator} draws by {target}, and backward would draw other numbers."
         raise GraphBreak("forward", reason, "Draw them before, and pass them as an operand.")
 
 

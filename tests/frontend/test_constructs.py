@@ -172,6 +172,17 @@ class SplitCheckpoint(Base):
     forward = Base.forward
 
 
+class GivenTwice(Base):
+    """A reentrant region is given a tensor twice: the gradients of both are added."""
+
+    def region(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.sin() * b + a.exp() + b.cos() * a + a.tanh() * b.sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return checkpoint(self.region, x, x, use_reentrant=True)
+
+
 class NormInCheckpoint(AsksGrad):
     def __init__(self) -> None:
         super().__init__()
@@ -275,6 +286,7 @@ EQUAL = [
     HookWrites,
     LeavesGradientsOff,
     SplitCheckpoint,
+    GivenTwice,
     NormInCheckpoint,
     NormInCheckpointedUnit,
     HoldsOtherParameter,
