@@ -23,9 +23,9 @@ from torch import nn
 from graphshard.ir.repeats import Repeats, Uneven
 from graphshard.repeats.find_repeats import PARTS
 
-# Calls of blocks so far in this trace: leaves of the arguments and of the result, what each argument is, modes, and the
-# result. Empty before and after a trace, so that nothing of it is a side effect.
-_calls: list[tuple[list[Any], list[Any], list[Any], list[bool], Any]] = []
+# Calls of blocks so far in this trace: leaves of the arguments and of the result, what each argument is, modes, the
+# result, and the arguments. Empty before and after a trace, so that nothing of it is a side effect.
+_calls: list[tuple[list[Any], list[Any], list[Any], int, Any, tuple[Any, ...]]] = []
 
 # In the names of what this file changes.
 _OWN = "repeated_blocks"
@@ -39,11 +39,13 @@ class Block:
         place: number of its call, as text: a number that is another in the next trace would be dynamic.
         size: blocks in a group, as text.
         left_out: it is not traced.
+        follows: the block before is left out, too, and blocks are groups of their own.
     """
 
     place: str
     size: str
     left_out: bool
+    follows: bool
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the block, or return what its template says of its arguments.
@@ -51,27 +53,50 @@ class Block:
         Raises:
             Uneven: calls are not alike.
         """
-        number, period = int(self.place), int(self.size)
+        number, period, modes = int(self.place), int(self.size), _modes()
         if number != len(_calls):
             raise Uneven("blocks are not called one after the other")
-        given = leaves_of((*args, *kwargs.values()))
+        passed = (*args, *kwargs.values())
+        if self.follows and _is_repeated(passed, modes):
+            _calls.append(_calls[-1])
+            return _calls[-1][4]
+        given = leaves_of(passed)
         before = _calls[number - 1][1] if number else []
         earlier = _calls[number - period][0] if number >= period else []
         relations = _relations(given, before, earlier)
-        modes = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
         if number >= 2 * period and [relations, modes] != [*_calls[number - period][2:4]]:
             raise Uneven("blocks are not given alike")
         if not self.left_out:
             result = run(*args, **kwargs)
-            _calls.append((given, leaves_of(result), relations, modes, result))
+            _calls.append((given, leaves_of(result), relations, modes, result, passed))
             return result
-        _, example, _, _, structure = _calls[number - period]
+        _, example, _, _, structure, _ = _calls[number - period]
         # What the template's successor was given of the template's results says what is carried.
         place = number - period + 1
         leaves = _carried(example, relations if place == number else _calls[place][2], given)
         result = rebuilt(structure, list(leaves))
-        _calls.append((given, leaves, relations, modes, result))
+        _calls.append((given, leaves, relations, modes, result, passed))
         return result
+
+
+def _modes() -> int:
+    """Return which modes are on."""
+    on = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return sum(is_on << place for place, is_on in enumerate(on))
+
+
+def _is_repeated(passed: tuple[Any, ...], modes: int) -> bool:
+    """Return whether a call is given what the one before was, which returned what it was given.
+
+    Dynamo follows each instruction, for each block that is left out: so this is short, and gives up at lists and dicts.
+    """
+    _, _, _, before_modes, _, before = _calls[-1]
+    if modes != before_modes or len(passed) != len(before):
+        return False
+    for one, other in zip(passed, before):  # noqa: SIM110 - Dynamo follows a loop with fewer instructions
+        if one is not other or isinstance(one, (list, dict)):
+            return False
+    return True
 
 
 def end_of_blocks(number: int) -> None:
@@ -92,10 +117,13 @@ def few_blocks(model: nn.Module, repeats: Repeats) -> Iterator[dict[str, Block]]
     owner = model.get_submodule(repeats.path)
     held = dict(owner._modules)
     names = list(held)[repeats.first : repeats.first + repeats.period * repeats.groups]
-    blocks = {}
+    torch.compiler.assume_constant_result(_modes)
+    blocks: dict[str, Block] = {}
     for number, name in enumerate(names):
         path = f"{repeats.path}.{name}"
-        blocks[path] = Block(str(number), str(repeats.period), repeats.has_left_out(path))
+        follows = repeats.period == 1 and number > 0 and blocks[f"{repeats.path}.{names[number - 1]}"].left_out
+        left_out = repeats.has_left_out(path)
+        blocks[path] = Block(str(number), str(repeats.period), left_out, left_out and follows)
         if blocks[path].left_out:
             owner._modules[name] = _hollow(model.get_submodule(path))
     _calls.clear()
