@@ -163,7 +163,7 @@ class _Gradient:
 
     def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.value is not None:
-            return fake(self.value).to(dtype)
+            return torch.empty_like(fake(self.value), dtype=dtype)  # dense, where the gradient is an expanded one
         values = (node.meta["val"] for node in self.phase.placeholders)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         with fake_mode_of(tensors[0]) if tensors else new_fake_mode():

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import graphshard
+from tests.distributed.nets import rows
 from tests.distributed.twins import (
     BF16,
     FP32,
@@ -109,6 +110,32 @@ def test_units_that_accumulate_alone_equal_fsdp2(ranks: Ranks, setting: Setting)
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
 def test_microbatches_over_replicas_equal_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_train, setting, FP32)
+
+
+class Expanded(nn.Module):
+    """The gradient of a parameter is one number, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale.sum()).square().mean()
+
+
+def _train_expanded(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
+    torch.manual_seed(0)
+    pair = twins(Expanded(), world_mesh(), mp_policy=policy)
+    for microbatch in range(3):
+        for model in pair:
+            _no_sync(model, microbatch == 2)
+            model(rows(10 * microbatch + rank)).backward()
+        assert_same(*map(grads_of, pair), f"gradients after microbatch {microbatch}")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_gradients_that_are_expanded_are_added_up(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    ranks(2).run(_train_expanded, policy)
 
 
 def _counts(rank: int, world_size: int) -> list[list[dict[str, int]]]:
