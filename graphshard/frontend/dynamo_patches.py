@@ -7,8 +7,9 @@ the user are traced and guarded by Dynamo. Symbols of floats stand for finite nu
     total * 0           0; nan of nan and of infinity
     min(0.5, total)     Python's depends on the order where one of them is nan
 
-A region is given a tensor once, however often the call names it; where it is reentrant, eager mode computes a gradient
-for each and adds these: `checkpoint(attention, x, x, x, use_reentrant=True)`.
+A region, or a custom autograd function, is given a tensor once, however often the call names it. Eager mode computes a
+gradient for each and adds these: `checkpoint(attention, x, x, x, use_reentrant=True)`. Of a function torch 2.11 loses
+all gradients but one, and later releases refuse it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as modules
@@ -69,27 +70,42 @@ def _is_users_hook(hook: Any) -> bool:
     return code is None or is_users(code.co_filename)
 
 
-# --- regions ------------------------------------------------------------------------------------------------------
+# --- tensors that are given twice -----------------------------------------------------------------------------------
 
 _call_checkpoint = CheckpointHigherOrderVariable.call_function
+_call_function = AutogradFunctionApplyVariable.call_function
 
 
-def with_inputs_apart() -> AbstractContextManager[None]:
-    """Give reentrant regions a view where the same tensor was given already, while the block is open."""
-    return replaced(CheckpointHigherOrderVariable, "call_function", _call_apart)
+@contextlib.contextmanager
+def with_inputs_apart() -> Iterator[None]:
+    """Give regions and custom functions a view where the same tensor was given already, while the block is open."""
+    with (
+        replaced(CheckpointHigherOrderVariable, "call_function", _checkpoint_apart),
+        replaced(AutogradFunctionApplyVariable, "call_function", _function_apart),
+    ):
+        yield
 
 
-def _call_apart(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    reentrant, given = kwargs.get("use_reentrant"), list(args)
+def _checkpoint_apart(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    reentrant = kwargs.get("use_reentrant")
     if reentrant is not None and reentrant.is_python_constant() and reentrant.as_python_constant():
-        known = set()
-        for place, arg in enumerate(arg.realize() for arg in args):
-            if isinstance(arg, TensorVariable) and arg.requires_grad:
-                node = arg.as_proxy().node
-                if node in known:
-                    given[place] = arg.call_method(tx, "view_as", [arg], {})
-                known.add(node)
-    return _call_checkpoint(self, tx, given, kwargs)
+        args = _apart(tx, args)
+    return _call_checkpoint(self, tx, args, kwargs)
+
+
+def _function_apart(self: AutogradFunctionApplyVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _call_function(self, tx, _apart(tx, args), kwargs)
+
+
+def _apart(tx: Any, args: Any) -> list[Any]:
+    given, known = list(args), set()
+    for place, arg in enumerate(arg.realize() for arg in args):
+        if isinstance(arg, TensorVariable):
+            node = arg.as_proxy().node
+            if node in known:
+                given[place] = arg.call_method(tx, "view_as", [arg], {})
+            known.add(node)
+    return given
 
 
 # --- floats that may be nan or infinity ---------------------------------------------------------------------------

@@ -290,9 +290,10 @@ def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None
 
 def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: str) -> None:
     """Reject `x.any().item() is True`, which Dynamo says is False: a symbol is no Python bool."""
-    if not any(isinstance(node.meta.get("example_value"), torch.SymBool) for node in graph.nodes):
-        return
+    are_read = any(isinstance(node.meta.get("example_value"), torch.SymBool) for node in graph.nodes)
     for code in codes:
+        if not are_read and "item" not in code.co_names:  # torch 2.11 drops what only `is` asks for
+            continue
         before, line = None, code.co_firstlineno
         for each in dis.get_instructions(code) if is_users(code.co_filename) else ():
             line = _line_at(each, line)

@@ -57,7 +57,10 @@ NAMES: dict[str, dict[str, Releases]] = {
     },
     "torch._dynamo.source": {"FloatTensorSource": _ALL, "RandomValueSource": _ALL},
     "torch._dynamo.variables": {"TensorVariable.as_proxy": _ALL},
-    "torch._dynamo.variables.higher_order_ops": {"CheckpointHigherOrderVariable.call_function": _ALL},
+    "torch._dynamo.variables.higher_order_ops": {
+        "AutogradFunctionApplyVariable.call_function": _ALL,
+        "CheckpointHigherOrderVariable.call_function": _ALL,
+    },
     "torch._dynamo.variables.misc": {"DebuggingVariable.call_function": _ALL},
     "torch._dynamo.utils": {
         "dynamo_timed": _ALL,

@@ -183,6 +183,27 @@ class GivenTwice(Base):
         return checkpoint(self.region, x, x, use_reentrant=True)
 
 
+class _OfTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(a, b)
+        return a.sin(), a * b
+
+    @staticmethod
+    def backward(ctx: Any, of_sin: Tensor, of_product: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return of_sin * a.cos() + of_product * b.tanh(), of_product * a.sum().expand_as(a)
+
+
+class FunctionGivenTwice(Base):
+    """Torch 2.11 loses one of the gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        a, b = _OfTwo.apply(x, x)
+        return a + b
+
+
 class NormInCheckpoint(AsksGrad):
     def __init__(self) -> None:
         super().__init__()
@@ -287,6 +308,7 @@ EQUAL = [
     LeavesGradientsOff,
     SplitCheckpoint,
     GivenTwice,
+    FunctionGivenTwice,
     NormInCheckpoint,
     NormInCheckpointedUnit,
     HoldsOtherParameter,

@@ -12,10 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.frontend.graph_breaks import differentiates
 from tests.helpers import Blocks
+
+_FOLLOWS_PYTEST = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason="Dynamo follows what pytest makes of an assert"
+)
 
 
 class Net(Blocks):
@@ -140,7 +145,7 @@ def test_it_is_split_and_the_log_says_why(
     [
         (raises, KeyError, "three rows"),
         (misfits, RuntimeError, "mat1 and mat2|same reduction dim"),
-        (asserts, AssertionError, "three"),
+        pytest.param(*(asserts, AssertionError, "three"), marks=_FOLLOWS_PYTEST),
     ],
 )
 def test_what_forward_raises_is_raised(

@@ -18,6 +18,7 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -218,6 +219,8 @@ def _compile(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_compiles_them(ranks: Ranks, name: str) -> None:
     """Attention only runs forward, as Inductor has no backward of it for CPUs."""
+    if name == "mask given" and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("its Inductor has no attention of a tensor to itself for CPUs")
     ranks(1).run(_compile, name)
 
 
