@@ -50,6 +50,8 @@ _QUIET = (
     r"The \.grad attribute of a Tensor that is not a leaf",
     r".*should not be instantiated. Methods on autograd functions are all static",
 )
+# Of torch 2.11, where hooks of tensors are registered.
+_IN_NO_ORDER = re.compile(r"was used before it has been defined|referenced nonexistent value")
 # An operator's error for fake tensors, which eager mode does not raise.
 _WITHOUT_DATA = "its data is not allocated yet"
 # Characters of a source line, and of a reason, in a message.
@@ -118,6 +120,11 @@ def traced_or_break(function: str, trace: Callable[[], T]) -> T:
     except _BREAKS as error:
         log.debug("a trace of %s failed", function, exc_info=True)
         found = _checks_error(error) or _graph_break(function, error)
+    except RuntimeError as error:
+        if not _IN_NO_ORDER.search(str(error)):
+            raise
+        log.debug("a trace of %s failed", function, exc_info=True)
+        found = GraphBreak(function, "Torch traced a value before what it is made of.", _ANY_REMEDY)
     raise found  # without the tracer's error, which holds the trace and its tensors
 
 

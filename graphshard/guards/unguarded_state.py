@@ -31,6 +31,7 @@ from torch._dynamo.source import RandomValueSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch.fx import Graph, Node
 from torch.nn.modules import module as torch_module
+from torch.torch_version import TorchVersion
 
 from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph_break import GraphBreak
@@ -200,6 +201,7 @@ def reject_unguarded(
     _reject_classes(codes, found, function)
     _reject_graph(graph, found, function)
     _reject_identity(codes, graph, function)
+    _reject_hooks(codes, function)
     if any(isinstance(source, RandomValueSource) for source in sources):
         raise GraphBreak(function, "The module `random` draws a number.", "Draw with torch (torch.rand).")
     bounded = [name for name, value in found.items() if isinstance(value, deque) and value.maxlen is not None]
@@ -300,6 +302,19 @@ def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: st
             if each.opname == "IS_OP" and isinstance(before, bool):
                 raise _break_at(code, line, function, "It asks `is` of a bool that may be read from a tensor.")
             before = each.argval
+
+
+def _reject_hooks(codes: Iterable[types.CodeType], function: str) -> None:
+    """Reject hooks of tensors before torch 2.13, which traced them as functions of wrong gradients, or in no order."""
+    if TorchVersion(torch.__version__) >= "2.13":
+        return
+    for code in codes:
+        if "register_hook" in code.co_names and is_users(code.co_filename):
+            line = code.co_firstlineno
+            for each in dis.get_instructions(code):
+                line = _line_at(each, line)
+                if each.argval == "register_hook":
+                    raise _break_at(code, line, function, f"Torch {torch.__version__} traces hooks of tensors wrongly.")
 
 
 def _line_at(instruction: dis.Instruction, line: int) -> int:

@@ -204,6 +204,17 @@ class FunctionGivenTwice(Base):
         return a + b
 
 
+class HooksOfTensors(Base):
+    """Two hooks on one tensor, of which one reads another tensor; torch 2.11 traces them in no order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad / (1 + grad.norm()))
+            y.register_hook(lambda grad: grad + x.detach())
+        return y.tanh()
+
+
 class NormInCheckpoint(AsksGrad):
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +318,7 @@ EQUAL = [
     HookWrites,
     LeavesGradientsOff,
     SplitCheckpoint,
+    HooksOfTensors,
     GivenTwice,
     FunctionGivenTwice,
     NormInCheckpoint,
