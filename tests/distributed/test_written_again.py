@@ -84,18 +84,40 @@ class _Average(_Statistics):
 
 
 def _refused(rank: int, world_size: int) -> None:
-    for cls, error, reason in (
-        (_SharedStatistics, graphshard.CaptureError, "buffer norm.running_mean, .*code outside.*out of the checkp"),
-        (_Average, RuntimeError, "modified by an inplace operation"),
-    ):
-        model = graphshard.compile(cls("first", False), world_mesh(), backend="eager")
-        with pytest.raises(error, match=reason):
-            model(_batch(rank, 0))
+    model = graphshard.compile(_SharedStatistics("first", False), world_mesh(), backend="eager", fullgraph=True)
+    with pytest.raises(graphshard.CaptureError, match=r"buffer norm.running_mean, .*code outside.*out of the checkp"):
+        model(_batch(rank, 0))
+    model = graphshard.compile(_Average("first", False), world_mesh(), backend="eager")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(_batch(rank, 0))
 
 
 def test_buffers_that_would_differ_are_refused(ranks: Ranks) -> None:
     """Another order of writes, and gradients of a buffer that has changed."""
     ranks(2).run(_refused)
+
+
+def _split(rank: int, world_size: int, make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    pair = twins(make(), world_mesh())
+    for step in range(3):
+        for model in pair:
+            model(_batch(rank, step)).mean().backward()
+        assert_same(*(dict(model.named_buffers()) for model in pair), f"buffers after step {step}")
+        assert_same(*map(grads_of, pair), f"gradients after step {step}")
+
+
+def _shared() -> nn.Module:
+    return _SharedStatistics("first", False)
+
+
+def _outside() -> nn.Module:
+    return _Outside()
+
+
+@pytest.mark.parametrize("make", [_shared, _outside])
+def test_where_no_program_can_python_writes_again(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    ranks(2).run(_split, make)
 
 
 # --- between forward and backward --------------------------------------------------------------------------------
@@ -300,6 +322,6 @@ class _Outside(nn.Module):
 
 
 def test_a_region_between_two_writes(mesh: DeviceMesh) -> None:
-    """Refused, as one that writes the buffer itself: the graph does not tell them apart."""
+    """A graph break, as one that writes the buffer itself: the graph does not tell them apart."""
     with pytest.raises(graphshard.CaptureError, match="a region and code outside, write it"):
-        graphshard.compile(_Outside(), mesh, backend="eager")(_batch(0, 0))
+        graphshard.compile(_Outside(), mesh, backend="eager", fullgraph=True)(_batch(0, 0))
