@@ -237,6 +237,8 @@ class DynamoTrace:
         """Return what checks the guards of the trace, without having checked or measured them."""
         output = self._captured.graph_capture_output
         output.output_graph.skip_guards_check = True  # to measure them, Dynamo flushes the caches: 0.1 s
+        for guard in output.output_graph.guards:
+            guard.guarded_class_weakref = None  # it had another class when constraints were checked
         with _metrics():
             manager = output.build_guards(self._code)
         made = manager.guard_manager

@@ -203,12 +203,26 @@ def reject_unguarded(
     _reject_identity(codes, graph, function)
     _reject_hooks(codes, function)
     if any(isinstance(source, RandomValueSource) for source in sources):
-        raise GraphBreak(function, "The module `random` draws a number.", "Draw with torch (torch.rand).")
+        raise _random_break(codes, function)
     bounded = [name for name, value in found.items() if isinstance(value, deque) and value.maxlen is not None]
     if bounded:
         raise GraphBreak(
             function, f"{bounded[0]} is a deque with a maxlen, which Dynamo ignores.", "Keep the last values in a list."
         )
+
+
+def _random_break(codes: Iterable[types.CodeType], function: str) -> GraphBreak:
+    """Return the error for a forward that draws with Python's `random`, at the first line that names it."""
+    where = source = ""
+    for code in codes:
+        line = code.co_firstlineno
+        for each in dis.get_instructions(code) if is_users(code.co_filename) else ():
+            line = _line_at(each, line)
+            if each.argval == "random" and not where:
+                where, source = f"{code.co_filename}:{line}", linecache.getline(code.co_filename, line).strip()
+    return GraphBreak(
+        function, "Python draws a random number.", "Draw with torch (torch.rand).", where=where, source=source
+    )
 
 
 def _reject_builtins(guards: Iterable[Any], function: str) -> None:
