@@ -19,7 +19,6 @@ import functools
 import importlib
 import logging
 import random
-import threading
 import types
 import warnings
 from collections import defaultdict
@@ -30,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._dynamo import config, pgo
-from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
 from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
 from torch._dynamo.source import FloatTensorSource, RandomValueSource
@@ -60,8 +59,9 @@ log = logging.getLogger(__name__)
 
 # Names of the arguments of the traced function, which begin the sources of guards: L['module'], L['args'][0].
 _SCOPE = ("module", "args", "kwargs")
-# Dynamo and AOTAutograd keep what they are doing in variables of the process: threads trace one after the other.
-TRACING = threading.RLock()
+# Dynamo and AOTAutograd keep what they are doing in variables of the process: threads trace one after the other. So do
+# threads that torch.compile serves, by the same lock, and do not see what is changed meanwhile.
+TRACING = compile_lock
 
 # Globals of each `TracedFunction`. Guards read them, so closures and defaults of forward are looked at in each call.
 _graphshard_boundary = cast(UnitBoundary, None)

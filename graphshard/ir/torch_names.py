@@ -29,6 +29,7 @@ NAMES: dict[str, dict[str, Releases]] = {
     "torch._C": {"DispatchKey": _ALL},
     "torch._C._dynamo.guards": {"dict_version": _ALL},
     "torch._dynamo.convert_frame": {
+        "compile_lock": _ALL,
         "fullgraph_capture": _ALL,
         "CaptureOutput.graph_capture_output": _ALL,
         "CaptureOutput.backend_input": _ALL,

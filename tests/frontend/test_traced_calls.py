@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
+import threading
 import types
 import weakref
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.frontend.dynamo_capture import TRACING
 from tests.conftest import FakeWorld
 from tests.ranks import check_modes
 
@@ -355,3 +357,16 @@ def test_an_operator_without_an_autograd_formula(mesh: DeviceMesh) -> None:
         model(torch.ones(2, 4))
     with torch.no_grad():
         assert torch.equal(model(torch.ones(2, 4)), expected)
+
+
+def test_threads_that_torch_compiles_wait_for_a_trace() -> None:
+    """What is changed of torch while a trace runs, they do not see."""
+    found: list[torch.Tensor] = []
+    x = torch.ones(2)
+    thread = threading.Thread(target=lambda: found.append(torch.compile(torch.sin, backend="eager")(x)))
+    with TRACING:
+        thread.start()
+        thread.join(0.3)
+        assert not found
+    thread.join()
+    assert torch.equal(found[0], x.sin())
