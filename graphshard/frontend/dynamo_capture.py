@@ -286,7 +286,7 @@ _MOST_TRACES = 6
 _GUARD_SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,
     "use_recursive_dict_tags_for_guards": True,
-    # Before, a tensor that is skipped is not seen to be an input, too.
+    # Torch 2.11 does not see that a tensor that is skipped is an input, too.
     "skip_tensor_guards_with_matching_dict_tags": TorchVersion(torch.__version__) >= "2.13",
     "max_saved_pointers_for_recursive_dict_tags_check": 1 << 16,
     "assume_dunder_attributes_remain_unchanged": False,  # contents of closures change

@@ -251,10 +251,8 @@ class WatchedGraph(_LaidBranches):
 
     def run_node(self, n: Node) -> Any:
         """Run one node."""
-        if n.target in _COMPARISONS:
-            for user in n.users:
-                if user.target is aten._assert_scalar.default:
-                    self._check(n)
+        if n.target in _COMPARISONS and any(user.target is aten._assert_scalar.default for user in n.users):
+            self._check(n)
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

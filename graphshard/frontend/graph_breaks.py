@@ -54,7 +54,7 @@ _QUIET = (
 _IN_NO_ORDER = re.compile(r"was used before it has been defined|referenced nonexistent value")
 # An operator's error for fake tensors, which eager mode does not raise.
 _WITHOUT_DATA = "its data is not allocated yet"
-# Characters of a source line, and of a reason, in a message.
+# Characters of a reason in a message.
 _LONGEST = 160
 
 # What to do, by a part of the reason or of the source line; the first that is found holds.

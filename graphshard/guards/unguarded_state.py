@@ -213,16 +213,9 @@ def reject_unguarded(
 
 def _random_break(codes: Iterable[types.CodeType], function: str) -> GraphBreak:
     """Return the error for a forward that draws with Python's `random`, at the first line that names it."""
-    where = source = ""
-    for code in codes:
-        line = code.co_firstlineno
-        for each in dis.get_instructions(code) if is_users(code.co_filename) else ():
-            line = _line_at(each, line)
-            if each.argval == "random" and not where:
-                where, source = f"{code.co_filename}:{line}", linecache.getline(code.co_filename, line).strip()
-    return GraphBreak(
-        function, "Python draws a random number.", "Draw with torch (torch.rand).", where=where, source=source
-    )
+    reason, remedy = "Python draws a random number.", "Draw with torch (torch.rand)."
+    found = _first_line(codes, "random")
+    return GraphBreak(function, reason, remedy) if found is None else _break_at(*found, function, reason, remedy)
 
 
 def _reject_builtins(guards: Iterable[Any], function: str) -> None:
@@ -276,9 +269,9 @@ def _classes_of(found: Mapping[str, Any]) -> set[type]:
     return {cls for value in found.values() if isinstance(value, nn.Module) for cls in type(value).__mro__}
 
 
-def _break_at(code: types.CodeType, line: int, function: str, reason: str) -> GraphBreak:
+def _break_at(code: types.CodeType, line: int, function: str, reason: str, remedy: str = _ANY_REMEDY) -> GraphBreak:
     source = linecache.getline(code.co_filename, line).strip()
-    return GraphBreak(function, reason, _ANY_REMEDY, where=f"{code.co_filename}:{line}", source=source)
+    return GraphBreak(function, reason, remedy, where=f"{code.co_filename}:{line}", source=source)
 
 
 def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None:
@@ -322,13 +315,20 @@ def _reject_hooks(codes: Iterable[types.CodeType], function: str) -> None:
     """Reject hooks of tensors before torch 2.13, which traced them as functions of wrong gradients, or in no order."""
     if TorchVersion(torch.__version__) >= "2.13":
         return
+    found = _first_line(codes, "register_hook")
+    if found is not None:
+        raise _break_at(*found, function, f"Torch {torch.__version__} traces hooks of tensors wrongly.")
+
+
+def _first_line(codes: Iterable[types.CodeType], name: str) -> tuple[types.CodeType, int] | None:
+    """Return the first code of the user's that reads a global or an attribute of this name, and the line."""
     for code in codes:
-        if "register_hook" in code.co_names and is_users(code.co_filename):
-            line = code.co_firstlineno
-            for each in dis.get_instructions(code):
-                line = _line_at(each, line)
-                if each.argval == "register_hook":
-                    raise _break_at(code, line, function, f"Torch {torch.__version__} traces hooks of tensors wrongly.")
+        line = code.co_firstlineno
+        for each in dis.get_instructions(code) if name in code.co_names and is_users(code.co_filename) else ():
+            line = _line_at(each, line)
+            if each.argval == name:
+                return code, line
+    return None
 
 
 def _line_at(instruction: dis.Instruction, line: int) -> int:

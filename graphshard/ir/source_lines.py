@@ -5,9 +5,8 @@ from __future__ import annotations
 import linecache
 import os
 import sysconfig
-import traceback
 from collections.abc import Sequence
-from traceback import FrameSummary
+from traceback import FrameSummary, extract_tb
 
 import torch
 
@@ -23,7 +22,7 @@ def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
     """Return where the innermost line of the model's code is, as "file:line", and the line."""
     for frame in reversed(list(stack)):
         if is_users(frame.filename):
-            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            source = source_of(frame)
             return f"{frame.filename}:{frame.lineno}", source if len(source) <= _LONGEST else f"{source[:_LONGEST]}..."
     return "", ""
 
@@ -40,11 +39,12 @@ def line_of(error: Exception) -> str:
     return f" at {frame.filename}:{frame.lineno}: {source_of(frame)}" if frame else ""
 
 
-def source_of(frame: traceback.FrameSummary) -> str:
+def source_of(frame: FrameSummary) -> str:
+    """Return the line of a frame."""
     return linecache.getline(frame.filename, frame.lineno or 0).strip()
 
 
-def user_frame(error: Exception) -> traceback.FrameSummary | None:
+def user_frame(error: Exception) -> FrameSummary | None:
     """Return the innermost frame that is neither torch's, nor graphshard's, nor the standard library's."""
-    user = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    user = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     return user[-1] if user else None

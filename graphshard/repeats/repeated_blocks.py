@@ -118,13 +118,14 @@ def few_blocks(model: nn.Module, repeats: Repeats) -> Iterator[dict[str, Block]]
     held = dict(owner._modules)
     names = list(held)[repeats.first : repeats.first + repeats.period * repeats.groups]
     torch.compiler.assume_constant_result(_modes)
-    blocks: dict[str, Block] = {}
+    blocks = {}
+    follows = False
     for number, name in enumerate(names):
         path = f"{repeats.path}.{name}"
-        follows = repeats.period == 1 and number > 0 and blocks[f"{repeats.path}.{names[number - 1]}"].left_out
         left_out = repeats.has_left_out(path)
         blocks[path] = Block(str(number), str(repeats.period), left_out, left_out and follows)
-        if blocks[path].left_out:
+        follows = left_out and repeats.period == 1
+        if left_out:
             owner._modules[name] = _hollow(model.get_submodule(path))
     _calls.clear()
     try:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.random_operators import KINDS, VOCAB, Linear, Varied, kind
 
-__all__ = ["KINDS", "REENTRANT", "VOCAB"]
+__all__ = ["KINDS", "REENTRANT", "VOCAB", "Saving"]
 
 REENTRANT = 2  # the variant of "checkpoint" with use_reentrant=True
 
@@ -61,7 +61,7 @@ class _Steeper(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-class _Saving(torch.autograd.Function):
+class Saving(torch.autograd.Function):
     """Saves what it needs; has two inputs and two outputs."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class _Function(Varied):
         if self.variant == 0:
             return _Steeper.apply(factor, 3.0) * x
         if self.variant == 1:
-            a, b = _Saving.apply(x, factor)
+            a, b = Saving.apply(x, factor)
             return a - b
         return _Rounding.apply(x) + _Rounding.apply(factor)
 

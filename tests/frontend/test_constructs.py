@@ -12,6 +12,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.random_pieces import Saving
 from tests.frontend.compared import Net, batch, verdict
 
 
@@ -183,24 +184,12 @@ class GivenTwice(Base):
         return checkpoint(self.region, x, x, use_reentrant=True)
 
 
-class _OfTwo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(a, b)
-        return a.sin(), a * b
-
-    @staticmethod
-    def backward(ctx: Any, of_sin: Tensor, of_product: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        return of_sin * a.cos() + of_product * b.tanh(), of_product * a.sum().expand_as(a)
-
-
 class FunctionGivenTwice(Base):
     """Torch 2.11 loses one of the gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        a, b = _OfTwo.apply(x, x)
+        a, b = Saving.apply(x, x)
         return a + b
 
 
