@@ -10,6 +10,7 @@ import argparse
 import functools
 import glob
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -24,12 +25,13 @@ from graphshard.cli.main import main
 ROOT = Path(__file__).parents[2]
 # What measures this machine, or needs one that is not here.
 PARSED_ONLY = ("calibrate", "finish")
+_SUBSTITUTION = re.compile(r"\$\([^)]*\)")
 
 
 def commands_of(block: str) -> Iterator[list[str]]:
     """The commands of a block as lists of words, without comments and settings of the environment."""
     for line in block.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = shlex.split(_SUBSTITUTION.sub("substituted", line), comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
             command, words = words[:end], words[end + 1 :]
