@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.module.modes import Modes
-from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.argument_checks import Modes
+from graphshard.module.compiled_module import CompiledModule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -43,7 +43,7 @@ def main() -> None:
         graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager")
         tokens = torch.zeros(1, 8, dtype=torch.long)
         model(tokens, tokens).backward()
-        assert isinstance(model, ShardedModule)
+        assert isinstance(model, CompiledModule)
         ((installed,),) = model._graphshard.executables.known.values()
         modules = sum(1 for _ in model.modules())
         scope = {"module": model, "args": (tokens, tokens), "kwargs": {}}

@@ -40,7 +40,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import SAVE
 from graphshard.options.options import Options
-from graphshard.options.passes import pipeline_of
+from graphshard.options.resolve import pipeline_of
 from graphshard.passes import ActivationCheckpointing, Pass
 from graphshard.schedule.clock import Call, Event, Launch, Wait, run
 from graphshard.schedule.timeline import estimate

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import graphshard
-from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.compiled_module import CompiledModule
 from graphshard.runtime.status import Finding, Process, Status, Step
 from graphshard.runtime.watch import Watch, pause_of
 from tests.distributed.twins import world_mesh
@@ -37,7 +37,7 @@ def on_a_rank(rank: int, world_size: int, looks: int) -> float:
     graphshard.compile(model, world_mesh(), backend="eager")
     for _ in range(8):
         model(torch.ones(4, 16)).sum().backward()
-    assert isinstance(model, ShardedModule)
+    assert isinstance(model, CompiledModule)
     peers = model._graphshard.agreement.peers
     assert peers is not None
     watch = Watch(peers.standing, peers.standing.store)

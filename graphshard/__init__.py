@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from graphshard.api import compile, fully_shard, programs, register_forward_method
     from graphshard.artifact.export import Call, export
     from graphshard.artifact.load import load
+    from graphshard.checkpoint.initialize import unsharded_init
+    from graphshard.checkpoint.manifest import latest_checkpoint
+    from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint
     from graphshard.cost.profile import Profile, load_profile
     from graphshard.debug.bisect import Bisection, bisect
     from graphshard.explain.explain import explain, explain_grid
@@ -55,10 +58,6 @@ if TYPE_CHECKING:
     from graphshard.passes import Pass
     from graphshard.pipeline.pipeline import Pipeline
     from graphshard.schedule.by_unit import PlanByUnit
-    from graphshard.state.asynchronous import async_save_checkpoint
-    from graphshard.state.checkpoint import load_checkpoint, save_checkpoint
-    from graphshard.state.initialize import unsharded_init
-    from graphshard.state.manifest import latest_checkpoint
 
     __version__: str
 
@@ -123,6 +122,9 @@ _HOMES = {
     "api": ("compile", "fully_shard", "programs", "register_forward_method"),
     "artifact.export": ("Call", "export"),
     "artifact.load": ("load",),
+    "checkpoint.initialize": ("unsharded_init",),
+    "checkpoint.manifest": ("latest_checkpoint",),
+    "checkpoint.save_load": ("async_save_checkpoint", "load_checkpoint", "save_checkpoint"),
     "cost.profile": ("Profile", "load_profile"),
     "debug.bisect": ("Bisection", "bisect"),
     "explain.tables": ("WhatIf",),
@@ -160,10 +162,6 @@ _HOMES = {
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),
     "schedule.by_unit": ("PlanByUnit",),
-    "state.asynchronous": ("async_save_checkpoint",),
-    "state.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "state.initialize": ("unsharded_init",),
-    "state.manifest": ("latest_checkpoint",),
 }
 _HOME = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 

@@ -25,18 +25,30 @@ from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.text import brief
 from graphshard.lower.backends import begin_compiling
-from graphshard.module.kept_program import EqualProgram
-from graphshard.module.parts import shard_unit
-from graphshard.module.prepare import device_of, make_runner, prepare, shard
-from graphshard.module.replaying import CudaGraphsChoice, replaying
-from graphshard.module.sharded_module import compiled_module, install_method
-from graphshard.options.arguments import check_names, options_given, takes_options
-from graphshard.options.axes import axes_of
-from graphshard.options.checks import check_examples, check_model, default_mesh
-from graphshard.options.experts import experts_by_name
-from graphshard.options.meshes import DataParallelMeshDims, data_and_tensor
-from graphshard.options.options import CompileArguments, ModelArguments, Options, PlacementFn
-from graphshard.options.program_options import resolve_model
+from graphshard.module.compiled_module import (
+    CudaGraphsChoice,
+    compiled_module,
+    device_of,
+    install_method,
+    make_runner,
+    prepare,
+    replaying,
+    shard,
+)
+from graphshard.module.fully_shard import shard_unit
+from graphshard.module.program_compiler import EqualProgram
+from graphshard.options.mesh_axes import DataParallelMeshDims, axes_of, data_and_tensor, experts_by_name
+from graphshard.options.options import (
+    CompileArguments,
+    ModelArguments,
+    Options,
+    PlacementFn,
+    check_names,
+    options_given,
+    takes_options,
+)
+from graphshard.options.resolve import resolve_model
+from graphshard.options.validate import check_examples, check_model, default_mesh
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")

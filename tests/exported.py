@@ -111,7 +111,7 @@ def nothing_is_compiled() -> Iterator[None]:
     compiling = (
         "graphshard.module.tracer.run_pipeline",
         "graphshard.module.tracer.Short.finish",
-        "graphshard.module.maker.lower",
+        "graphshard.module.program_compiler.lower",
         "graphshard.ir.torch_internals.min_cut_rematerialization_partition",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
         "subprocess.Popen",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.module import replaying
+from graphshard.module import compiled_module
 from graphshard.runtime.device_graphs import ResultT
 
 # A call, its results, and whether it writes to what it is given.
@@ -108,5 +108,5 @@ def _spoil(calls: list[_Call]) -> None:
 def on_cpu() -> Iterator[Graphs]:
     """In the block `cuda_graphs=` of `compile` captures on the CPU."""
     graphs = Graphs()
-    with mock.patch.object(replaying, "graphs_of", return_value=graphs):
+    with mock.patch.object(compiled_module, "graphs_of", return_value=graphs):
         yield graphs

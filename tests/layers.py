@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # From the ground: a package may import those on lower floors, and nothing else.
 FLOORS = (
     ("ir",),
-    ("cost", "lower", "state", "exported", "subclasses", "guards", "repeats"),
+    ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats"),
     ("frontend", "passes"),
     ("schedule", "runtime"),
     ("pipeline", "report", "foreign"),

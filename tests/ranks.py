@@ -18,7 +18,7 @@ of n ranks takes the first n of them, and each test sends them a function of its
 
 Ranks see graphshard's environment variables as the test has set them, for this run.
 
-Each run has process groups of its own. Kept ones would add up (sockets, threads), and their names would
+Each run has process groups of its own. CachedProgram ones would add up (sockets, threads), and their names would
 depend on the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
 
 The processes are spawned, not forked: each then has its own hash seed, as in a real job, and a result that

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from benchmarks.gpu.settings import POLICY, Setup, Step, stepper
-from graphshard.module.replaying import CudaGraphsChoice
+from graphshard.module.compiled_module import CudaGraphsChoice
 from tests.graphs import on_cpu
 
 Make: TypeAlias = Callable[[nn.Module, DeviceMesh, torch.Tensor], Step]

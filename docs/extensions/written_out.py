@@ -1,6 +1,6 @@
 """Write the options out in the signatures of functions that take them as `**options: Unpack[...]`.
 
-`graphshard.options.arguments.takes_options` does the same for `help`; griffe reads the source and does not run it.
+`graphshard.options.options.takes_options` does the same for `help`; griffe reads the source and does not run it.
 """
 
 from __future__ import annotations

@@ -37,13 +37,12 @@ from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
 from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
-from graphshard.module.prepare import prepare
+from graphshard.module.compiled_module import prepare
 from graphshard.module.tracer import Tracer
-from graphshard.options.arguments import options_given, takes_options
-from graphshard.options.checks import check_containers, check_examples, check_model
-from graphshard.options.options import CompileArguments, Options
-from graphshard.options.pretended import Parallelize, shape_of
-from graphshard.options.program_options import example_of, resolve_model
+from graphshard.options.options import CompileArguments, Options, options_given, takes_options
+from graphshard.options.resolve import example_of, resolve_model
+from graphshard.options.simulated_mesh import Parallelize, shape_of
+from graphshard.options.validate import check_containers, check_examples, check_model
 from graphshard.schedule.agreed import Share
 
 Mode = Literal["training", "inference", "both"]

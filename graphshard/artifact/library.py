@@ -33,9 +33,8 @@ from graphshard.lower.kernels import GpuRegion
 from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
-from graphshard.module.kept_program import Kept
-from graphshard.module.maker import Maker
-from graphshard.module.recapture_reason import reason_of
+from graphshard.module.installed_programs import reason_of
+from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.graph_rules import Checked
@@ -86,16 +85,16 @@ class StoredPrograms:
         """Return the records of the model, or of a submodule that is called on its own."""
         return [record for record in self.records if record.entry == entry]
 
-    def read(self, record: Record, module: nn.Module, runner: Maker) -> Program:
+    def read(self, record: Record, module: nn.Module, runner: ProgramCompiler) -> Program:
         """Return the program of a record, for the module that it is of."""
         return decode_lowered(record.data, runner.tracer.compiled, module, runner.tracer.spec.device)
 
-    def check_same(self, module: nn.Module, runner: Maker) -> None:
+    def check_same(self, module: nn.Module, runner: ProgramCompiler) -> None:
         """Check that the other ranks have read the same programs; all ranks call this together."""
         for record in self.records:
             runner.agreement.anew().check(self.read(record, module.get_submodule(record.entry), runner))
 
-    def find(self, runner: Maker, module: nn.Module, traced: Program) -> Kept | None:
+    def find(self, runner: ProgramCompiler, module: nn.Module, traced: Program) -> CachedProgram | None:
         """Return the program of a trace, ready to be installed; None if the file has none.
 
         Raises:
@@ -111,11 +110,11 @@ class StoredPrograms:
                 raise ArtifactError(f"{self.path}: a program is for another call: {fault}. Export it again.")
             program.trace, program.taken, program.digest = traced.trace, traced.taken, digest
             make_backward = self._backward_factory(record, program, module, runner)
-            return Kept(program, None, {}, of_file=True, make_backward=make_backward)
+            return CachedProgram(program, None, {}, of_file=True, make_backward=make_backward)
         return None
 
     def _backward_factory(
-        self, record: Record, program: Program, owner: nn.Module, runner: Maker
+        self, record: Record, program: Program, owner: nn.Module, runner: ProgramCompiler
     ) -> BackwardFactory | None:
         partitioned, device = record.partitioned, runner.tracer.spec.device
         if partitioned is None:
@@ -160,7 +159,7 @@ class StoredPrograms:
             f"{record.entry or 'the model'}. Export it with graphshard.Call(..., gradients=[({outputs},)])."
         )
 
-    def missing(self, runner: Maker, call: Signature, traced: Program) -> ArtifactError:
+    def missing(self, runner: ProgramCompiler, call: Signature, traced: Program) -> ArtifactError:
         """Return the error for a call for which there is no program."""
         records = self.of(runner.tracer.name)
         why = reason_of(call, [record.signature for record in records]).text if records else "it has none at all"
@@ -176,7 +175,7 @@ class StoredPrograms:
             field="inputs",
         )
 
-    def untraceable(self, runner: Maker, call: Signature, error: GraphBreak) -> ArtifactError:
+    def untraceable(self, runner: ProgramCompiler, call: Signature, error: GraphBreak) -> ArtifactError:
         """Return the error for a call that cannot be traced whole, so that no program can be for it."""
         records = self.of(runner.tracer.name)
         why = reason_of(call, [record.signature for record in records]).text if records else "it has none at all"

@@ -39,12 +39,11 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.module.prepare import device_of, make_runner, prepare, shard
+from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
 from graphshard.module.runner import Runner
-from graphshard.options.arguments import options_given, takes_options
-from graphshard.options.axes import axes_of
-from graphshard.options.checks import check_model, default_mesh
-from graphshard.options.options import CompileArguments, Options
+from graphshard.options.mesh_axes import axes_of
+from graphshard.options.options import CompileArguments, Options, options_given, takes_options
+from graphshard.options.validate import check_model, default_mesh
 from graphshard.runtime.groups import ranks_of, whole_mesh
 
 log = logging.getLogger(__name__)

@@ -25,12 +25,11 @@ from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Program
-from graphshard.module.prepare import prepare
+from graphshard.module.compiled_module import prepare
 from graphshard.module.tracer import Tracer
-from graphshard.options.axes import axes_of
-from graphshard.options.meshes import dims_of
+from graphshard.options.mesh_axes import axes_of, dims_of
 from graphshard.options.options import Options
-from graphshard.options.pretended import Parallelize, options_for, pretended
+from graphshard.options.simulated_mesh import Parallelize, options_for, pretended
 from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
 from graphshard.schedule.agreed import Share
 

@@ -27,8 +27,7 @@ from graphshard.ir.program import Program
 from graphshard.lower.libraries import KeptRegion, Kernels
 from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.regions import Boxed, RegionCall
-from graphshard.module.kept_program import Kept
-from graphshard.module.maker import Maker
+from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
 from graphshard.pipeline.pipeline import Partitioned
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class ProgramCache:
 
     def search(
         self,
-        maker: Maker,
+        maker: ProgramCompiler,
         module: nn.Module,
         signature: Signature,
         tensors: Sequence[torch.Tensor],
@@ -106,7 +105,7 @@ class Search:
     """
 
     cache: ProgramCache
-    maker: Maker
+    maker: ProgramCompiler
     module: nn.Module
     tensors: Sequence[torch.Tensor]
     facts: dict[str, Any]
@@ -114,7 +113,7 @@ class Search:
 
     # --- finding -----------------------------------------------------------------------------------------------
 
-    def find(self) -> Kept | None:
+    def find(self) -> CachedProgram | None:
         """The program, ready to be installed; None if there is none, and the log says why."""
         start, path = time.perf_counter(), self._path
         try:
@@ -142,7 +141,7 @@ class Search:
     def _label(self) -> str:
         return self.maker.tracer.label
 
-    def _decoded(self, members: Mapping[str, bytes]) -> Kept:
+    def _decoded(self, members: Mapping[str, bytes]) -> CachedProgram:
         tracer = self.maker.tracer
         data = json.loads(members["program.json"])
         codes = json.loads(members["regions.json"])
@@ -156,7 +155,7 @@ class Search:
         if "partitioned.json" in members:
             content = members["partitioned.json"]
             partitioned = functools.partial(_partitioned, content, program, self.maker)
-        return Kept(program, partitioned, {key: compiled[key] for key in data["regions"]})
+        return CachedProgram(program, partitioned, {key: compiled[key] for key in data["regions"]})
 
     def _region(self, key: str, code: Mapping[str, Any], members: Mapping[str, bytes]) -> Boxed:
         if code["code"] == "kernels":
@@ -245,7 +244,7 @@ def _kernels(fn: Boxed) -> Kernels | None:
     return inductor.kernels_of(fn)
 
 
-def _partitioned(content: bytes, program: Program, maker: Maker) -> Partitioned:
+def _partitioned(content: bytes, program: Program, maker: ProgramCompiler) -> Partitioned:
     return decode_partitioned(json.loads(content), program, maker.passes, maker.tracer.spec.device)
 
 

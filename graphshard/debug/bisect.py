@@ -33,9 +33,9 @@ from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor
 from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
+from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
-from graphshard.module.sharded_module import compiled_module
-from graphshard.options.checks import check_examples
+from graphshard.options.validate import check_examples
 from graphshard.pipeline.observe import Observer
 from graphshard.runtime.groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard

@@ -29,9 +29,8 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.ir.text import brief
-from graphshard.options.arguments import check_known, check_names, takes_options
-from graphshard.options.options import Options
-from graphshard.options.pretended import Parallelize
+from graphshard.options.options import Options, check_known, check_names, takes_options
+from graphshard.options.simulated_mesh import Parallelize
 
 # What only a mesh with stages depends on.
 _OF_PIPELINES = ("pipeline", "stages_per_rank")

@@ -35,8 +35,8 @@ from graphshard.ir.stamp import all_blocks, stamp
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower, outline
 from graphshard.options.options import Options
-from graphshard.options.passes import pipeline_of
-from graphshard.options.pretended import Parallelize
+from graphshard.options.resolve import pipeline_of
+from graphshard.options.simulated_mesh import Parallelize
 from graphshard.passes import MakePlan, OverlapCollectives, Pass
 from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer

@@ -33,8 +33,8 @@ from graphshard.ir.program import Program
 from graphshard.ir.stamp import all_blocks
 from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
-from graphshard.options.checks import check_examples, check_model
-from graphshard.options.program_options import example_of, resolve_model
+from graphshard.options.resolve import example_of, resolve_model
+from graphshard.options.validate import check_examples, check_model
 from graphshard.schedule.known import while_unchanged
 
 # No tensor has more dims.

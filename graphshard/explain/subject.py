@@ -35,11 +35,10 @@ from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
-from graphshard.options.axes import axes_of
-from graphshard.options.meshes import dims_of
+from graphshard.options.mesh_axes import axes_of, dims_of
 from graphshard.options.options import Options
-from graphshard.options.pretended import Parallelize, needs_parallelize, options_for, pretended, shape_of
-from graphshard.options.table import capture_spec
+from graphshard.options.resolve import capture_spec
+from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, pretended, shape_of
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.runtime.groups import make_groups, whole_mesh
 

@@ -28,8 +28,8 @@ from graphshard.ir.errors import ArgumentError, GraphshardError
 from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import MOST_RANKS, MeshLike
 from graphshard.ir.text import brief
-from graphshard.options.arguments import check_names, takes_options
-from graphshard.options.pretended import Parallelize
+from graphshard.options.options import check_names, takes_options
+from graphshard.options.simulated_mesh import Parallelize
 
 # Numbers of ranks that scaling is predicted for, and how many may be asked for.
 RANKS = (64, 256, 1024, 4096)

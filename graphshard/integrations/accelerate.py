@@ -1,27 +1,47 @@
-"""Hugging Face Accelerate with graphshard in the place of its FSDP2 preparation.
-
-    accelerator = use_graphshard(Accelerator())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-`prepare` compiles the model and lets the optimizer update its shards. All else is Accelerate's, in its state for FSDP2.
-"""
+"""Let an optimizer that was made before a model was compiled update the model's shards."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from graphshard.api import compile
-from graphshard.integrations.optimizers import check_optimizers, follow_parameters
 from graphshard.ir.errors import ArgumentError, UnsupportedError
-from graphshard.module.sharded_module import ShardedModule
-from graphshard.options.arguments import check_names
+from graphshard.module.compiled_module import CompiledModule
+from graphshard.options.options import check_names
+
+
+def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise ArgumentError if an optimizer updates something else than the model, or has state of whole parameters."""
+    known = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            strange = [tuple(param.shape) for param in group["params"] if id(param) not in known]
+            if strange:
+                raise ArgumentError(
+                    f"optimizer: group {number} of {type(optimizer).__name__} holds a tensor of shape "
+                    f"{list(strange[0])} that is no parameter of {type(model).__name__}. Make the optimizer from the "
+                    "parameters that the model has now."
+                )
+        if any(optimizer.state.values()):
+            raise ArgumentError(
+                f"optimizer: {type(optimizer).__name__} has state of whole parameters already. Prepare it before the "
+                "first step, and load its state afterwards."
+            )
+
+
+def follow_parameters(optimizers: Iterable[Optimizer], moved: Mapping[Tensor, Tensor]) -> None:
+    """Let optimizers update other tensors: the shards that took the place of parameters."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [moved[param] for param in group["params"]]
+
 
 AcceleratorT = TypeVar("AcceleratorT")
 
@@ -115,7 +135,7 @@ def _prepare(
         raise ArgumentError("accelerator.prepare: there are several models, and FSDP2's state is for one. Pass one.")
     (model,) = models
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
-    if not isinstance(model, ShardedModule):
+    if not isinstance(model, CompiledModule):
         _compile(accelerator, model, optimizers, options)
     if not optimizers:  # to evaluate: Accelerate takes a model without one for a mistake
         model._is_accelerate_prepared = True  # type: ignore[assignment]

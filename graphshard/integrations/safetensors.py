@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from graphshard.checkpoint.save_load import Ranks, shown
 from graphshard.ir.classes import users_class
 from graphshard.ir.errors import CheckpointError
 from graphshard.ir.given import path_of
 from graphshard.ir.text import brief
-from graphshard.module.sharded_module import compiled_module
-from graphshard.state.together import Ranks, shown
+from graphshard.module.compiled_module import compiled_module
 
 
 def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:

@@ -17,7 +17,7 @@ from graphshard.ir.graph import fake
 from graphshard.ir.program import Region
 from graphshard.ir.text import brief
 from graphshard.measure.timing import seconds_of
-from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.compiled_module import CompiledModule
 
 # Of a file of times: no model has so many regions.
 _MOST_BYTES = 64 << 20
@@ -44,7 +44,7 @@ def measure_regions(
     """
     check_number("budget", budget, positive=True)
     check_function("show", show, "print")
-    if not isinstance(model, ShardedModule) or not model._graphshard.programs:
+    if not isinstance(model, CompiledModule) or not model._graphshard.programs:
         raise ArgumentError(
             f"model: {brief(model)} has no program to measure. Call graphshard.compile(model, mesh, "
             "example_inputs=...) first, or the compiled model once."

@@ -26,10 +26,10 @@ from graphshard.ir.given import answer_of, check_count, check_function
 from graphshard.ir.text import brief
 from graphshard.measure.spans import measured_spans
 from graphshard.measure.step_profile import RankStep, StepProfile, profile_of
+from graphshard.module.compiled_module import CompiledModule, compiled_module
 from graphshard.module.runner import Runner
-from graphshard.module.sharded_module import ShardedModule, compiled_module
-from graphshard.options.checks import check_examples
-from graphshard.options.passes import profile_here
+from graphshard.options.resolve import profile_here
+from graphshard.options.validate import check_examples
 from graphshard.runtime.groups import is_fake
 from graphshard.runtime.recording import Recording, clock_of, recording
 
@@ -95,7 +95,7 @@ def profile_step(
     return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
 
 
-def _check_state(model: ShardedModule) -> None:
+def _check_state(model: CompiledModule) -> None:
     name, runner = users_class(model).__name__, model._graphshard
     if runner.library is not None:
         raise ArgumentError(
@@ -114,7 +114,7 @@ def _check_state(model: ShardedModule) -> None:
 class _Step:
     """One step, as often as it is asked for; it works on detached inputs, so that graphs behind them are not freed."""
 
-    model: ShardedModule
+    model: CompiledModule
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], torch.Tensor] | None

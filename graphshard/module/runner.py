@@ -1,46 +1,49 @@
-"""Run calls of a module, of its submodules and methods, by programs that are made, or loaded, when first needed."""
+"""Evict the programs that a model has over its limit, with the memory that only they hold."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
+from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.entry import install_entries
+from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.torch_internals import forget_sources
-from graphshard.module.callchecks import (
+from graphshard.lower.region_call import drop_regions
+from graphshard.module.argument_checks import (
     SubmoduleCheck,
     check_materialized,
     check_not_transformed,
     check_still_trained,
 )
-from graphshard.module.eviction import evict_programs
-from graphshard.module.executables import Executables, Installed
-from graphshard.module.joint_guard import JointGuard
-from graphshard.module.kept_program import EqualProgram
-from graphshard.module.maker import Maker
+from graphshard.module.installed_programs import Executables, Installed
+from graphshard.module.program_compiler import EqualProgram, ProgramCompiler
+from graphshard.module.program_guard import JointGuard, TracedGuard
 from graphshard.module.split_module import SplitModule, SplitState, as_written
-from graphshard.module.traced_guard import TracedGuard
 from graphshard.module.tracer import Tracer, entry_name
-from graphshard.options.passes import Direction
+from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.call import free
 from graphshard.runtime.code import Codes
 from graphshard.runtime.custom import Custom
 from graphshard.runtime.groups import whole_mesh
+from graphshard.runtime.left import reduce_left
 from graphshard.runtime.replays import Replaying
 from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import Executable
@@ -48,8 +51,39 @@ from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gatheri
 from graphshard.runtime.values import Values
 
 
+def evict_programs(
+    executables: Executables,
+    programs: list[Program],
+    tracer: Tracer,
+    accumulation: Accumulation,
+    replaying: Replaying | None,
+) -> None:
+    """Remove the least recently used programs over `max_captures`, and the regions that no other program calls.
+
+    Args:
+        executables: of the model, or of the entry that has a new program.
+        programs: of the model and all its entries.
+        accumulation: tells which programs are still needed for gradients.
+        replaying: holds the device's graphs of programs.
+    """
+    most = tracer.options.max_captures
+    evicted = executables.evict(most, accumulation.may_be_left())
+    if not evicted:
+        return
+    used = [installed.executable for known in executables.known.values() for installed in known]
+    unused = [
+        installed.executable for installed in evicted if installed.executable not in used
+    ]  # equal traces share one
+    gone = [program for executable in unused for program in executable.programs]
+    programs[:] = [program for program in programs if not any(program is other for other in gone)]
+    drop_regions(tracer.compiled, gone)
+    if replaying is not None:
+        replaying.forget(gone)
+    executables.log.eviction(tracer.label, [installed.executable.program.title for installed in evicted], most)
+
+
 @dataclass(kw_only=True)
-class Runner(Maker):
+class Runner(ProgramCompiler):
     """Runs calls of one module, or of one entry into it, on a mesh, by the programs that it makes.
 
     Attributes:
@@ -339,3 +373,106 @@ def guard_of(program: Program, module: nn.Module, executable: Executable) -> Tra
     """Return what tells whether a program serves a call: Dynamo's guards, or the inputs of a joint program."""
     kind = JointGuard if program.trace is None else TracedGuard
     return kind(program, module, executable)
+
+
+def finish(runner: Runner) -> None:
+    """Reduce the gradients of a model that were added up, and that nobody has asked to leave where they are.
+
+    Raises:
+        UnsupportedError: no program has all of them; nothing was reduced.
+    """
+    state = runner.accumulation
+    left = {
+        each.name
+        for each in state.sums
+        if each.name not in (state.unsynced if each.kind == "accumulated" else state.unsynced | state.unreplicated)
+    }
+    chosen = []
+    for one in (runner, *runner.entries.values()):
+        programs = itertools.chain.from_iterable(reversed(one.executables.known.values()))
+        trained = [(installed.executable, left & installed.executable.trained.keys()) for installed in programs]
+        executable, names = max(trained, key=lambda pair: len(pair[1]), default=(None, set()))
+        if executable is not None and names:
+            chosen.append(executable)
+            left -= names
+    if left:
+        raise UnsupportedError(
+            f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and the model has no "
+            "program that computes it: it was copied, or planned anew, within a step. Call backward once more, or do "
+            "that after a step."
+        )
+    for executable in chosen:
+        reduce_left(executable)
+    runner.unsharded.end()
+
+
+def prefetch(runner: Runner, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
+    """Let the gathers of these units start when that of a unit has arrived.
+
+    Raises:
+        UnsupportedError: somebody else decides when gathers start; so for the others below.
+    """
+    pipeline = _pipeline_of(runner, f"set_modules_to_{direction}_prefetch")
+    runner.begin_again(with_prefetch(pipeline, direction, unit, following))
+    runner.prefetched[direction, unit] = following
+
+
+def limit_reductions(runner: Runner, units: Collection[str], most: int) -> None:
+    """Let the gradients of so many units be on their way at once; of several choices the largest counts."""
+    name = "set_reduce_scatter_max_input_buffers"
+    chosen = {**runner.reductions_under_way, **dict.fromkeys(units, most)}
+    pipeline = _pipeline_of(runner, name)
+    runner.begin_again(planned_by_unit(pipeline, name, reductions_under_way=max(chosen.values(), default=1)))
+    runner.reductions_under_way = chosen
+
+
+def customize(runner: Runner, setter: str, chosen: Custom) -> None:
+    """Let the user run collectives of units; each bucket is then one unit's.
+
+    Args:
+        setter: the method that was called.
+    """
+    if runner.tracer.spec.experts is not None:
+        raise UnsupportedError(
+            f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have collectives "
+            "in two process groups. Leave it out."
+        )
+    pipeline = _pipeline_of(runner, setter)
+    runner.begin_again(planned_by_unit(pipeline, setter))
+    runner.custom.update(chosen)
+
+
+def separate(runner: Runner, units: Collection[str], *, enable: bool) -> None:
+    """Reduce gradients of units in a process group of their own, or in that of the gathers.
+
+    All ranks that have shards of the model call this together: the first call makes the group.
+    """
+    name = "set_separate_reduce_scatter_group"
+    customize(runner, name, Custom())
+    if enable and not runner.custom.group and runner.tracer.spec.mesh.shard.size > 1:
+        shards = process_group(runner.groups[runner.tracer.spec.mesh.shard.name])
+        if runner.agreement.peers is not None:
+            runner.agreement.peers.agree(name, lambda first, theirs, mine: f"{theirs} is called on rank {first}")
+        group = dist.new_group(dist.get_process_group_ranks(shards), use_local_synchronization=True)
+        runner.custom.group = str(group.group_name)
+        if runner.agreement.peers is not None:
+            runner.agreement.peers.groups.add(runner.custom.group)
+    runner.custom.separate.difference_update(units)
+    if enable and runner.custom.group:
+        runner.custom.separate.update(units)
+
+
+def take_over_plan(runner: Runner, old: Runner, names: dict[str, str]) -> None:
+    """Plan with what was chosen for a part of the model, whose units have other names now."""
+    for (direction, unit), following in old.prefetched.items():
+        prefetch(runner, direction, names[unit], tuple(names[name] for name in following))
+    for unit, most in old.reductions_under_way.items():
+        limit_reductions(runner, [names[unit]], most)
+    if not old.custom.is_empty:
+        customize(runner, "fully_shard", old.custom.renamed(names))
+
+
+def _pipeline_of(runner: Runner, setter: str) -> Pipeline:
+    if runner.sealed:
+        raise UnsupportedError(f"{setter}: a loaded file has its plan. Use compile.")
+    return runner.tracer.pipeline

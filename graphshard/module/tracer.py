@@ -1,6 +1,10 @@
-"""From calls of a module to programs: what is captured, under which options. There need be no process group.
+"""The program of a model with many equal blocks, made of a capture of a few of them.
 
-`export` has a tracer alone; `Runner` has one, and runs what it makes.
+    capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
+
+It is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by value), or
+`Uneven`. Where the plan, or what is gathered at once, is not the same for each block, the partitioned program is
+stamped, and all else is of all blocks.
 """
 
 from __future__ import annotations
@@ -8,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,29 +32,158 @@ from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
-from graphshard.frontend.signature import CaptureSpec, Signature
+from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
+from graphshard.ir.alike import few_of
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
 from graphshard.ir.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.ir.params import ParamRow, ParamTable, Settings
+from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.ir.repeats import Few, Repeats, Uneven
+from graphshard.ir.stamp import backward_of_all, stamp
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
-from graphshard.lower.regions import RegionCall
-from graphshard.module.few_blocks import Short, program_of_few, repeats_of, trace_few
-from graphshard.module.kept_program import FoundProgram, Kept
-from graphshard.module.modes import Modes
+from graphshard.lower.regions import RegionCall, outline
+from graphshard.module.argument_checks import Modes
 from graphshard.options.options import Options
-from graphshard.passes import Pass
+from graphshard.passes import MakePlan, Partition, Pass
+from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pipeline
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pass, run_pipeline
+from graphshard.repeats.find_repeats import find_repeats
 from graphshard.runtime.groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
+from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.few import folded_plan
+from graphshard.schedule.known import within_one_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
 
 log = logging.getLogger(__name__)
+
+# "1" captures every block.
+VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
+
+
+def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeats | None:
+    """Equal blocks of which a few are enough; None if there are none, or if options look at the model as a whole."""
+    by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
+    whole = options.passes is not None or by_budget or options.dynamic_shapes is not None
+    communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
+    if whole or communicates or os.environ.get(VARIABLE) == "1":
+        return None
+    return find_repeats(module)
+
+
+@dataclass
+class Short:
+    """A partitioned program of few blocks, and the passes that are left."""
+
+    program: Program
+    few: Few
+    passes: tuple[Pass, ...]
+
+    def finish(self, observer: Observer) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
+        """Run the passes that are left; the program of all blocks, and where another backward of it begins.
+
+        Raises:
+            Uneven: a program of all cannot be made.
+            GraphshardError: a pass does not like the program.
+        """
+        program = self.program
+        program.few = self.few
+        begin = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+        begin.established, begin.history = set(program.established), list(program.history)
+        plans: list[Plan] = []
+
+        def plan(step: MakePlan, program: Program) -> Plan:
+            with within_one_plan():
+                plans.append((step.planner or PlanByUnit())(program))
+                return folded_plan(plans[-1], program)
+
+        def partitioned() -> Partitioned:
+            return Partitioned(backward_of_all(begin), self.passes, frozenset(begin.established))
+
+        steps = [replace(s, planner=partial(plan, s)) if isinstance(s, MakePlan) else s for s in self.passes]
+        alone = replace(observer)
+        try:
+            for step in steps:
+                run_pass(step, program, alone)
+            alone.end(program)
+            outline(program)
+            begun = time.perf_counter()
+            program = stamped(program, plans[-1] if plans else None)
+        except Uneven as error:
+            log.info("passes are of every block: %s", error)
+            return self._long(begin, plans, observer)
+        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
+        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
+        return program, partitioned if "backward" in program.phases else None
+
+    def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:
+        """Stamp the partitioned program; a plan that was made is taken."""
+        begun = time.perf_counter()
+        program = stamp(begin, self.few.repeats, self.few.params)
+        observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+        planned = [
+            replace(step, planner=lambda _: plans[-1]) if isinstance(step, MakePlan) else step for step in self.passes
+        ]
+        found = run_pipeline(planned if plans else self.passes, program, observer)
+        return program, None if found is None else replace(found, rest=self.passes)
+
+
+def program_of_few(
+    trace: Callable[[], Program],
+    spec: CaptureSpec,
+    repeats: Repeats,
+    passes: tuple[Pass, ...],
+    observer: Observer,
+    title: Callable[[Program], None],
+    watching: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Short:
+    """Capture few blocks, and run the passes up to the partition.
+
+    Args:
+        trace: of few blocks.
+        title: gives the program its name.
+        watching: is around the capture.
+
+    Raises:
+        Uneven: of them the program of all cannot be told.
+        GraphshardError: capture or a pass does not like the model.
+    """
+    at = next((index for index, step in enumerate(passes) if isinstance(step, Partition)), None)
+    if at is None:
+        raise Uneven("there is no partition")
+    start = time.perf_counter()
+    with watching():
+        program = trace_few(trace, spec, repeats)
+    title(program)
+    observer.after(program, "capture", 0, time.perf_counter() - start)
+    for step in passes[: at + 1]:
+        run_pass(step, program, observer)
+    return Short(program, few_of(program, repeats, spec.params), passes[at + 1 :])
+
+
+def trace_few(trace: Callable[[], Program], spec: CaptureSpec, repeats: Repeats) -> Program:
+    """Trace a few of equal blocks, and check that they stand for all.
+
+    Raises:
+        Uneven: they do not.
+    """
+    check_alike(spec, repeats)
+    program = trace()
+    _check(program)
+    return program
+
+
+def _check(program: Program) -> None:
+    """Raise Uneven for what a program has besides its graph that may differ between blocks."""
+    if program.checks or program.sizes:
+        raise Uneven("forward depends on numbers")
+
+
 ClassOf: TypeAlias = Callable[[nn.Module, bool, nn.Module], type]
 Watching: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 _NO_INPUTS = pytree.tree_structure(())
@@ -102,7 +237,7 @@ class Tracer:
         passes: Pipeline | None = None,
         watching: Watching = contextlib.nullcontext,
         few: bool = False,
-        find: Callable[[Program], Kept | None] | None = None,
+        find: Callable[[Program], None] | None = None,
     ) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
         """Capture a program and run the passes; `Partitioned` is where another backward begins.
 
@@ -113,20 +248,14 @@ class Tracer:
             passes: to run in the place of the tracer's.
             watching: is around each capture.
             few: of many equal blocks a few may be captured.
-            find: looks for a program that was compiled of the same trace.
-
-        Raises:
-            FoundProgram: there is one.
+            find: called with the traced program, before passes.
         """
         spec, passes_left = self.current_spec(), (passes or self.pipeline).passes
 
         def title(program: Program) -> None:
             program.model, program.reason, program.capture = self.label, reason, number
-            kept = find(program) if find is not None else None
-            if kept is not None:
-                kept.program.model = self.label
-                kept.program.reason = kept.program.reason if kept.of_file else reason
-                raise FoundProgram(kept)
+            if find is not None:
+                find(program)
 
         short = (
             self._of_few(module, args, kwargs, spec, passes_left, observer, title, watching) if few and grad else None

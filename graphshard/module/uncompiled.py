@@ -30,9 +30,9 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.tracing_internals import cast_tensors
 from graphshard.ir.units import modules_of
-from graphshard.module.callchecks import check_materialized
+from graphshard.module.argument_checks import check_materialized
+from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
-from graphshard.module.sharded_module import compiled_module
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.shown import Places, Shown, places_of
 from graphshard.runtime.shown_parameter import WholeParameter

@@ -4,15 +4,18 @@
 
 A new option is a field of `Options`, the same key of `OptionArguments`, and a paragraph in the docstring of `compile`.
 Every public function that takes options takes it then: the signatures that `help` shows are made of the fields, mypy
-and IDEs read the keys, and a test holds them together. What it means goes into `options/table.py`, if it is about
-parameters, or into `options/passes.py`; how a file is compared with it into `artifact/stored_options.py`.
+and IDEs read the keys, and a test holds them together. What it means goes into `options/resolve.py`, if it is about
+parameters, or into `options/resolve.py`; how a file is compared with it into `artifact/stored_options.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 from torch import nn
 from torch._ops import OpOverload
@@ -20,11 +23,13 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware
+from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of
 from graphshard.ir.precision import PolicySpec
+from graphshard.ir.text import brief
 from graphshard.ir.units import UnitSpec
 from graphshard.lower.backends import Backend
-from graphshard.options.values import check_options, level_of
+from graphshard.options.validate import check_options, level_of
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
 
@@ -103,3 +108,49 @@ class CompileArguments(OptionArguments, total=False):
     """All fields of `Options` as keyword arguments."""
 
     hardware: Hardware | None
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequence[type] = ()) -> FunctionT:
+    """Write out the options in the signature of a function that takes them as `**options`, behind its own arguments.
+
+    Args:
+        without: names of options that it does not take.
+        also: dataclasses whose fields it takes, too.
+    """
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    known = {*signature.parameters, *without}
+    fields = [f for kind in (*also, Options) for f in dataclasses.fields(kind) if f.name not in known]
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+def options_given(function: Callable[..., Any], given: Mapping[str, Any]) -> Options:
+    """The options that a function was given as `**options`.
+
+    Raises:
+        ArgumentError: one of them is none, or its value is wrong.
+    """
+    check_names(function, given)
+    return Options(**given)
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for the first name that is no argument of a function; it says which one may be meant."""
+    check_known(f"{function.__name__}()", given, list(inspect.signature(function).parameters))
+
+
+def check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ArgumentError for the first of the names given to something that it does not know."""
+    for name in given:
+        if name not in known:
+            longer = [other for other in known if other.startswith(name)]
+            close = [*longer, *difflib.get_close_matches(name, known, 1)]
+            hint = f"Did you mean {close[0]!r}?" if close else f"It takes {', '.join(known)}."
+            raise ArgumentError(f"{what} got an unexpected keyword argument {brief(name)}. {hint}")

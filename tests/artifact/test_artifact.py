@@ -49,7 +49,7 @@ def refused(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **opti
     executed = mock.patch("graphshard.lower.packages.load_package", side_effect=AssertionError("native code is loaded"))
     with executed, pytest.raises(ArtifactError) as caught:
         graphshard.load(path, model, mesh, **options)
-    assert not isinstance(model, graphshard.module.sharded_module.ShardedModule)
+    assert not isinstance(model, graphshard.module.compiled_module.CompiledModule)
     assert all(param is before[name] for name, param in model.named_parameters())
     return caught.value
 

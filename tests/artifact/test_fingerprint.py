@@ -21,7 +21,7 @@ import graphshard
 from graphshard.artifact.fingerprint import differences, environment
 from graphshard.artifact.stored_options import check_same_options, describe_options, restored_options
 from graphshard.ir.mesh import Mesh
-from graphshard.module.prepare import prepare
+from graphshard.module.compiled_module import prepare
 from graphshard.options.options import Options
 from tests.artifact.test_artifact import refused
 from tests.distributed.twins import assert_same, grads_of

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.cache import kept
 from graphshard.module import tracer
-from graphshard.module.kept_program import Kept
+from graphshard.module.program_compiler import CachedProgram
 from graphshard.runtime import peers
 from tests.distributed.twins import load_example
 from tests.ranks import RankPool, Ranks
@@ -83,7 +83,7 @@ def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
 def _train_late(rank: int, world_size: int, cache: str) -> Any:
     find = kept.Search.find
 
-    def late(search: kept.Search) -> Kept | None:
+    def late(search: kept.Search) -> CachedProgram | None:
         time.sleep(2.0 if rank == 1 else 0.0)
         return find(search)
 

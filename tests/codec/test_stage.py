@@ -26,7 +26,7 @@ from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
-from graphshard.options.passes import with_regather
+from graphshard.options.resolve import with_regather
 from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass

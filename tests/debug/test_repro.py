@@ -20,7 +20,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.debug.stage_files import StageFile
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
-from graphshard.options.passes import with_regather
+from graphshard.options.resolve import with_regather
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,

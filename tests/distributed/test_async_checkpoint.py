@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import graphshard
+from graphshard.checkpoint import save_load
+from graphshard.checkpoint.manifest import latest_checkpoint
+from graphshard.checkpoint.save_load import Ranks as Together
+from graphshard.checkpoint.save_load import Save, write
 from graphshard.ir.errors import CheckpointError
-from graphshard.state import asynchronous
-from graphshard.state.checkpoint import Save, write
-from graphshard.state.manifest import latest_checkpoint
-from graphshard.state.together import Ranks as Together
 from tests.distributed.test_checkpoint import steps, trainer
 from tests.ranks import RankError, Ranks
 
@@ -37,7 +37,7 @@ def held() -> Iterator[threading.Event]:
         assert go_on.wait(60)
         write(save, ranks)
 
-    with patch.object(asynchronous, "write", waits):
+    with patch.object(save_load, "write", waits):
         yield go_on
 
 
@@ -100,7 +100,7 @@ def _fails_on_one(rank: int, world_size: int, folder: Path) -> None:
             (save.partial / "rank-1.pt").mkdir()  # and so cannot be written
         write(save, ranks)
 
-    with patch.object(asynchronous, "write", full):
+    with patch.object(save_load, "write", full):
         future = graphshard.async_save_checkpoint(folder / "first", model, optim)
         steps(model, optim, 0, 2)
         with pytest.raises(CheckpointError, match=r"^cannot save .*first'?: IsADirectoryError: .* \(rank 1\)$"):
@@ -125,7 +125,7 @@ def _dies(rank: int, world_size: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(save, ranks)
 
-    with patch.object(asynchronous, "write", dies):
+    with patch.object(save_load, "write", dies):
         start = time.monotonic()
         future = graphshard.async_save_checkpoint(folder / "second", model, optim)
         with pytest.raises(

@@ -102,7 +102,7 @@ def _ragged(rank: int, world_size: int) -> list[str]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("graphshard.module.recapture_log")
+    logger = logging.getLogger("graphshard.module.installed_programs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

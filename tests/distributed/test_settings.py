@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import graphshard
-from graphshard.module.sharded_module import ShardedModule
+from graphshard.module.compiled_module import CompiledModule
 from tests.distributed.twins import (
     BF16,
     CountLaunches,
@@ -329,7 +329,7 @@ def test_methods_of_fsdp2_that_are_missing_say_what_to_do_instead(ranks: Ranks) 
             assert re.search(pattern, messages[name])
     public = [name for name in vars(FSDPModule) if not name.startswith("_")]
     renamed = {"set_reduce_scatter_divide_factor"}  # deprecated by FSDP2
-    assert [name for name in public if name not in renamed and not hasattr(ShardedModule, name)] == []
+    assert [name for name in public if name not in renamed and not hasattr(CompiledModule, name)] == []
 
 
 def _regathered(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[str]]:

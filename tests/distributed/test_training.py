@@ -114,7 +114,7 @@ def _kinds_of_calls(rank: int, world_size: int) -> tuple[list[str], list[int]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("graphshard.module.recapture_log")
+    logger = logging.getLogger("graphshard.module.installed_programs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     model = graphshard.compile(_Net(), world_mesh(), backend="eager", max_captures=2)

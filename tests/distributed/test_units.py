@@ -14,7 +14,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 import graphshard
-from graphshard.module.unit_module import UnitModule
+from graphshard.module.fsdp_module import GraphshardFSDPModule
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.helpers import Blocks
 from tests.ranks import Ranks
@@ -97,7 +97,11 @@ def test_the_model_and_its_units_are_fsdp_modules(ranks: Ranks) -> None:
 def test_none_of_fsdp2s_own_methods_is_inherited() -> None:
     """They would look for a state that is not there."""
     own = {name for name, value in vars(FSDPModule).items() if callable(value) and name != "__new__"}
-    found = {name for cls in UnitModule.__mro__[: UnitModule.__mro__.index(FSDPModule)] for name in vars(cls)}
+    found = {
+        name
+        for cls in GraphshardFSDPModule.__mro__[: GraphshardFSDPModule.__mro__.index(FSDPModule)]
+        for name in vars(cls)
+    }
     assert own <= found
 
 

@@ -427,7 +427,7 @@ def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
 
 def test_a_copy_leaves_ties() -> None:
     """What is parallelized is a copy on the meta device whose parameters are tied as the model's are."""
-    from graphshard.options.pretended import on_meta
+    from graphshard.options.simulated_mesh import on_meta
 
     model = meta_net(width=WIDTH, depth=1)
     model.head.weight = nn.Parameter(torch.ones(1024, WIDTH), requires_grad=False)

@@ -22,7 +22,7 @@ from graphshard.ir.progress import progress
 from graphshard.lower import inductor
 from graphshard.lower.regions import Compiler
 from graphshard.lower.store import Store
-from graphshard.module import maker
+from graphshard.module import program_compiler
 from tests.ranks import FakeWorld
 
 Capture = pytest.CaptureFixture[str]
@@ -128,7 +128,7 @@ def test_a_line_that_cannot_be_written_does_no_harm() -> None:
 def test_compile_names_passes_and_another_backward(fake_world: FakeWorld) -> None:
     fake_world(2)
     told: list[str] = []
-    with mock.patch.object(maker, "progress", return_value=contextlib.nullcontext(told.append)) as begun:
+    with mock.patch.object(program_compiler, "progress", return_value=contextlib.nullcontext(told.append)) as begun:
         model = graphshard.compile(Two(), init_device_mesh("cpu", (2,)), backend="eager")
         loss, other = model(torch.zeros(2, 4))
         passes = [step.name for step in graphshard.Pipeline()]

@@ -21,8 +21,8 @@ from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.stamp import all_blocks, backward_of_all
-from graphshard.module import few_blocks
-from graphshard.module.few_blocks import VARIABLE
+from graphshard.module import tracer
+from graphshard.module.tracer import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
 from tests.explain.test_depth import Attends, Block, Experts, Normed, Skips, Stack, UsesItsIndex
@@ -202,7 +202,7 @@ def test_another_backward_begins_with_that_of_all_blocks(
         texts.append((print_phase(phases[0]), print_phase(phases[1])))
         return phases[1]
 
-    monkeypatch.setattr(few_blocks, "backward_of_all", both)
+    monkeypatch.setattr(tracer, "backward_of_all", both)
     program_of(Stack([block() for _ in range(8)]), cache=tmp_path)
     ((expected, found),) = texts
     assert found == expected

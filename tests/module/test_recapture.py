@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import graphshard
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
-from graphshard.module.recapture_reason import reason_at, reason_of
+from graphshard.module.installed_programs import reason_at, reason_of
 
 STEPS = 14
 
@@ -261,7 +261,7 @@ def test_a_reason_names_the_structure_that_a_guard_looks_at() -> None:
 
 def test_the_log_warns_from_the_fourth_recapture_on(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     ours = graphshard.compile(Net(), mesh, backend="eager")
-    with caplog.at_level(logging.INFO, "graphshard.module.recapture_log"):
+    with caplog.at_level(logging.INFO, "graphshard.module.installed_programs"):
         for step in range(7):
             ours(_x(0), tag=str(step))
     expected = [f"capture {step} of Net: tag was '{step - 1}' and is '{step}'" for step in range(7)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import graphshard
-from graphshard.module.step_checks import check_loss, check_optimizer
+from graphshard.module.compile_step import check_loss, check_optimizer
 from graphshard.runtime.graphs import trained_by_one_call
 from graphshard.runtime.updates import is_elementwise
 

@@ -23,8 +23,7 @@ from graphshard.ir.layout import saved_values
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
-from graphshard.options.passes import with_activation
-from graphshard.options.table import check_fit
+from graphshard.options.resolve import check_fit, with_activation
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.saved import saved_by_unit

@@ -20,9 +20,8 @@ from graphshard.explain.training import ExplainArguments
 from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import CompileArguments, OptionArguments, Options
-from graphshard.options.passes import profile_here
-from graphshard.options.table import capture_spec
-from graphshard.options.values import CHECKS
+from graphshard.options.resolve import capture_spec, profile_here
+from graphshard.options.validate import CHECKS
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from tests.helpers import Blocks

@@ -21,7 +21,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
-from graphshard.options.passes import profile_here, with_planner
+from graphshard.options.resolve import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.agreed import AgreedPlanner, communication, outline

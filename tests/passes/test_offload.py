@@ -14,7 +14,7 @@ from graphshard.ir.graph import base_of, calls_of, fake, is_collective
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
-from graphshard.options.passes import with_offload
+from graphshard.options.resolve import with_offload
 from graphshard.passes import Offload, ReshardAfterForward
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.helpers import Blocks, Scale, captured, copied, step, target_name, through

@@ -1,9 +1,11 @@
-"""What can be wrong with a module's parameters when it is called."""
+"""Whether each submodule is in training, asked at every call: the tree is walked again only if it has changed."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,38 @@ from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
 from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef, aliases
+
+_training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
+
+
+class Modes:
+    """The modes of a module and its submodules, in the order of `modules()`."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._look()
+
+    def now(self) -> tuple[bool, ...]:
+        """The modes as they are now."""
+        # Each of these dicts is that of a module which is still there: if it was exchanged, that is seen above it.
+        if any(self._empty) or any(tuple(now.values()) != children for now, children in self._children):
+            self._look()
+        return tuple(map(_training, self._attributes))
+
+    def _look(self) -> None:
+        modules = list(self.root.modules())
+        self._empty = [m._modules for m in modules if not m._modules]
+        self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
+        # A class may have the mode itself, for all its objects.
+        self._attributes = [vars(m) if "training" in vars(m) else _OfClass(m) for m in modules]
+
+
+class _OfClass(dict[str, Any]):
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 class SubmoduleCheck:

@@ -1,18 +1,13 @@
-"""A unit of a compiled model, and the model itself: an `FSDPModule`, with what FSDP2's methods do to one.
-
-    model.set_requires_gradient_sync(False)             all units, as FSDP2's methods with `recurse` do
-    model.layers[0].unshard()                           this unit only, as FSDP2's other methods do
-    model.unshard(units=["layers.*"])                   those that are named, which FSDP2 has not
-
-What a method chooses holds from the next call of the model on. A unit keeps its forward and its class by `isinstance`.
-"""
+"""FSDP2's settings that a compiled module has no use for, and what to do instead."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -20,19 +15,177 @@ from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.classes import MADE_OF, users_class
 from graphshard.ir.distributed_internals import register_as
 from graphshard.ir.errors import ArgumentError, UnsupportedError
-from graphshard.ir.given import check_bool, check_number, check_texts
+from graphshard.ir.given import check_bool, check_count, check_function, check_number, check_texts
 from graphshard.ir.text import brief
 from graphshard.ir.units import modules_of
-from graphshard.module.custom_collectives import CustomCollectives, UnitOf
-from graphshard.module.finish import finish
-from graphshard.module.replan import prefetch
-from graphshard.module.runner import Runner
-from graphshard.module.unsupported import Unsupported
-from graphshard.options.passes import Direction
+from graphshard.module.runner import Runner, customize, finish, limit_reductions, prefetch, separate
+from graphshard.options.resolve import Direction
+from graphshard.runtime.custom import Comm, Custom, Hook, Used
 from graphshard.runtime.unsharded import UnshardHandle
 
 
-class UnitModule(Unsupported, CustomCollectives, FSDPModule, BoundaryModule):
+class Unsupported:
+    """Methods of FSDP2's modules that raise UnsupportedError here, or that have nothing to do."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing to do: backward gathers only what it reads."""
+
+    def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: every rank runs the same reductions, whichever parameters a step uses."""
+
+    def set_keep_unsharded_storage(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        _refuse(
+            "set_keep_unsharded_storage",
+            "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches.",
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        _refuse(
+            "set_allocate_memory_from_process_group_for_comm",
+            "Large tensors are sent from where they are, so there are no buffers of their own to allocate.",
+        )
+
+    def set_symm_mem_for_comm(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        _refuse(
+            "set_symm_mem_for_comm",
+            "Large tensors are sent from where they are, so there are no buffers of their own to allocate.",
+        )
+
+
+def _refuse(name: str, instead: str) -> NoReturn:
+    raise UnsupportedError(f"{name} is not supported by graphshard. {instead}")
+
+
+@dataclass(frozen=True)
+class UnitOf:
+    """Which part of which model a module is.
+
+    Attributes:
+        path: of the module in the model.
+        name: of its unit, which may have several modules.
+    """
+
+    runner: Runner
+    path: str
+    name: str
+
+    def inside(self, *, recurse: bool) -> set[str]:
+        """Names of the units that a method is for: this one, and those within it."""
+        if not recurse:
+            return {self.name}
+        prefix = f"{self.path}." if self.path else ""
+        units = self.runner.tracer.spec.params.units
+        return {self.name, *(unit for unit in units if any(name.startswith(prefix) for name in modules_of(unit)))}
+
+
+class CustomCollectives:
+    """Mixed into the classes of the model and of its units' modules. All ranks make the same choices."""
+
+    _graphshard_unit: UnitOf
+
+    def set_custom_all_gather(self, comm: Comm) -> None:
+        """Let this run the all-gathers of this unit: an object with FSDP2's `allocate` and `__call__`.
+
+        It is called for each tensor that travels: once for all small parameters of the unit, once for each larger one.
+
+        Raises:
+            ArgumentError: it has no `allocate`, or cannot be called.
+            UnsupportedError: a planner of the user's, or a limit of memory, decides what travels together; so below.
+        """
+        name = self._graphshard_unit.name
+        customize(self._graphshard_unit.runner, "set_custom_all_gather", Custom(gathers={name: _checked(comm)}))
+
+    def set_custom_reduce_scatter(self, comm: Comm) -> None:
+        """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
+        name = self._graphshard_unit.name
+        customize(self._graphshard_unit.runner, "set_custom_reduce_scatter", Custom(reductions={name: _checked(comm)}))
+
+    def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Call a function with each reduced gradient of this unit, which it may change in place.
+
+        The gradient is a shard, in the dtype of the reduction, behind the reduce-scatter (with replicas the
+        all-reduce), before it is divided and cast. Small gradients come in one tensor.
+
+        Args:
+            stream: where it is called, on CUDA; not with replicas.
+
+        Raises:
+            ArgumentError: it cannot be called, or there is a stream and there are replicas.
+        """
+        unit = self._graphshard_unit
+        check_function("hook", hook, "lambda gradient: ...")
+        if stream is not None and unit.runner.tracer.spec.mesh.replicate is not None:
+            raise ArgumentError(f"stream={brief(stream)}: with replicas the hook runs where their all-reduce does.")
+        customize(unit.runner, "set_all_reduce_hook", Custom(hooks={unit.name: Used(_on(stream, hook))}))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let gradients of so many units be on their way at once; 1 until this is called.
+
+        More of them hide behind the backward of more units, and take their memory. Of several choices the largest
+        counts.
+
+        Raises:
+            ArgumentError: it is no positive int.
+        """
+        check_count("max_input_buffers", max_input_buffers)
+        check_bool("recurse", recurse)
+        unit = self._graphshard_unit
+        limit_reductions(unit.runner, unit.inside(recurse=recurse), max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters in a process group of their own, so that gathers need not wait for them.
+
+        All ranks call this together: the first call makes the group.
+        """
+        check_bool("enable", enable)
+        check_bool("recurse", recurse)
+        unit = self._graphshard_unit
+        separate(unit.runner, unit.inside(recurse=recurse), enable=enable)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next call wait for an event, such as the end of the optimizer's step on another stream.
+
+        Gathers start after what the current stream was given before in any case.
+
+        Raises:
+            ArgumentError: it is no event.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise ArgumentError(f"event must be a torch.Event, got {brief(event)}.")
+        self._graphshard_unit.runner.event = event
+
+
+def _checked(comm: Any) -> Used:
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise ArgumentError(
+            f"comm must have FSDP2's allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, group, "
+            f"...), got {brief(comm)}."
+        )
+    return Used(comm)
+
+
+def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:
+    """The hook on a stream."""
+    if stream is None:
+        return hook
+
+    def on_stream(gradient: torch.Tensor) -> None:
+        if not gradient.is_cuda:
+            hook(gradient)
+            return
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            hook(gradient)
+        here.wait_stream(stream)
+
+    return on_stream
+
+
+class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryModule):
     """Mixed into the classes of the model and of its units' modules."""
 
     _graphshard_unit: UnitOf
@@ -190,7 +343,7 @@ class UnitModule(Unsupported, CustomCollectives, FSDPModule, BoundaryModule):
         if not isinstance(modules, (list, tuple)):
             raise ArgumentError(f"{name}: modules must be a list of units, got {brief(modules)}.")
         for module in modules:
-            if not isinstance(module, UnitModule) or module._graphshard_unit.runner is not unit.runner:
+            if not isinstance(module, GraphshardFSDPModule) or module._graphshard_unit.runner is not unit.runner:
                 raise ArgumentError(
                     f"{name}: modules: {brief(module)} is no unit of the model that {unit.path or 'this'} is of. "
                     f"Units are {', '.join(unit.runner.tracer.spec.units) or 'named with units='}."
@@ -292,17 +445,17 @@ class _State:
 
 
 def become_units(root: nn.Module, runner: Runner) -> None:
-    """Let the modules of all units, and the root, know what they are, in classes of `UnitModule`."""
+    """Let the modules of all units, and the root, know what they are, in classes of `GraphshardFSDPModule`."""
     for name in ("", *runner.tracer.spec.units):
         for path in modules_of(name):
             module = root.get_submodule(path)
-            if not isinstance(module, UnitModule):
-                module.__class__ = unit_class(type(module), UnitModule)
+            if not isinstance(module, GraphshardFSDPModule):
+                module.__class__ = unit_class(type(module), GraphshardFSDPModule)
             unit = module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
             register_as(module, fully_shard, _State(unit))
 
 
-def unit_class(cls: type[nn.Module], base: type[UnitModule], **namespace: Any) -> type[nn.Module]:
+def unit_class(cls: type[nn.Module], base: type[GraphshardFSDPModule], **namespace: Any) -> type[nn.Module]:
     """The class of a unit: a subclass of the user's, one for all units of a class.
 
     Called, it makes a module of the user's class, which has no programs: a slice of an `nn.Sequential` is made so.

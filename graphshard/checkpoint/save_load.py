@@ -1,38 +1,100 @@
-"""Checkpoints that are whole, or refused: torch.distributed.checkpoint (DCP) and a manifest.
-
-step-100/           made as .step-100.partial, renamed when everything is in it
-    .metadata       DCP's index; __0_0.distcp, __1_0.distcp, ... hold the shards
-    extra.pt        plain data, the same for all ranks; rank-0.pt, rank-1.pt, ...: each rank's own
-    manifest.json   what else there is, written last
-
-An error on one rank is a CheckpointError on all, as every step ends with an exchange of errors. Nothing is unpickled
-before it was compared with the manifest, nor freely (`state/unpickling.py`), so a forged checkpoint runs no
-code either.
-"""
+"""What ranks do together, so that an error of one is an error of all."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from graphshard.checkpoint.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
+from graphshard.checkpoint.safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
 from graphshard.ir.errors import ArgumentError, CheckpointError
 from graphshard.ir.given import answer_of, check_count, path_of
 from graphshard.ir.text import brief
-from graphshard.state.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
-from graphshard.state.together import Ranks, shown
-from graphshard.state.unpickling import SafePlanner, SafeReader, load_plain, serialize_plain
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that save or load together.
+
+    Args:
+        group: their process group; None is that of all.
+        task: what they do, to begin error messages with.
+
+    Raises:
+        ArgumentError: there is no process group, or `group` is none of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
+        if not dist.is_initialized():
+            raise ArgumentError(
+                f"{task}: there is no process group. Call torch.distributed.init_process_group() first."
+            )
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise ArgumentError(f"group must be a process group that this rank is in, or None, got {brief(group)}.")
+        self.group, self.task = group, task
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share(self, names: Iterable[str]) -> list[str]:
+        """This rank's part of some work that is the same on all ranks."""
+        return sorted(names)[self.rank :: self.size]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value; raise CheckpointError if a rank does not answer."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed meanwhile
+            raise CheckpointError(f"{self.task}: a rank ended, or the process group did ({error})") from error
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """At the end of the block, an exception in it on any rank is a CheckpointError on all."""
+        cause: BaseException | None = None
+        failed: dict[int, str] = {}
+        try:
+            yield
+        except CheckpointException as error:  # of DCP, the same on all ranks
+            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
+        except Exception as error:
+            cause, failed = error, {self.rank: _in_words(error)}
+        for others in self.gather(failed):
+            failed.update(others)
+        reasons: dict[str, list[str]] = {}
+        for rank, reason in sorted(failed.items()):
+            reasons.setdefault(reason, []).append(str(rank))
+        if reasons:
+            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
+            raise CheckpointError(f"{self.task}: {listed}") from cause
+
+
+def shown(path: Any) -> str:
+    """An argument that should be a path, in messages."""
+    return brief(Path(path) if isinstance(path, str) else path)
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"
+
 
 _EXTRA, _PER_RANK = "extra.pt", "rank-{}.pt"
 
@@ -192,3 +254,76 @@ def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dic
     """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
     model_state, optim_state = get_state_dict(model, optimizers)
     return {"model": model_state, "optim": optim_state}
+
+
+log = logging.getLogger(__name__)
+
+
+def async_save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    extra: Any = None,
+    per_rank: Any = None,
+    group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+) -> Future[None]:
+    """As `save_checkpoint`, but return when the state was copied to the host; a thread writes the copy.
+
+    Until all of it is on the disk there is no checkpoint at `path`, whatever happens. One is written at a time: a
+    call waits for the one before. The copy takes as many bytes of the host's memory as this rank's part of the
+    checkpoint, until it is written.
+
+    Returns:
+        `result()` waits until the checkpoint is complete, and raises CheckpointError if it could not be written; an
+        error is logged in any case. Wait for the last one before the process group is destroyed.
+
+    Raises:
+        CheckpointError: on all ranks, as in `save_checkpoint`, for what is found before the state is copied.
+        ArgumentError: there is no process group, or `group` is none of this rank.
+    """
+    task = f"cannot save {shown(path)}"
+    ranks = Ranks(group, task)
+    background = _background(group)
+    wait(background.unfinished)
+    save = begin(ranks, path, model, optimizers, extra, per_rank, keep)
+    with ranks.together():
+        copied = replace(save, state=BlockingAsyncStager().stage(save.state))
+    future = background.thread.submit(write, copied, Ranks(background.group, task))
+    future.add_done_callback(_log_error)
+    background.unfinished = [future]
+    return future
+
+
+@dataclass
+class _Background:
+    """What writes checkpoints of some ranks.
+
+    Attributes:
+        group: of the same ranks, for what they exchange while they write.
+        unfinished: what is, or was last, written.
+    """
+
+    group: dist.ProcessGroup
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "graphshard-checkpoint"))
+    unfinished: list[Future[None]] = field(default_factory=list)
+
+
+_BACKGROUNDS: WeakKeyDictionary[dist.ProcessGroup, _Background] = WeakKeyDictionary()
+
+
+def _background(group: dist.ProcessGroup | None) -> _Background:
+    """Of a process group; all its ranks ask for the first time together."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    if group not in _BACKGROUNDS:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="graphshard checkpoints")
+        _BACKGROUNDS[group] = _Background(own)
+    return _BACKGROUNDS[group]
+
+
+def _log_error(future: Future[None]) -> None:
+    if (error := future.exception()) is not None:
+        log.error("%s", error)

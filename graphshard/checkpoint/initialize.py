@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.ir.distributed_internals import cuts_of, dtensor_of
+from graphshard.ir.errors import ArgumentError
+from graphshard.ir.make_table import places_of
 from graphshard.ir.params import chunk_range
 
 
@@ -57,3 +60,30 @@ def _draw(func: torch._ops.OpOverload, like: DTensor, args: tuple[Any, ...], kwa
         local.copy_(piece)
         return like
     return dtensor_of(piece.clone(), mesh, like.placements, drawn.shape, drawn.stride())
+
+
+@torch.no_grad()
+def shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace values for sharded parameters by shards of them; a hook that `load_state_dict` calls first.
+
+    A full tensor, the same on every rank, is cut without communication. A DTensor with other placements is
+    redistributed, a collective. A value of another shape is left to torch, which reports all of them.
+
+    Raises:
+        ArgumentError: a DTensor is on another mesh than the parameter; nothing was loaded.
+    """
+    for name, param in places_of(module).items():
+        key, value = f"{prefix}{name}", state_dict.get(f"{prefix}{name}")
+        if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == param.shape):
+            continue
+        if not isinstance(value, DTensor):
+            value = value.detach()
+            state_dict[key] = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        elif value.device_mesh != param.device_mesh:
+            raise ArgumentError(
+                f"state_dict[{key!r}] is a DTensor on {value.device_mesh}, but the parameter is on "
+                f"{param.device_mesh}. Pass its full_tensor(), or load through torch.distributed.checkpoint, which "
+                "reshards."
+            )
+        elif value.placements != param.placements:
+            state_dict[key] = value.redistribute(placements=param.placements)

@@ -27,8 +27,8 @@ from graphshard.ir.given import answer_of, check_function, is_int
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR, seen_shape
 from graphshard.ir.text import brief
-from graphshard.options.checks import check_model
 from graphshard.options.options import Options
+from graphshard.options.validate import check_model
 
 # Called with a copy of the model on the meta device and the mesh; changes the model in place, or returns another one.
 Parallelize = Callable[[nn.Module, DeviceMesh], Any]

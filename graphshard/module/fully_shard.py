@@ -31,16 +31,14 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
-from graphshard.module.kept_program import Cache
-from graphshard.module.prepare import device_of, make_runner, prepare, shard
-from graphshard.module.replan import take_over_plan
-from graphshard.module.runner import Runner
+from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
+from graphshard.module.fsdp_module import GraphshardFSDPModule
+from graphshard.module.program_compiler import Cache
+from graphshard.module.runner import Runner, take_over_plan
 from graphshard.module.tracer import Tracer
-from graphshard.module.unit_module import UnitModule
-from graphshard.options.checks import check_ignored, check_mesh, placements_of
-from graphshard.options.experts import check_meshes, experts_of, params_of
-from graphshard.options.meshes import tensor_axis
+from graphshard.options.mesh_axes import check_meshes, experts_of, params_of, tensor_axis
 from graphshard.options.options import Options
+from graphshard.options.validate import check_ignored, check_mesh, placements_of
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.shards import ParamRef
 
@@ -256,7 +254,7 @@ def check_storage(tracer: Tracer, parts: Sequence[Part]) -> None:
 def release(model: nn.Module) -> None:
     """Let the parts of a model be modules of the user's again, whose parameters are shards."""
     for module in model.modules():
-        if isinstance(module, UnitModule):
+        if isinstance(module, GraphshardFSDPModule):
             object.__setattr__(module, "__class__", users_class(module))
         attributes = without_entries(module)
         if len(attributes) < len(module.__dict__):

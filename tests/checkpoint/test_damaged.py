@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.checkpoint.manifest import latest_checkpoint, measure, write_manifest
+from graphshard.checkpoint.safe_unpickler import INDEX, SafeReader
 from graphshard.ir.errors import CheckpointError
-from graphshard.state.manifest import latest_checkpoint, measure, write_manifest
-from graphshard.state.unpickling import INDEX, SafeReader
 from tests.helpers import Blocks
 from tests.ranks import reset_distributed
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_does_not_hide_the_others(
         file.write_bytes(RAW[damage])
     else:
         file.write_text(json.dumps(DAMAGES[damage](json.loads(file.read_text()))))
-    with caplog.at_level(logging.INFO, "graphshard.state.manifest"):
+    with caplog.at_level(logging.INFO, "graphshard.checkpoint.manifest"):
         assert latest_checkpoint(tmp_path) == good
     assert f"not a checkpoint: {bad}" in caplog.text
     assert len(caplog.text) < 2000
@@ -220,7 +220,7 @@ def test_a_failed_save_removes_nothing(
     if where == "rename":
         monkeypatch.setattr(Path, "rename", full_disk)
     elif where == "manifest":
-        monkeypatch.setattr("graphshard.state.checkpoint.write_manifest", full_disk)
+        monkeypatch.setattr("graphshard.checkpoint.save_load.write_manifest", full_disk)
     else:
         monkeypatch.setattr(dcp.FileSystemWriter, where, full_disk)
     with pytest.raises(CheckpointError, match="No space left"):

@@ -8,9 +8,10 @@ model(x, labels=y)  after  model(x)         newly passed: labels
 from __future__ import annotations
 
 import itertools
+import logging
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -18,6 +19,10 @@ from torch.utils import _pytree as pytree
 from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
 from graphshard.ir.text import brief
+from graphshard.ir.torch_internals import recompiles_log
+from graphshard.module.program_guard import JointGuard, TracedGuard
+from graphshard.pipeline.trace import trace_recapture
+from graphshard.runtime.step import Executable
 
 # The number of inputs that a reason names; further ones are counted.
 _NAMED = 3
@@ -208,3 +213,179 @@ def _counted(spec: pytree.TreeSpec) -> str:
 
 def _listed(names: Any) -> str:
     return ", ".join(map(str, names))
+
+
+log = logging.getLogger(__name__)
+
+# Training and evaluation, with gradients and without, take three.
+_EXPECTED_RECAPTURES = 3
+_MORE = "Raise max_captures in graphshard.compile to keep more."
+
+
+@dataclass
+class RecaptureLog:
+    """Log of the captures of one model, or of one entry into it.
+
+    Attributes:
+        recaptures: the number of captures after the first.
+        last: the reason of the last capture.
+    """
+
+    recaptures: int = 0
+    last: Reason = field(default_factory=lambda: Reason(""))
+    _remedies: set[str] = field(default_factory=set)
+    _warned_of_limit: bool = False
+
+    def capture(self, label: str, number: int, reason: Reason) -> None:
+        """Log one capture; a warning says a remedy once."""
+        self.last = reason
+        self.recaptures += not reason.first
+        if self.recaptures <= _EXPECTED_RECAPTURES:
+            log.info("capture %d of %s: %s", number, label, reason.text)
+        else:
+            log.warning("capture %d of %s: %s%s", number, label, reason.text, self._remedy(reason))
+        if not reason.first:
+            recompiles_log.debug("Recompiling %s in graphshard (capture %d)\n    - %s", label, number, reason.text)
+            trace_recapture(label, number, reason.text)
+
+    def _remedy(self, reason: Reason) -> str:
+        if not reason.remedy or reason.remedy in self._remedies:
+            return ""
+        self._remedies.add(reason.remedy)
+        return f". {reason.remedy}"
+
+    def eviction(self, label: str, titles: list[str], most: int) -> None:
+        """Log which programs were evicted for the last capture, the first time as a warning."""
+        for title in titles:
+            log.info("evicted %s, the least recently used program", title)
+        if not self._warned_of_limit:
+            self._warned_of_limit = True
+            log.warning(
+                "%s has more than max_captures=%d programs: from now on the least recently used one is evicted, and "
+                "captured again when a call needs it. The last capture: %s. %s",
+                *(label, most, self.last.text, " ".join(filter(None, [self.last.remedy, _MORE]))),
+            )
+
+
+@dataclass(eq=False)
+class Installed:
+    """A program that is bound to a module, and what it takes for granted of calls.
+
+    Attributes:
+        loaded: the program is from a file. It stays, whatever the limit of programs.
+        call: signature of the call that it was captured for, with all inputs.
+        used: position of its last call among the calls of all programs.
+    """
+
+    executable: Executable
+    guard: TracedGuard | JointGuard
+    loaded: bool = False
+    call: Signature | None = None
+    used: int = 0
+
+
+@dataclass
+class Executables:
+    """Bound programs by the signature they were captured for, the most recently used first.
+
+    Attributes:
+        added: the number of programs so far, with those that were evicted.
+        changes: why those with the signature of the last call did not serve it.
+        log: of the captures.
+        captured: signature of the last call that a program was captured for, with all inputs.
+    """
+
+    known: dict[Signature, list[Installed]] = field(default_factory=dict)
+    added: int = 0
+    changes: list[str] = field(default_factory=list)
+    log: RecaptureLog = field(default_factory=RecaptureLog)
+    captured: Signature | None = None
+    _calls: int = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.known.values()))
+
+    def add(self, signature: Signature, installed: Installed) -> None:
+        """Add a program, which is the most recently used one."""
+        self.added += 1
+        installed.call = self.captured or signature
+        self.known.setdefault(signature, []).append(installed)
+        self._use(installed, self.known[signature])
+
+    def find(self, signature: Signature, scope: Mapping[str, Any]) -> Installed | None:
+        """Return the program for a call.
+
+        Args:
+            scope: module, args and kwargs of the call.
+        """
+        self.changes = []
+        programs = self.known.get(signature, [])
+        for installed in programs:
+            change = installed.guard.change(scope)
+            if not change:
+                self._use(installed, programs)
+                return installed
+            self.changes.append(change)
+        return None
+
+    def with_digest(self, signature: Signature, digest: str) -> Installed | None:
+        """Return a program for calls with a signature whose trace had a digest."""
+        known = self.known.get(signature, ())
+        return next((one for one in known if one.executable.program.digest == digest), None)
+
+    def _use(self, installed: Installed, programs: list[Installed]) -> None:
+        self._calls += 1
+        installed.used = self._calls
+        if programs[0] is not installed:
+            programs.remove(installed)
+            programs.insert(0, installed)
+
+    def reason(self, signature: Signature, call: Signature) -> Reason:
+        """Return why a call needs another program: how it differs from the nearest one.
+
+        Args:
+            signature: that programs of the call have.
+            call: the signature with all inputs, of which guards may decide.
+        """
+        self.captured = call
+        if not self.known:
+            return FIRST_CALL
+        recent = sorted(itertools.chain.from_iterable(self.known.values()), key=lambda installed: -installed.used)
+        if self.changes:
+            for before in (installed.call for installed in recent):
+                found = reason_at(self.changes[0], call, before) if before is not None else None
+                if found is not None:
+                    return replace(found, text=f"{found.text} ({self.changes[0]})")
+            return Reason(self.changes[0], remedy_of(self.changes[0]))
+        return reason_of(call, [installed.call for installed in recent if installed.call is not None])
+
+    def evict(self, most: int, left: Collection[str]) -> list[Installed]:
+        """Remove the least recently used programs until there are at most so many; the most recent one stays.
+
+        A call that is still to be differentiated holds its program, so its backward runs as before.
+
+        Args:
+            most: the number of programs besides those of files.
+            left: names of parameters of which earlier microbatches have left gradients. A program that is the only one
+                to reduce some of these stays until that is done.
+        """
+        by_age = sorted(itertools.chain.from_iterable(self.known.values()), key=lambda installed: installed.used)
+        candidates = [installed for installed in by_age if not installed.loaded]
+        excess, evicted = len(candidates) - most, list[Installed]()
+        for installed in candidates[:-1]:
+            if len(evicted) < excess and not self._only_one_for(left, installed, evicted):
+                evicted.append(installed)
+        if evicted:
+            kept = {
+                signature: [installed for installed in programs if installed not in evicted]
+                for signature, programs in self.known.items()
+            }
+            self.known = {signature: programs for signature, programs in kept.items() if programs}
+        return evicted
+
+    def _only_one_for(self, left: Collection[str], installed: Installed, evicted: Collection[Installed]) -> bool:
+        """Return whether no other program that stays computes all gradients that are left and that this one does."""
+        needed = installed.executable.trained.keys() & left
+        others = itertools.chain.from_iterable(self.known.values())
+        stay = (other for other in others if other is not installed and other not in evicted)
+        return bool(needed) and not any(needed <= other.executable.trained.keys() for other in stay)

@@ -1,4 +1,4 @@
-"""Make programs of a module: find them in the cache, or capture, schedule and lower them, on all ranks alike."""
+"""Programs that an earlier launch has compiled, and what looks for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,25 +23,117 @@ from graphshard.ir.progress import progress
 from graphshard.ir.sizes import conditions_of
 from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import begin_compiling, compiler_for
-from graphshard.lower.regions import lower
+from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
-from graphshard.module.callchecks import check_no_new_parameters, check_same_modules
-from graphshard.module.executables import Executables
-from graphshard.module.kept_program import Cache, EqualProgram, FoundProgram, Kept, Search
-from graphshard.module.library import Library
-from graphshard.module.recapture_reason import Reason
+from graphshard.module.argument_checks import check_no_new_parameters, check_same_modules
+from graphshard.module.installed_programs import Executables, Reason
 from graphshard.module.tracer import Tracer
-from graphshard.options.table import check_activation
+from graphshard.options.resolve import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.step import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 
+if TYPE_CHECKING:
+    from graphshard.module.installed_programs import Installed
+
+
+class CachedProgram(NamedTuple):
+    """A program that was compiled before: by an earlier launch, or by `graphshard.export`.
+
+    Attributes:
+        partitioned: makes where another backward of it begins; None if it has none.
+        compiled: its regions, by key.
+        of_file: it is from a file of `export`.
+        make_backward: makes its other backwards, where that is not done from `partitioned`.
+    """
+
+    program: Program
+    partitioned: Callable[[], Partitioned] | None
+    compiled: dict[str, RegionCall]
+    of_file: bool = False
+    make_backward: BackwardFactory | None = None
+
+
+class FoundProgram(Exception):
+    """A traced program is in the cache or in a file, so that no pass need run."""
+
+    def __init__(self, kept: CachedProgram) -> None:
+        super().__init__()
+        self.kept = kept
+
+
+class EqualProgram(Exception):
+    """A trace equals that of a program that is installed, so that only its guards are new."""
+
+    def __init__(self, installed: Installed, traced: Program) -> None:
+        super().__init__()
+        self.installed, self.traced = installed, traced
+
+
+class Search(Protocol):
+    """For a program that may have been kept."""
+
+    def find(self) -> CachedProgram | None:
+        """The program, if there is one that was made of the same."""
+
+    def keep(self, program: Program, partitioned: Partitioned | None) -> None:
+        """Keep what was captured, when it is lowered."""
+
+
+class Cache(Protocol):
+    """Programs of earlier launches."""
+
+    def search(
+        self,
+        maker: Any,
+        module: nn.Module,
+        signature: Signature,
+        tensors: Sequence[torch.Tensor],
+        program: Program,
+    ) -> Search | None:
+        """Return what looks for the program of a call; None if it cannot be kept.
+
+        Args:
+            program: of the trace, before passes.
+        """
+
+
+class Library(Protocol):
+    """Programs that need not be compiled, because a file has them."""
+
+    @property
+    def entries(self) -> Collection[str]:
+        """Names of what there are programs of; "" is the model."""
+
+    def check_same(self, module: nn.Module, runner: Any) -> None:
+        """Check that the other ranks have read the same programs; all ranks call this together."""
+
+    def find(self, runner: Any, module: nn.Module, traced: Program) -> CachedProgram | None:
+        """Return the program of a trace, ready to be installed; None if the file has none.
+
+        Args:
+            runner: of the module that was traced, the model or an entry of it.
+            traced: before passes.
+        """
+
+    def missing(self, runner: Any, call: Signature, traced: Program) -> Exception:
+        """Return the error for a call for which there is no program.
+
+        Args:
+            call: its signature, with all inputs.
+            traced: its program, before passes.
+        """
+
+    def untraceable(self, runner: Any, call: Signature, error: GraphBreak) -> Exception:
+        """Return the error for a call that cannot be traced whole, so that no program can be for it."""
+
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Maker:
+class ProgramCompiler:
     """Makes programs of one module, or of one entry into it.
 
     Attributes:
@@ -66,7 +158,7 @@ class Maker:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
     _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
-    _of_file: dict[Signature, Kept] = field(default_factory=dict)
+    _of_file: dict[Signature, CachedProgram] = field(default_factory=dict)
 
     @property
     def passes(self) -> Pipeline:
@@ -117,7 +209,7 @@ class Maker:
             search: Search | None = None
             digest = ""
 
-            def found(traced: Program) -> Kept | None:
+            def found(traced: Program) -> None:
                 nonlocal search, digest
                 digest = graph_digest(traced)
                 equal = self.executables.with_digest(signature, digest)
@@ -127,20 +219,20 @@ class Maker:
                 if self.library is not None:
                     stored = self._load(module, args, kwargs, call, traced)
                     if stored is not None:
-                        stored.program.capture = number
-                        return stored
+                        stored.program.model, stored.program.capture = tracer.label, number
+                        raise FoundProgram(stored)
                 if self.cache and recorder is None:
                     search = self.cache.search(self, module, signature, tensors, traced)
                     show("look for it in the cache")
                 kept = search.find() if search is not None else None
                 if not self.agreement.all_have(kept.program if kept is not None else None):
-                    return None
+                    return
                 assert kept is not None
-                kept.program.capture = number
+                kept.program.model, kept.program.reason, kept.program.capture = tracer.label, reason.text, number
                 kept.program.trace, kept.program.taken, kept.program.digest = traced.trace, traced.taken, digest
-                return kept
+                raise FoundProgram(kept)
 
-            def use(kept: Kept) -> Program:
+            def use(kept: CachedProgram) -> Program:
                 tracer.compiled.update(kept.compiled)
                 if kept.of_file:
                     self._of_file[signature] = kept
@@ -188,7 +280,7 @@ class Maker:
 
     def _load(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature, traced: Program
-    ) -> Kept | None:
+    ) -> CachedProgram | None:
         """Return the program of the file for a trace; None, and a warning, if it is to be compiled.
 
         Where numbers or sizes are symbols because they have changed, the file may have a program for these very ones.
