@@ -21,11 +21,10 @@ import torch
 from rich.progress import track
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.ir.kernel_strides import new_tracing_mode
-from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
+from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 
 EXAMPLES = 12
 

@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph
 
 import graphshard
-from graphshard.ir.distributed_internals import fake_world
 from graphshard.ir.graph import c10d
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import RegionCall, executor
+from graphshard.torch_compat.dtensor import fake_world
 from tests.helpers import Blocks
 
 WIDTH = 16

@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._inductor.fx_passes import overlap_scheduling
-from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from benchmarks.shapes import merged
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Placement, Transfer
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

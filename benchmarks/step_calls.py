@@ -23,11 +23,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.ir.distributed_internals import fake_world
 from graphshard.ir.program import Phase
 from graphshard.lower.executor import Boxed
 from graphshard.runtime import arrivals
 from graphshard.runtime.code import Codes
+from graphshard.torch_compat.dtensor import fake_world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama

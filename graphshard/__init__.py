@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint
     from graphshard.cost.profile import Profile, load_profile
     from graphshard.debug.bisect import Bisection, bisect
-    from graphshard.explain.explain import explain, explain_grid
-    from graphshard.explain.explanation import Explanation
-    from graphshard.explain.grid import Grid
-    from graphshard.explain.tables import WhatIf
-    from graphshard.explain.what_if import what_if
-    from graphshard.foreign.groups import Group
-    from graphshard.foreign.report import ScheduledGraph
-    from graphshard.foreign.schedule import schedule_graph
-    from graphshard.ir.errors import (
+    from graphshard.errors import (
         ArgumentError,
         ArtifactError,
         BatchError,
@@ -48,6 +40,14 @@ if TYPE_CHECKING:
         StageError,
         UnsupportedError,
     )
+    from graphshard.explain.explain import explain, explain_grid
+    from graphshard.explain.explanation import Explanation
+    from graphshard.explain.grid import Grid
+    from graphshard.explain.tables import WhatIf
+    from graphshard.explain.what_if import what_if
+    from graphshard.foreign.groups import Group
+    from graphshard.foreign.report import ScheduledGraph
+    from graphshard.foreign.schedule import schedule_graph
     from graphshard.ir.plan import Plan
     from graphshard.ir.program import Program
     from graphshard.measure.regions import load_measured, measure_regions, save_measured
@@ -135,7 +135,7 @@ _HOMES = {
     "foreign.groups": ("Group",),
     "foreign.report": ("ScheduledGraph",),
     "foreign.schedule": ("schedule_graph",),
-    "ir.errors": (
+    "errors": (
         "ArgumentError",
         "ArtifactError",
         "BatchError",

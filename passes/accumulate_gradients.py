@@ -16,15 +16,15 @@ from typing import ClassVar
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import aten, behind, emit, erase_dead, fake, is_backward
 from graphshard.ir.mesh import Axis
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
-from graphshard.ir.torch_internals import fake_mode_of, new_fake_mode
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.fake_tensors import fake_mode_of, new_fake_mode
+from graphshard.torch_compat.operators import OpOverload, pytree
 
 # Mark of the operators that add up what uses of a parameter pass back.
 _OF_USES = "of_uses"
@@ -189,7 +189,7 @@ class _Gradient:
         if self.row.dtype != self.row.reduce_dtype:
             self._then(aten._to_copy.default, dtype=self.row.dtype)
 
-    def _then(self, target: torch._ops.OpOverload, *args: Node, **kwargs: object) -> None:
+    def _then(self, target: OpOverload, *args: Node, **kwargs: object) -> None:
         assert self.value is not None
         with behind(self.value):
             self.value = emit(self.value.graph, target, self.value, *args, like=self.value, **kwargs)

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import fake, is_backward, is_communication, with_parts
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
-from graphshard.ir.torch_internals import min_cut_partition
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.aot_autograd import min_cut_partition
+from graphshard.torch_compat.operators import OpOverload
 
 # "full": units keep their inputs. Operators: units keep their inputs and the results of these; of one in the graph that
 # is named, those of that one, as ranks that have pieces of different sizes must keep the same. A number from 0 to 1: as

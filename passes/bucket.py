@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import OpOverloadPacket
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, made_once, start_together
 from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.operators import OpOverloadPacket
 
 
 @dataclass(frozen=True)

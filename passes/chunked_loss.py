@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, erase_dead, fake
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import IN_FORWARD

@@ -27,8 +27,9 @@ from graphshard.ir.params import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
 from graphshard.ir.strides import laid_out, restride
-from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.operators import OpOverload
 
 _ZERO_IF_ANY = frozenset(
     {
@@ -132,7 +133,7 @@ def _is_zero(node: Node, zeros: set[Node]) -> bool:
         return all(isinstance(n, Node) and n in zeros for n in node.args)
     if isinstance(first, (list, tuple)):
         return node.target is aten.cat.default and all(n in zeros for n in first)
-    name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+    name = node.target._opname if isinstance(node.target, OpOverload) else ""
     return first in zeros and (node.target in _ZERO_IF_FIRST or name.endswith(("_backward", "_backward_data")))
 
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, Node
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, calls_of, emit, erase_dead, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.mesh import Axis

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.params import ParamRow

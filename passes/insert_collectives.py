@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import is_communication, rewrite_gradients
 from graphshard.ir.joins import insert_gathers
 from graphshard.ir.program import Phase, Program, Slot

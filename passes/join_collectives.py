@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.multiplications import is_multiplication
@@ -33,6 +32,7 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass, check_partitioned
+from graphshard.torch_compat.operators import OpOverload
 
 
 @dataclass(frozen=True)

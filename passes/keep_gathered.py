@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import erase_dead, fake
 from graphshard.ir.layout import collectives
 from graphshard.ir.params import ParamRow

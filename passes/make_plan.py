@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.program import Planner, Program
 from graphshard.passes.base import Pass
 

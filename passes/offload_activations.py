@@ -27,7 +27,7 @@ import torch
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import base_of, emit, fake, module_of
 from graphshard.ir.layout import Layout, saved_values
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.multiplications import is_multiplication
@@ -28,6 +27,7 @@ from graphshard.ir.layout import Layout, with_inputs
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass, check_partitioned
+from graphshard.torch_compat.operators import OpOverload
 
 
 @dataclass(frozen=True)

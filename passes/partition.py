@@ -21,11 +21,12 @@ from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import give_attributes, take_attributes
-from graphshard.ir.torch_internals import hint, min_cut_partition, run_and_save_rng_state, run_with_rng_state
 from graphshard.ir.transport import landing
 from graphshard.passes.accumulate_gradients import mark_sums
 from graphshard.passes.base import Pass
 from graphshard.passes.reshard_after_forward import until_landed
+from graphshard.torch_compat.aot_autograd import min_cut_partition, run_and_save_rng_state, run_with_rng_state
+from graphshard.torch_compat.symbolic_sizes import hint
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import GATHERS, aten, calls_of, emit, erase_dead, fake, is_backward
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.params import ParamRow

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import model_collective
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import aten, calls_of, emit, fake
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import BEGINS, BEGUN, JOINED, SCATTERED

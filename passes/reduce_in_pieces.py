@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, erase_dead
 from graphshard.ir.operators import SCATTERED
 from graphshard.ir.program import Phase, Program

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import emit, erase_dead, fake
 from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.operators import OWN_CHUNK

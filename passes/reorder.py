@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import arrange, with_parts
 from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.operators import UPLOAD

@@ -16,14 +16,14 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, is_backward, is_view
 from graphshard.ir.joins import around_gathers
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
-from graphshard.ir.torch_internals import CheckpointPolicy
 from graphshard.ir.transport import landing
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 
 
 @dataclass(frozen=True)

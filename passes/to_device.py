@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.program import Program
-from graphshard.ir.torch_internals import fake_mode_of, fake_tensor
 from graphshard.passes.base import Pass
+from graphshard.torch_compat.fake_tensors import fake_mode_of, fake_tensor
+from graphshard.torch_compat.operators import pytree
 
 # Parts of names of operators that torch has for one kind of device.
 _CPU_ONLY = ("_for_cpu", "mkldnn", "onednn")

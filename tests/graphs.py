@@ -18,11 +18,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphshard.module import compiled_module
 from graphshard.runtime.device_graphs import ResultT
+from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 
 # A call, its results, and whether it writes to what it is given.
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphshard.frontend.capture import capture
 from graphshard.frontend.dynamo_capture import TracedFunction
@@ -40,6 +39,7 @@ from graphshard.ir.units import find_units
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.operators import pytree
 
 COALESCED = PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
 PACKED = PlanByUnit(pack_gathers_below=math.inf, pack_reductions_below=math.inf)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 import graphshard
-from graphshard.ir import errors
+from graphshard import errors
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,8 +87,8 @@ def test_explain_is_the_function_whatever_is_imported_of_the_package_of_that_nam
 
 
 def test_packages_are_there_without_an_import_of_their_own():
-    result = python("import graphshard; print(graphshard.passes.Bucketing.name, graphshard.ir.errors.__name__)")
-    assert result.stdout == "bucket graphshard.ir.errors\n", result.stderr
+    result = python("import graphshard; print(graphshard.passes.Bucketing.name, graphshard.errors.__name__)")
+    assert result.stdout == "bucket graphshard.errors\n", result.stderr
 
 
 def test_names_can_be_replaced_for_a_test():

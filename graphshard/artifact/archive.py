@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.artifact.signing import Signer, check_signature
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.files import read_file, replacing
 
 FORMAT = 11

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from graphshard.artifact.exporter import operators_only
+from graphshard.errors import ArgumentError
 from graphshard.ir.driver_internals import package, stand_in
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
 from graphshard.ir.text import brief
 from graphshard.lower.kernels import dotted

@@ -12,7 +12,7 @@ import torch
 from graphshard.artifact.archive import Archive
 from graphshard.codec.gpu_code import cubin_name, decode_gpu_code
 from graphshard.codec.lowered import decode_region
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES, Capability
 from graphshard.lower.kernels import GpuCode, check_code, dotted
 from graphshard.lower.operators import outputs_of

@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from graphshard.artifact.compilers import capabilities_given, compiler_for_file, without_gpu
@@ -30,8 +29,8 @@ from graphshard.artifact.stored_options import describe_options
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.dump import dump_directory, recorder
+from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import apart
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.ir.progress import progress
@@ -44,6 +43,7 @@ from graphshard.options.resolve import example_of, resolve_model
 from graphshard.options.simulated_mesh import Parallelize, shape_of
 from graphshard.options.validate import check_containers, check_examples, check_model
 from graphshard.schedule.agreed import Share
+from graphshard.torch_compat.operators import pytree
 
 Mode = Literal["training", "inference", "both"]
 

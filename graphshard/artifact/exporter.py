@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphshard.artifact.members import Captured, StoredBackward, StoredRegion, stored_region
 from graphshard.artifact.places import period_of
@@ -19,11 +18,11 @@ from graphshard.codec.partitioned import encode_partitioned
 from graphshard.codec.passes import encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
+from graphshard.errors import ArgumentError
 from graphshard.explain.predict import Bound, bound_of, explained
 from graphshard.explain.training import Training
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Phase, Program, Region
@@ -37,6 +36,7 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.schedule.agreed import Share, agreed
+from graphshard.torch_compat.operators import pytree
 
 
 @dataclass

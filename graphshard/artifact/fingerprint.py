@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from graphshard.codec.values import encode, short_name
+from graphshard.errors import ArtifactError
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArtifactError
 from graphshard.ir.params import ParamTable
 from graphshard.ir.surroundings import instruction_set
 from graphshard.ir.version import own_version

@@ -23,8 +23,8 @@ from graphshard.codec.partitioned import decode_partitioned
 from graphshard.codec.passes import decode_pass
 from graphshard.codec.sizes import parse_size
 from graphshard.codec.values import strings
+from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.errors import ArtifactError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.printer import number, print_program
 from graphshard.ir.program import Program, Region

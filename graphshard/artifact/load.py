@@ -30,9 +30,9 @@ from graphshard.artifact.places import groups_found, shape_here
 from graphshard.artifact.signing import trusted
 from graphshard.artifact.stored_options import check_same_options, restored_options
 from graphshard.codec.converter import read
+from graphshard.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.exported.exported_program import module_of
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.ir.given import path_of
 from graphshard.ir.make_table import build_table, named_parameters
 from graphshard.ir.mesh import Mesh

@@ -32,8 +32,8 @@ from graphshard.artifact.summary import summarize
 from graphshard.codec.converter import read, write
 from graphshard.codec.gpu_code import cubin_name, encode_gpu_code
 from graphshard.codec.lowered import encode_region
+from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Region

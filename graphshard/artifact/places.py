@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.artifact.members import MeshPrograms
 from graphshard.cost.model_collectives import model_collective
-from graphshard.ir.distributed_internals import group_of
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from graphshard.ir.params import even_pieces
 from graphshard.ir.program import Program
@@ -32,6 +31,7 @@ from graphshard.options.options import Options
 from graphshard.options.simulated_mesh import Parallelize, options_for, pretended
 from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
 from graphshard.schedule.agreed import Share
+from graphshard.torch_compat.dtensor import group_of
 
 
 def num_places(shape: Mapping[str, int], captured: Iterable[MeshPrograms]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import path_of
 from graphshard.ir.text import brief

@@ -23,7 +23,7 @@ from graphshard.artifact.facts import Policy
 from graphshard.artifact.fingerprint import differences, refuse, table_differences
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
 from graphshard.ir.text import brief

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.text import brief

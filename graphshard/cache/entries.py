@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphshard.errors import ArgumentError
 from graphshard.ir.checked_files import WRITES_FOR, DamagedError, remove, remove_left_behind, remove_oldest
-from graphshard.ir.errors import ArgumentError
 
 VARIABLE = "GRAPHSHARD_CACHE"
 LIMIT_VARIABLE = "GRAPHSHARD_CACHE_LIMIT"

@@ -16,11 +16,12 @@ from graphshard.codec.converter import PASSES, class_name, write
 from graphshard.frontend.signature import Signature
 from graphshard.ir.classes import users_class
 from graphshard.ir.surroundings import instruction_set, own_files, settings, variables
-from graphshard.ir.torch_internals import kernels_in_python, modes_of_functions
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.autograd_state import modes_of_functions
+from graphshard.torch_compat.operators import kernels_in_python
 
 
 def problem_of(model: nn.Module, tracer: Tracer) -> str:

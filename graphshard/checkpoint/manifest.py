@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from graphshard.ir.errors import ArgumentError, CheckpointError
+from graphshard.errors import ArgumentError, CheckpointError, visible
 from graphshard.ir.files import read_file, write_text
 from graphshard.ir.given import path_of
 from graphshard.ir.plain import read
-from graphshard.ir.text import brief, visible
+from graphshard.ir.text import brief
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,7 @@ from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -28,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import CheckpointError
+from graphshard.errors import CheckpointError
 from graphshard.ir.text import brief
+from graphshard.torch_compat.checkpoint_files import MemoryFormatEncoding, StorageInfo
+from graphshard.torch_compat.operators import pytree
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 
@@ -53,7 +52,7 @@ _CLASSES = {
 # Of these, those that pickle makes first and fills afterwards.
 _BUILT = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
-    *(TensorStorageMetadata, _StorageInfo),
+    *(TensorStorageMetadata, StorageInfo),
 )
 
 
@@ -140,9 +139,9 @@ class _IndexUnpickler(pickle._Unpickler):
 
 def _member_of(kind: Any, name: Any) -> Any:
     """What `getattr` may be asked for: a member of the enumeration of memory formats."""
-    if kind is not _MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEM_FORMAT_ENCODING.__members__:
+    if kind is not MemoryFormatEncoding or type(name) is not str or name not in MemoryFormatEncoding.__members__:
         raise CheckpointError(f"{INDEX} asks {brief(kind)} for {brief(name)}, as no index does; it is not loaded")
-    return _MEM_FORMAT_ENCODING[name]
+    return MemoryFormatEncoding[name]
 
 
 def _check_index(index: Any) -> None:
@@ -156,7 +155,7 @@ def _check_index(index: Any) -> None:
         if not isinstance(key, str) or not isinstance(value, (TensorStorageMetadata, BytesStorageMetadata)):
             raise CheckpointError(f"{INDEX} has {brief(value)} under {brief(key)}; it is not loaded")
     for key, place in stored.items():
-        found = isinstance(key, MetadataIndex) and isinstance(place, _StorageInfo)
+        found = isinstance(key, MetadataIndex) and isinstance(place, StorageInfo)
         if not found or not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
             raise CheckpointError(f"{INDEX} has {brief(key)} at {brief(place)}, which is no file; it is not loaded")
         if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):

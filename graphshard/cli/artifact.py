@@ -32,7 +32,7 @@ from graphshard.codec.converter import read
 from graphshard.codec.lowered import decode_lowered, decode_region
 from graphshard.codec.partitioned import decode_partitioned
 from graphshard.debug.repro import import_all
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
 from graphshard.ir.given import check_count, path_of
 from graphshard.ir.gpus import CAPABILITIES

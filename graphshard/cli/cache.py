@@ -8,9 +8,10 @@ import time
 from rich.table import Table
 
 from graphshard.cache import entries
+from graphshard.errors import visible
 from graphshard.ir.given import path_of
 from graphshard.ir.terminal import plain_table, say
-from graphshard.ir.text import format_bytes, visible
+from graphshard.ir.text import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:

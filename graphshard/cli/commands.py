@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from graphshard.cli.parser import Parser
 from graphshard.cost.builtin import builtin_profiles
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 
 Commands = argparse._SubParsersAction  # argparse gives no other name to what add_subparsers returns
 

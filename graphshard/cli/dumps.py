@@ -7,7 +7,7 @@ import argparse
 from graphshard.debug.repro import import_all
 from graphshard.debug.show import show_path
 from graphshard.debug.stage_files import StageFile, print_diff
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import path_of
 
 

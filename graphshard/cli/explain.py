@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.export import Dim
 
 from graphshard.cost.profile import load_profile
 from graphshard.debug.repro import failure, import_module
+from graphshard.errors import ArgumentError
 from graphshard.explain.changes import Case, check_about
 from graphshard.explain.explain import explain_grid
 from graphshard.explain.explanation import Explanation
@@ -29,13 +29,13 @@ from graphshard.explain.study import Study
 from graphshard.explain.tables import WhatIf
 from graphshard.explain.training import Training
 from graphshard.explain.what_if import RANKS, answer
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.terminal import say
 from graphshard.ir.text import brief
 from graphshard.measure.regions import load_measured
 from graphshard.options.options import Activation, Options
+from graphshard.torch_compat.operators import OpOverload
 
 # Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
 _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from graphshard.cli.commands import COMMANDS
 from graphshard.cli.parser import Parser, Version
-from graphshard.ir.errors import GraphshardError
-from graphshard.ir.text import visible
+from graphshard.errors import GraphshardError, visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.joint_program import to_exported
 from graphshard.ir.program import Phase, Program, Slot
+from graphshard.torch_compat.operators import pytree
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,16 @@ import torch
 from cattrs import Converter
 from cattrs.gen import override
 from torch import nn
-from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
-from torch.utils import _pytree as pytree
 
 from graphshard import passes
 from graphshard.codec.graphs import check_phase, decode_graph, encode_graph
 from graphshard.codec.structures import decode_structure, describe_structure, described_structure, encode_structure
 from graphshard.codec.values import Decoder, encode, named, short_name, strings, unsupported
 from graphshard.cost.profile import Profile
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir import plain
-from graphshard.ir.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.ir.text import brief
@@ -44,6 +42,7 @@ from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.operators import OpOverload, pytree
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 
 from graphshard.codec.graphs import decode_graph, encode_graph
 from graphshard.codec.values import Decoder, identifier
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.plain import typed
 from graphshard.lower.kernels import GpuCode, Kernel
 

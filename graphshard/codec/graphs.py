@@ -9,12 +9,12 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from graphshard.codec.values import CODECS, Decoder, encode, encode_target, identifier
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.plain import typed
 from graphshard.ir.printer import print_graph
 from graphshard.ir.program import Phase
 from graphshard.ir.subgraph import Subgraph, subgraph_of
-from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 
 _STACKS = {"modules": "nn_module_stack", "fwd_modules": "fwd_nn_module_stack"}
 # Paths on the machine of the capture, and numbers of its process.

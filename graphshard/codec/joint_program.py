@@ -30,15 +30,15 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.graphs import encode_marks
 from graphshard.codec.structures import encode_structure
 from graphshard.codec.values import short_name
+from graphshard.errors import ArtifactError, UnsupportedError
 from graphshard.exported.exported_program import OURS
-from graphshard.ir.errors import ArtifactError, UnsupportedError
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes
+from graphshard.torch_compat.operators import pytree
 
 FORMAT = 1
 _OUTPUT_KINDS = {

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.graphs import check_phase, decode_marks
 from graphshard.codec.structures import decode_structure
 from graphshard.codec.values import Decoder
+from graphshard.errors import ArgumentError, InputError
 from graphshard.exported.exported_program import OURS, facts_of, joint_of
 from graphshard.frontend.phase import lift_subgraphs
-from graphshard.ir.errors import ArgumentError, InputError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plain import typed
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.text import brief
+from graphshard.torch_compat.operators import pytree
 
 
 def joint_program(

@@ -26,12 +26,12 @@ from graphshard.codec.sizes import decode_symbols, encode_symbols, encode_unknow
 from graphshard.codec.stage import decode_program, encode_program
 from graphshard.codec.structures import decode_structure, encode_structure
 from graphshard.codec.values import Decoder, named, short_name, strings
-from graphshard.ir.errors import ArgumentError, ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import typed
 from graphshard.ir.program import Program, Region, Size
 from graphshard.ir.sizes import renamed, size_inputs
-from graphshard.ir.torch_internals import condition
 from graphshard.lower.regions import RegionCall, executor
+from graphshard.torch_compat.symbolic_sizes import condition
 
 
 def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:

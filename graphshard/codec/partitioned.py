@@ -14,11 +14,11 @@ import torch
 
 from graphshard.codec.converter import read, write
 from graphshard.codec.values import Decoder
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.plain import typed
 from graphshard.ir.program import Program
-from graphshard.ir.torch_internals import new_fake_mode
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
+from graphshard.torch_compat.fake_tensors import new_fake_mode
 
 
 def encode_partitioned(partitioned: Partitioned, program: Program) -> dict[str, Any]:

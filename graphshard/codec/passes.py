@@ -14,7 +14,7 @@ from typing import Any
 
 from graphshard.codec.converter import PASSES, class_name, read, write
 from graphshard.codec.values import to_json, unsupported
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.passes import Pass
 
 

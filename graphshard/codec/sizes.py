@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.sizes import SymNumber, numbers_in
-from graphshard.ir.torch_internals import hint, new_size
-from graphshard.ir.unbacked_internals import is_unknown, new_number, new_unknown_float, new_unknown_size
+from graphshard.torch_compat.symbolic_sizes import (
+    hint,
+    is_unknown,
+    new_number,
+    new_size,
+    new_unknown_float,
+    new_unknown_size,
+)
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,

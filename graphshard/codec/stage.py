@@ -36,7 +36,7 @@ from graphshard.codec.converter import read, write
 from graphshard.codec.passes import NextPass, decode_pass, encode_pass
 from graphshard.codec.sizes import decode_symbols, encode_symbols, encode_unknown
 from graphshard.codec.values import Decoder, to_json
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.passes import Pass

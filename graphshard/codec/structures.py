@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.plain import typed
+from graphshard.torch_compat.operators import pytree
 
 _OWN = frozenset({"builtins.list", "builtins.tuple", "builtins.dict", "collections.OrderedDict"})
 

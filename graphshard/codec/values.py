@@ -31,17 +31,13 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.codec.sizes import SIZE_OPERATORS, parse_size
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.plain import typed
 from graphshard.ir.sizes import SymNumber, rename
 from graphshard.ir.subgraph import HIGHER_ORDER
-from graphshard.ir.torch_internals import (
-    dispatcher_operators,
-    fake_tensor,
-    new_fake_mode,
-    run_and_save_rng_state,
-    run_with_rng_state,
-)
+from graphshard.torch_compat.aot_autograd import run_and_save_rng_state, run_with_rng_state
+from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
+from graphshard.torch_compat.operators import OpOverload, dispatcher_operators
 
 # What a node may call besides the dispatcher's operators.
 _TARGETS: dict[str, Callable[..., Any]] = {
@@ -93,7 +89,7 @@ def encode(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
         return {"complex": [encode(value.real), encode(value.imag)]}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    if isinstance(value, torch._ops.OpOverload):
+    if isinstance(value, OpOverload):
         return {"operator": str(value)}
     if isinstance(value, SymNumber):
         return {"size": rename(value, names)}
@@ -209,7 +205,7 @@ class Decoder:
         if known not in self._operators:
             raise ArgumentError(f"unknown operator {name}: import the library that registers it (--import MODULE)")
         found = getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
-        assert isinstance(found, torch._ops.OpOverload)
+        assert isinstance(found, OpOverload)
         return found
 
     def node(self, name: str) -> Node:

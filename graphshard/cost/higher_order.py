@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.subgraph import Subgraph, calls_in, is_higher_order, subgraphs_in
-from graphshard.ir.torch_internals import hint
+from graphshard.torch_compat.symbolic_sizes import hint
 
 ATTENTIONS = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
 

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.higher_order import ATTENTIONS, calls_run
 from graphshard.ir.graph import aten
-from graphshard.ir.torch_internals import hint
+from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.symbolic_sizes import hint
 
 # A number, or an expression of symbols.
 Scalar = Any
@@ -128,7 +129,7 @@ def _arguments(node: Node) -> dict[str, Any]:
     if node.target in ATTENTIONS:
         tensors: Any = node.args[:3]
         return dict(zip(("query", "key", "value"), map(sizes, tensors)))
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args)), **node.kwargs}
     return {name: torch.fx.map_arg(value, sizes) for name, value in given.items()}

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from graphshard.cost.builtin import builtin_profiles, builtin_text
 from graphshard.cost.profile_checks import check_profile
 from graphshard.cost.schemas import SCHEMA, present
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import path_of
 from graphshard.ir.plain import read, write

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 
 KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
 

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import ArgumentError
 from graphshard.ir.classes import users_class
-from graphshard.ir.distributed_internals import process_group
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
 from graphshard.ir.params import ParamRow
@@ -39,6 +37,8 @@ from graphshard.options.validate import check_examples
 from graphshard.pipeline.observe import Observer
 from graphshard.runtime.groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
+from graphshard.torch_compat.dtensor import process_group
+from graphshard.torch_compat.operators import pytree
 
 # Rounding of sums in another order, relative to the largest element, by the precision of the computation.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

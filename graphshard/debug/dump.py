@@ -28,12 +28,12 @@ from graphshard.codec.stage import program_to_json
 from graphshard.debug.stage_files import EXPORTED, EXPORTED_TEXT
 from graphshard.debug.standalone import executor_source, region_source
 from graphshard.debug.summary import SUMMARY, Regions, StageSummary, Summary, read_summary
+from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.aid import Aid
-from graphshard.ir.errors import ArgumentError, GraphshardError
 from graphshard.ir.files import file_name, replacing, write_text
 from graphshard.ir.given import path_of
 from graphshard.ir.program import Program, Stage
-from graphshard.ir.text import brief, visible
+from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder

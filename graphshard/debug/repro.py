@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from graphshard.codec.stage import next_pass_of, plan_of
 from graphshard.debug.stage_files import StageFile, print_diff
-from graphshard.ir.errors import ArgumentError, PassError
+from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import say

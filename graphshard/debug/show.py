@@ -14,8 +14,8 @@ from rich.table import Table
 from graphshard.codec.stage import plan_of
 from graphshard.debug.stage_files import EXPORTED, EXPORTED_TEXT, StageFile, existing, stages_in
 from graphshard.debug.summary import SUMMARY, Summary, read_summary
+from graphshard.errors import ArgumentError
 from graphshard.exported.pt2_reader import read_program
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.plan import Plan
 from graphshard.ir.terminal import say, styled
 

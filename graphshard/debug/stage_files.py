@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from graphshard.codec.stage import program_from_json
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.fold import fold
 from graphshard.ir.given import path_of

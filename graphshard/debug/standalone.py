@@ -13,15 +13,16 @@ import re
 import torch
 from torch.fx import Node
 
+from graphshard.errors import visible
 from graphshard.ir.graph import OWN
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.recomputed import RANDOM_STATE
-from graphshard.ir.text import visible
-from graphshard.ir.torch_internals import hint, run_with_rng_state
 from graphshard.lower.executor import lines_of
 from graphshard.lower.lines import print_lines
 from graphshard.runtime.groups import bind_groups
+from graphshard.torch_compat.aot_autograd import run_with_rng_state
+from graphshard.torch_compat.symbolic_sizes import hint
 
 _IMPORTS = """\
 import torch

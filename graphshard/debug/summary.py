@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.plain import read, write
 from graphshard.ir.text import brief

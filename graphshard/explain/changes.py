@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.profile import Profile, load_profile
+from graphshard.errors import ArgumentError
 from graphshard.explain.symbols import Inputs, resized
 from graphshard.explain.training import Training
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, MeshLike
 from graphshard.ir.text import brief
 from graphshard.options.options import Options
+from graphshard.torch_compat.operators import pytree
 
 # How many times more microbatches are tried.
 _MORE = 4

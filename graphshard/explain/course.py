@@ -11,9 +11,9 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.cost.multiplications import Scalar
+from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.training import Training
-from graphshard.ir.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program

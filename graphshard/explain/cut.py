@@ -22,12 +22,12 @@ from torch.fx import Graph, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import computing
-from graphshard.ir.errors import StageError
+from graphshard.errors import StageError
 from graphshard.ir.graph import is_communication
 from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import Repeats
-from graphshard.ir.torch_internals import uncompiled
+from graphshard.torch_compat.fx_code import uncompiled
 
 # Slots of what is a parameter, whatever form it has.
 _OF_PARAMETERS = ("param", "part", "gathered", "piece")

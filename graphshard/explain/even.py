@@ -10,7 +10,7 @@ from torch.fx import Graph
 
 from graphshard.ir.graph import aten, fake
 from graphshard.ir.operators import EXCHANGED
-from graphshard.ir.torch_internals import assume_total, hint
+from graphshard.torch_compat.symbolic_sizes import assume_total, hint
 
 
 def assume_even(graph: Graph) -> None:

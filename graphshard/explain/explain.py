@@ -18,6 +18,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.errors import ArgumentError
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.grid import Grid
 from graphshard.explain.sharing import changed, is_same
@@ -25,7 +26,6 @@ from graphshard.explain.study import Study
 from graphshard.explain.subject import has_stages
 from graphshard.explain.training import ExplainArguments, Training, chosen
 from graphshard.explain.workers import Task, Telling, outcomes
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.ir.text import brief

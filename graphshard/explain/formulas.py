@@ -23,9 +23,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import model_collective
+from graphshard.errors import ArgumentError
 from graphshard.explain.symbols import RANKS, mesh_of_ranks, num_shards_of, symbolic
 from graphshard.explain.training import Training
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import BatchError
 from graphshard.explain.training import Training
-from graphshard.ir.errors import BatchError
 from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR
+from graphshard.torch_compat.operators import pytree
 
 
 def microbatches_of(sizes: Mapping[str, int], inputs: Any, training: Training) -> int:

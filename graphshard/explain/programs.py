@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from graphshard.cost.costs import Costs
+from graphshard.errors import GraphshardError
 from graphshard.explain.cut import lists_of
 from graphshard.explain.subject import Place, Subject, at_place, device_given, with_found
 from graphshard.explain.symbols import spread_ranks
 from graphshard.explain.training import Training
 from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
-from graphshard.ir.errors import GraphshardError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import number
 from graphshard.ir.program import Program

@@ -19,6 +19,7 @@ from graphshard.cost.costs import Costs, maximum
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.cost.multiplications import Scalar
 from graphshard.cost.samples import sampled
+from graphshard.errors import InfeasibleError, StageError
 from graphshard.explain.advice import HIDDEN, NEGLIGIBLE
 from graphshard.explain.course import ADDED, Course, Stage, saved_bytes
 from graphshard.explain.cut import BlockCut, Blocks, Stages
@@ -26,7 +27,6 @@ from graphshard.explain.explanation import Explanation
 from graphshard.explain.pipelined import Pipelined, StageCost
 from graphshard.explain.spread import between
 from graphshard.explain.training import training_cost
-from graphshard.ir.errors import InfeasibleError, StageError
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes
 from graphshard.schedule.stages import StageSeconds, even_counts, most_alive, run_stages

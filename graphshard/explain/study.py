@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import Profile
+from graphshard.errors import ArgumentError
 from graphshard.explain.course import Course
 from graphshard.explain.cut import blocks_of
 from graphshard.explain.explanation import Explanation
@@ -25,7 +24,6 @@ from graphshard.explain.subject import Place, at_place, device_given, place_of, 
 from graphshard.frontend.inputs import count_tokens
 from graphshard.frontend.signature import check_alike
 from graphshard.ir.collector import collector_paused
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
 from graphshard.ir.precision import precision_of
@@ -36,6 +34,7 @@ from graphshard.ir.units import find_units
 from graphshard.options.resolve import example_of, resolve_model
 from graphshard.options.validate import check_examples, check_model
 from graphshard.schedule.known import while_unchanged
+from graphshard.torch_compat.operators import pytree
 
 # No tensor has more dims.
 _MOST_DIMS = 64

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.joint_reader import joint_program
 from graphshard.cost.multiplications import flop_of
+from graphshard.errors import ArgumentError
 from graphshard.explain.even import assume_even
 from graphshard.explain.symbols import Inputs, symbolize
 from graphshard.frontend.capture import capture_example
@@ -25,7 +25,6 @@ from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.driver_internals import stand_in as stand_in_for
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import check_choice, check_count, is_int
 from graphshard.ir.gpus import USUAL
 from graphshard.ir.graph_break import GraphBreak
@@ -41,6 +40,7 @@ from graphshard.options.resolve import capture_spec
 from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, pretended, shape_of
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.runtime.groups import make_groups, whole_mesh
+from graphshard.torch_compat.operators import pytree
 
 # Data axes that need not exist; a mesh that does; or sizes by name of one that need not exist and for which the model
 # is parallelized.

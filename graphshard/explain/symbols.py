@@ -16,14 +16,14 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphshard.cost.multiplications import sizes
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import SYMBOLS
+from graphshard.torch_compat.operators import pytree
 
 # The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)

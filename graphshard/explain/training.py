@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import Scalar
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import check_bool, check_choice, check_count, check_number
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.text import format_amount

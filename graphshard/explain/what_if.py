@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, load_profile
+from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.explain.answers import Answer, Fit, Outcome, Scaled, outcome_of, reason_of
 from graphshard.explain.changes import Case, Change, changes_of, check_about
 from graphshard.explain.explanation import Explanation
@@ -24,7 +25,6 @@ from graphshard.explain.sharing import changed
 from graphshard.explain.study import Study
 from graphshard.explain.tables import WhatIf
 from graphshard.explain.training import ExplainArguments, Training, chosen
-from graphshard.ir.errors import ArgumentError, GraphshardError
 from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import MOST_RANKS, MeshLike
 from graphshard.ir.text import brief

@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from graphshard.cost.profile import Profile
+from graphshard.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
 from graphshard.explain.explanation import Explanation
 from graphshard.explain.study import Study
-from graphshard.ir.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
 from graphshard.ir.given import check_count
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.progress import other_threads

@@ -24,15 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import place_of
 from graphshard.ir.text import brief
+from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload, pytree
 
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Asserts what the dtype was at export; with a mixed-precision policy it is another one.

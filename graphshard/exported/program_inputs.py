@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import InputError, UnsupportedError
 from graphshard.exported.program_code import is_name
-from graphshard.ir.errors import InputError, UnsupportedError
 from graphshard.ir.text import brief
+from graphshard.torch_compat.operators import pytree
 
 # Guards of torch.export that sizes say already: two sizes are equal, or a size is a number.
 _OF_SIZES = re.compile(r"L(\[[^\]]*\])+\.size\(\)\[\d+\] == (L(\[[^\]]*\])+\.size\(\)\[\d+\]|\d+)")

@@ -18,18 +18,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import ArgumentError, InputError, UnsupportedError
 from graphshard.exported.program_code import ProgramCode, module_names
 from graphshard.exported.program_inputs import ProgramInputs, forward_function
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError, InputError, UnsupportedError
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import FakeTensor
+from graphshard.torch_compat.fake_tensors import FakeTensor
+from graphshard.torch_compat.operators import OpOverload, pytree
 
 _SEQUENTIAL = "torch.nn.modules.container.Sequential"
 # Module of the classes that are made.

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError, visible
 from graphshard.ir.given import path_of
-from graphshard.ir.text import brief, visible
+from graphshard.ir.text import brief
 
 # Of messages that torch writes while it loads a file.
 _LOADERS = ("torch.export", "torch._export", "torch.export.pt2_archive._package")

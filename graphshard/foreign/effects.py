@@ -17,11 +17,11 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, is_random, is_view
-from graphshard.ir.torch_internals import FakeTensor
+from graphshard.torch_compat.fake_tensors import FakeTensor
+from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload
 
 # Shares its input's memory, though its schema does not say so.
 _SHARES = frozenset({aten._unsafe_view.default, WAIT})

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.foreign.groups import Group, group_named
-from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT, c10d
-from graphshard.ir.torch_internals import hint
+from graphshard.torch_compat.operators import OpOverload, OpOverloadPacket
+from graphshard.torch_compat.symbolic_sizes import hint
 
 _EXCHANGE = c10d.all_to_all_single.default
 _KINDS: dict[Any, str] = {

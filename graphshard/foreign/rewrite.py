@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from graphshard.foreign.course import Course, Itinerary, Outcome
@@ -17,6 +16,7 @@ from graphshard.foreign.effects import shared
 from graphshard.foreign.messages import Message, bytes_of
 from graphshard.foreign.windows import Windows, asked_for, parts
 from graphshard.ir.graph import is_view, start_together
+from graphshard.torch_compat.operators import OpOverload
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.foreign.bound import lower_bound
 from graphshard.foreign.build import course_of, cuts_of
 from graphshard.foreign.course import Course, Itinerary, Outcome, run
@@ -24,7 +25,6 @@ from graphshard.foreign.report import GraphBucket, ScheduledGraph
 from graphshard.foreign.rewrite import Writer
 from graphshard.foreign.search import frugal, search
 from graphshard.foreign.windows import windows
-from graphshard.ir.errors import ArgumentError, InfeasibleError
 from graphshard.ir.given import check_choice, check_count
 from graphshard.ir.text import brief
 from graphshard.schedule.budget import Budget

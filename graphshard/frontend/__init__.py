@@ -17,7 +17,7 @@
 * **Submodules have entries** (`ir/entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is
   taken away while a module is captured. The class and `repr` of submodules stay the user's, and `model.encoder(x)`
   runs a separate program.
-* **Private names of torch are in one table** (`ir/torch_names.py`), which is checked when the package is imported.
+* **Private names of torch are checked when the package is imported** (`torch_compat/names.py`).
 
 Pitfalls:
 
@@ -31,6 +31,6 @@ Pitfalls:
 * Dynamo's fake floats remember the symbol that reading them gives (`item_memo`); AOTAutograd's must have the same.
 """
 
-from graphshard.ir.torch_names import check_names
+from graphshard.torch_compat.names import check_names
 
-check_names()
+check_names("dynamo", "aot_autograd", "fake_tensors")

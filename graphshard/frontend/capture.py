@@ -49,13 +49,13 @@ from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.repeats import Repeats, Uneven, captured_rows
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
-from graphshard.ir.torch_internals import FakeTensorMode, fake_tensor, hint
-from graphshard.ir.tracing_internals import fake_kernels
 from graphshard.ir.written_again import write_again
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
 from graphshard.subclasses.results import Layout
 from graphshard.subclasses.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
+from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, fake_tensor
+from graphshard.torch_compat.symbolic_sizes import hint
 
 
 def capture(

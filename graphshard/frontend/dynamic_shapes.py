@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.export.dynamic_shapes import _combine_args, _process_dynamic_shapes
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import ArgumentError, InputError
+from graphshard.errors import ArgumentError, InputError
 from graphshard.ir.text import brief
+from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
+from graphshard.torch_compat.operators import pytree
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
 # All that torch.export leaves on tensors for hints.
@@ -42,7 +42,7 @@ def dynamic_dims(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         ArgumentError: the declaration does not fit the inputs.
         InputError: a size is outside the range of its `Dim`.
     """
-    inputs = _combine_args(forward, args, dict(kwargs))
+    inputs = combine_args(forward, args, dict(kwargs))
     if not (shapes is None or isinstance(shapes, (tuple, list, Mapping))):
         raise _no_shapes("dynamic_shapes", shapes)
     if isinstance(shapes, (tuple, list)):
@@ -131,7 +131,7 @@ def constraints_of(
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     kept = [{mark: vars(tensor)[mark] for mark in _MARKS if mark in vars(tensor)} for tensor in tensors]
     try:
-        yield _process_dynamic_shapes(_combine_args(forward, args, kwargs), dims)
+        yield process_dynamic_shapes(combine_args(forward, args, kwargs), dims)
     finally:
         for tensor, marks in zip(tensors, kept):
             for mark in _MARKS:

@@ -28,20 +28,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo import config, pgo
-from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
-from torch._dynamo.output_graph import SubgraphTracer
-from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
-from torch._dynamo.source import FloatTensorSource, RandomValueSource
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._dynamo.variables.misc import DebuggingVariable
-from torch._guards import Guard, GuardsSet, Source
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
-from torch.utils._ordered_set import OrderedSet
 
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
@@ -51,9 +41,30 @@ from graphshard.ir.classes import users_class
 from graphshard.ir.graph import place_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.repeats import Repeats
-from graphshard.ir.torch_internals import FakeTensor, hint, replaced
 from graphshard.ir.wanted import still_wanted
 from graphshard.repeats.block_guards import guards_of_blocks
+from graphshard.torch_compat.dynamo import (
+    AttributeMutationExisting,
+    DebuggingVariable,
+    FloatTensorSource,
+    Guard,
+    GuardsSet,
+    OrderedSet,
+    RandomValueSource,
+    SideEffects,
+    Source,
+    SubgraphTracer,
+    ValueMutationExisting,
+    compile_lock,
+    dynamo_config,
+    dynamo_timed,
+    fullgraph_capture,
+    get_metrics_context,
+    pgo,
+)
+from graphshard.torch_compat.fake_tensors import FakeTensor
+from graphshard.torch_compat.operators import pytree, replaced
+from graphshard.torch_compat.symbolic_sizes import hint
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +232,7 @@ class DynamoTrace:
             kept += guards_of_blocks(kept, self.repeats, graph.input_source_to_sizes_strides)
         graph._guards = GuardsSet(OrderedSet(kept))
         _relax(graph)
-        with TRACING, config.patch(_known(_GUARD_SETTINGS)):
+        with TRACING, dynamo_config.patch(_known(_GUARD_SETTINGS)):
             made = self._guard_manager()
         if not made.check(graph.local_scope):
             parts = made.check_verbose(graph.local_scope).verbose_code_parts
@@ -308,7 +319,7 @@ _SETTINGS: dict[str, Any] = {
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that this release of torch has."""
-    return {name: value for name, value in settings.items() if hasattr(config, name)}
+    return {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
 
 
 def _logging_functions() -> set[Any]:
@@ -397,7 +408,7 @@ def _trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(pgo, "_CODE_STATE", seen))
         stack.enter_context(_metrics())  # around the settings: torch 2.11 cannot log a set of functions
-        stack.enter_context(config.patch(known))
+        stack.enter_context(dynamo_config.patch(known))
         stack.enter_context(replaced(DebuggingVariable, "call_function", print_later))
         changed = stack.enter_context(_changes())
         given = stack.enter_context(eager_answers(answers))

@@ -21,15 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
-from torch._guards import TracingContext
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as modules
 
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.source_lines import is_users, source_line
-from graphshard.ir.torch_internals import replaced
+from graphshard.torch_compat.aot_autograd import TracingContext
+from graphshard.torch_compat.dynamo import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable, TensorVariable
+from graphshard.torch_compat.operators import replaced
 
 # What `register_module_forward_hook` and its like fill.
 _HOOKS: tuple[dict[int, Any], ...] = (

@@ -23,24 +23,30 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._decomp import decompositions
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import get_current_meta
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphshard.errors import CaptureError
 from graphshard.ir.checks import Check, Condition
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations, place_in, place_of
 from graphshard.ir.params import inverse_of, memory_order
 from graphshard.ir.program import Slot
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.torch_internals import replaced
-from graphshard.ir.tracing_internals import arguments_of, keep_strides, memory_of, written_by
 from graphshard.ir.wanted import still_wanted
+from graphshard.torch_compat.aot_autograd import torch_decompositions
+from graphshard.torch_compat.fake_tensors import keep_strides
+from graphshard.torch_compat.operators import (
+    DispatchKey,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    arguments_of,
+    memory_of,
+    pytree,
+    replaced,
+    written_by,
+)
 
 _OTHERS = (torch.ops.aten.multi_margin_loss.default, *WRONG_IN_PYTHON)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -62,7 +68,9 @@ def eager_kernels() -> Iterator[None]:
                 op.py_kernels[key] = functools.partial(_chosen, op, key, op.py_kernels[key])
                 op._dispatch_cache.clear()
     try:
-        with replaced(decompositions, "_rnn_helper", functools.partial(_layers, decompositions._rnn_helper)):
+        with replaced(
+            torch_decompositions, "_rnn_helper", functools.partial(_layers, torch_decompositions._rnn_helper)
+        ):
             yield
     finally:
         for op, key, kernel in others:

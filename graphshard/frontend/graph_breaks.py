@@ -19,18 +19,18 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
-from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError
-from torch._subclasses.fake_tensor import (
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+
+from graphshard.errors import CaptureError, GraphshardError
+from graphshard.ir.graph_break import GraphBreak, Untraceable
+from graphshard.ir.source_lines import is_users, source_line, source_of, user_frame
+from graphshard.torch_compat.dynamo import ObservedException, TorchDynamoException, TorchRuntimeError
+from graphshard.torch_compat.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
+    quiet_tracing,
 )
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
-
-from graphshard.ir.errors import CaptureError, GraphshardError
-from graphshard.ir.graph_break import GraphBreak, Untraceable
-from graphshard.ir.source_lines import is_users, source_line, source_of, user_frame
-from graphshard.ir.tracing_internals import quiet_tracing
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

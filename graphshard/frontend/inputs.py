@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import InputError
 from graphshard.frontend.dynamic_shapes import WITHOUT_VALUES, marks_of
 from graphshard.ir.driver_internals import stands_in
-from graphshard.ir.errors import InputError
 from graphshard.ir.subclasses import overrides_operators
-from graphshard.ir.torch_internals import distinct, fake_tensor, new_fake_mode
 from graphshard.ir.values import PLAIN
 from graphshard.subclasses.results import Layout
+from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
+from graphshard.torch_compat.operators import distinct, pytree
 
 
 class LocalInput:

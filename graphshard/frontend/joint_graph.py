@@ -16,24 +16,30 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import CaptureError
 from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.graph import place_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
-from graphshard.ir.torch_internals import FakeTensorMode, cached_casts, draws_stay, leave_modes_on_error
-from graphshard.ir.tracing_internals import fake_kernels, is_traced, leaves_stay_leaves, memory_of, quiet_tracing
 from graphshard.subclasses.results import in_parts
 from graphshard.subclasses.tensor_parallel import OneCast
+from graphshard.torch_compat.aot_autograd import (
+    TracingContext,
+    aot_export_joint_with_descriptors,
+    cached_casts,
+    draws_stay,
+    leaves_stay_leaves,
+    tracing,
+)
+from graphshard.torch_compat.autograd_state import leave_modes_on_error
+from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, is_traced, quiet_tracing
+from graphshard.torch_compat.operators import memory_of, pytree
 
 Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]]
 

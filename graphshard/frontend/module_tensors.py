@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.errors import CaptureError
 from graphshard.ir.classes import users_class
 from graphshard.ir.entry import is_compiled, without_entries
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.params import REPLACED, ParamTable
 from graphshard.ir.program import Slot
-from graphshard.ir.torch_internals import FakeTensorMode
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
 
 @dataclass

@@ -12,15 +12,6 @@ from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch._functorch._aot_autograd.descriptors import (
-    AOTInput,
-    AOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
@@ -32,7 +23,16 @@ from graphshard.ir.program import Phase, Slot
 from graphshard.ir.recomputed import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
 from graphshard.ir.sizes import expression
 from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
-from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.torch_compat.aot_autograd import (
+    AOTInput,
+    AOTOutput,
+    CheckpointPolicy,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
 
 # Metadata that nodes of subgraphs keep.
 _KEPT = ("val",)

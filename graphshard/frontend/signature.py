@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
 from graphshard.ir.mesh import Mesh
@@ -17,6 +16,7 @@ from graphshard.ir.params import ParamTable, Settings
 from graphshard.ir.precision import Precision
 from graphshard.ir.repeats import Repeats, Uneven
 from graphshard.subclasses.extensions import Extended
+from graphshard.torch_compat.operators import pytree
 
 
 @dataclass(frozen=True)

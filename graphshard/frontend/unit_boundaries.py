@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.ir.distributed_internals import take_checkpoint_hooks
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.repeats import Uneven
 from graphshard.ir.units import modules_of
 from graphshard.repeats.repeated_blocks import Block, end_of_blocks
+from graphshard.torch_compat.dtensor import take_checkpoint_hooks
 
 # Attribute of a module that is traced; guards leave it out, because it is there only during the trace.
 BOUNDARY = "_graphshard_boundary"

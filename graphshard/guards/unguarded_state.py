@@ -26,16 +26,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import dict_version
-from torch._dynamo.source import RandomValueSource
-from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch.fx import Graph, Node
 from torch.nn.modules import module as torch_module
 from torch.torch_version import TorchVersion
 
-from graphshard.ir.errors import CaptureError
+from graphshard.errors import CaptureError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.source_lines import is_users, source_line
+from graphshard.torch_compat.dynamo import (
+    RandomValueSource,
+    dict_version,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
+from graphshard.torch_compat.operators import set_grad_enabled
 
 # Flags of classes whose attributes may be set.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
@@ -291,7 +296,7 @@ def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None
         if places and any(file == known and line in lines for file, line in _stack_of(node) for known, lines in places):
             reason = "A function under functools.lru_cache makes a tensor, which eager mode makes once."
             raise GraphBreak(function, reason, "Make the tensor in __init__, as a buffer.", where=_line_of(node))
-    modes = [node.args[0] for node in graph.nodes if node.target is torch._C._set_grad_enabled]
+    modes = [node.args[0] for node in graph.nodes if node.target is set_grad_enabled]
     if modes and modes[-1] != torch.is_grad_enabled():
         reason = f"It leaves gradients {'on' if modes[-1] else 'off'}, and they were not before."
         raise GraphBreak(function, reason, "Use `with torch.set_grad_enabled(...)`.")

@@ -1,7 +1,7 @@
 """Branches on values of inputs: the trace takes one way, and the program is for calls that go this way.
 
     if mask.all():      trace     answer = True or False, which the values of the traced call say
-                        graph     torch._assert_async(mask.all() or its negation)
+                        graph     assert_async(mask.all() or its negation)
                         guard     the same condition, computed from the inputs before each call
 
 Dynamo cannot go either way at such a branch. A function whose branch is known asks `decide` for the answer. The first
@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+
+from graphshard.torch_compat.operators import assert_async
 
 _BEGIN = "values of inputs decide in forward, and not as in the call that was captured: "
 
@@ -124,7 +126,7 @@ def decide(condition: torch.Tensor, likely: bool, what: str) -> bool:
     answer = _next_answer(likely)
     if answer is None:
         return bool(condition)
-    torch._assert_async(condition if answer else ~condition, _BEGIN + what)
+    assert_async(condition if answer else ~condition, _BEGIN + what)
     return answer
 
 
@@ -171,7 +173,7 @@ def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any
 
 
 def _is_asked(node: Node) -> bool:
-    return node.target is torch._assert_async and str(node.args[-1]).startswith(_BEGIN)
+    return node.target is assert_async and str(node.args[-1]).startswith(_BEGIN)
 
 
 def _is_pure(node: Node) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphshard.errors import ArgumentError
 from graphshard.integrations import accelerate
-from graphshard.ir.errors import ArgumentError
 from graphshard.module.uncompiled import uncompiled
 
 TrainerT = TypeVar("TrainerT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 
 
 class Captured:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graphshard.ir.errors import InputError
+from graphshard.errors import InputError
+from graphshard.torch_compat.operators import assert_async
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,6 @@ class Condition:
     def __call__(self, status: torch.Tensor) -> None:
         """Raise InputError where the condition is false; on GPUs an assertion, at a later time."""
         if status.device.type != "cpu":
-            torch._assert_async(status, f"forward raises an exception at {self.line}")
+            assert_async(status, f"forward raises an exception at {self.line}")
         elif not bool(status):
             raise InputError(f"forward raises an exception for these inputs at {self.line}")

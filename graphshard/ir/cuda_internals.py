@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
-from graphshard.ir.errors import ArgumentError
-from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.errors import ArgumentError
+from graphshard.torch_compat.cuda import convolution_backend
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
+from graphshard.torch_compat.operators import DispatchKey, OpOverload
 
 # ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
 # Which there are says native_functions.yaml; tests/ir/test_cuda_internals.py compares.
@@ -88,7 +89,7 @@ def _kernels() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def _operator(name: str) -> torch._ops.OpOverload:
+def _operator(name: str) -> OpOverload:
     return getattr(torch.ops.aten, name).default
 
 
@@ -117,7 +118,7 @@ def _has_cudnn() -> bool:
     """Whether torch takes cuDNN for a convolution in bfloat16."""
     with FakeTensorMode():
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1, 8, 5, 5), (8, 8, 3, 3)))
-        chosen = torch._C._select_conv_backend(
+        chosen = convolution_backend(
             x,
             weight,
             bias=None,
@@ -129,7 +130,7 @@ def _has_cudnn() -> bool:
             groups=1,
             bias_sizes=None,
         )
-    return "Cudnn" in str(chosen)
+    return "Cudnn" in chosen
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.distributed_internals import joined_mesh, root_of, split_mesh
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.mesh import Mesh, by_itself
+from graphshard.torch_compat.dtensor import joined_mesh, root_of, split_mesh
 
 
 class ExpertMeshes(NamedTuple):

@@ -30,9 +30,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._dynamo.device_interface import CudaInterface
-from torch._subclasses import FakeTensorMode, fake_tensor
 
+from graphshard.errors import ArgumentError
 from graphshard.ir.cuda_internals import (
     as_built_for_cuda,
     hooks_replaced,
@@ -41,9 +40,11 @@ from graphshard.ir.cuda_internals import (
     unknown_build,
     virtual_functions,
 )
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.gpus import Capability, OfSeveral, differs, properties_of
-from graphshard.ir.torch_internals import replaced
+from graphshard.torch_compat.cuda import accelerator, without_stream
+from graphshard.torch_compat.dynamo import CudaInterface
+from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_tensor_module
+from graphshard.torch_compat.operators import replaced
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
 
@@ -105,7 +106,7 @@ def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
         for name, answer in answers.items():
             stack.enter_context(replaced(target, name, answer))
     # It allocates on the GPU, for the streams of autograd; up to torch 2.11 it asks `torch.cuda` whether there is one.
-    stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
+    stack.enter_context(replaced(fake_tensor_module, "init_gpu_context", lambda device: None))
     stack.enter_context(as_built_for_cuda())
 
 
@@ -142,7 +143,7 @@ def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
     in_workers = ("get_device_properties", "current_device")
     worker = {name: staticmethod(asked[name]) for name in in_workers}
     yield CudaInterface.Worker, {**worker, "set_device": staticmethod(lambda device: None)}
-    yield torch._C, {"_cuda_getCurrentRawStream": lambda index: 0}
+    yield without_stream()
 
 
 @contextlib.contextmanager
@@ -235,7 +236,7 @@ def _streams() -> Iterator[None]:
     guards[_KINDS.index("cuda")] = ctypes.addressof(made)
     try:
         with hooks_replaced() as answers:
-            _answer_where(answers, yes, lambda: torch._C._accelerator_getAccelerator() is not None)
+            _answer_where(answers, yes, lambda: accelerator() is not None)
             _answer_where(answers, yes, _has_context)
             yield
     finally:

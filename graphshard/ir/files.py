@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 
 # Characters of a file's name that is made of another one.
 _LONGEST = 100

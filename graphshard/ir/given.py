@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.ir.files import write_text
 from graphshard.ir.text import brief
 

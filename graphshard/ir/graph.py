@@ -10,13 +10,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 
 from graphshard.ir.operators import COPIES, DOWNLOAD, NAMING_GROUPS, SETTLED, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
-from graphshard.ir.torch_internals import run_and_save_rng_state
+from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
+from graphshard.torch_compat.operators import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -240,7 +240,7 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
-    return isinstance(node.target, torch._ops.OpOverload) and _may_alias(node.target)
+    return isinstance(node.target, OpOverload) and _may_alias(node.target)
 
 
 def is_alias(node: Node) -> bool:

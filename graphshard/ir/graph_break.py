@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphshard.ir.errors import CaptureError
+from graphshard.errors import CaptureError
 
 
 class GraphBreak(CaptureError):

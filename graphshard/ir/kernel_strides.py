@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._prims_common import (
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
+from graphshard.torch_compat.operators import (
+    OpOverload,
     compute_elementwise_output_strides,
     make_channels_last_strides_for,
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-from graphshard.ir.torch_internals import FakeTensorMode
 
 aten = torch.ops.aten
 

@@ -36,11 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.distributed_internals import cut_of_pieces
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import is_int
 from graphshard.ir.split import Split
 from graphshard.ir.text import brief
+from graphshard.torch_compat.dtensor import cut_of_pieces
 
 Role = Literal["replicate", "shard", "regather", "inner", "tensor", "pipeline"]
 

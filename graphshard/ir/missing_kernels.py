@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from graphshard.ir.unbacked_internals import new_unknown_size
+from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.symbolic_sizes import new_unknown_size
 
 aten = torch.ops.aten
 

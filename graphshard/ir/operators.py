@@ -45,7 +45,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.ir.distributed_internals import all_gather_into, rank_in_group
+from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group
+from graphshard.torch_compat.operators import OpOverload
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 
@@ -157,13 +158,13 @@ def _download(value: Tensor) -> Tensor:
     return host
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"graphshard::{name}", fake, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(torch.ops.graphshard, name).default
+    operator: OpOverload = getattr(torch.ops.graphshard, name).default
     return operator
 
 
@@ -177,7 +178,7 @@ JOIN = _define("join(Tensor[] pieces, int num_ranks, str param) -> Tensor[]", _j
 
 def _define_both(
     done: str, doing: str, arguments: str, start: Callable[..., Any], fake: Callable[..., Any]
-) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+) -> tuple[OpOverload, OpOverload]:
     """A collective that runs at once, and the start of it."""
     schema = f"({arguments}, str group) -> Tensor"
     return _define(done + schema, _at_once(start), fake), _define(doing + schema, start, fake)
@@ -185,7 +186,7 @@ def _define_both(
 
 def _define_together(
     done: str, arguments: str, start: Callable[..., Any], coalesced: str, fake: Callable[..., Any]
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """A collective of several tensors that runs at once."""
     schema = f"{done}_together(Tensor[] values, {arguments}, str group) -> Tensor[]"
     return _define(schema, _together(start, coalesced), lambda values, *args: [fake(value, *args) for value in values])

@@ -22,7 +22,7 @@ from cattrs.cols import (
 from cattrs.fns import identity
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 
-from graphshard.ir.errors import ArgumentError, GraphshardError
+from graphshard.errors import ArgumentError, GraphshardError
 
 T = TypeVar("T")
 # By class and field: what `cattrs.override` makes, for a field that is not written as its type says.

@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.plain import read, write
 from graphshard.ir.text import brief
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within

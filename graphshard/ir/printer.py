@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.errors import visible
 from graphshard.ir.graph import is_collective, module_of
 from graphshard.ir.layout import collectives
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename
 from graphshard.ir.subgraph import subgraphs_of
-from graphshard.ir.text import visible
-from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.torch_compat.aot_autograd import CheckpointPolicy
+from graphshard.torch_compat.operators import OpOverload
 
 _DTYPES = {
     "float": "f",
@@ -230,7 +231,7 @@ def _target(node: Node) -> str:
         return str(node.target)
     if node.target is operator.getitem:
         return "getitem"
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         name = node.target._opname
         return name if node.target._overloadname == "default" else f"{name}.{node.target._overloadname}"
     return getattr(node.target, "__name__", str(node.target))

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.captured import Captured
 from graphshard.ir.checks import Check, Condition
@@ -23,7 +22,8 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import Few
-from graphshard.ir.torch_internals import uncompiled
+from graphshard.torch_compat.fx_code import uncompiled
+from graphshard.torch_compat.operators import pytree
 
 Extent = int | torch.SymInt  # a size or a stride
 SlotKind = Literal[

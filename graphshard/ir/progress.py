@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from graphshard.ir.text import visible
+from graphshard.errors import visible
 
 # Seconds between lines about one phase.
 _BEAT = 30.0

@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
-from graphshard.ir.torch_internals import CheckpointPolicy
+from graphshard.torch_compat.aot_autograd import CheckpointPolicy
+from graphshard.torch_compat.autograd_state import saved_tensors_hooks
 
 # How often eager mode runs a node again in backward.
 REPEATED = "graphshard_repeated"
@@ -78,5 +79,5 @@ def checkpoint_region() -> Any:
 
 def _saving_hook(owner: str) -> Callable[..., Any] | None:
     """What is done with tensors that backward needs, if this class of torch.utils.checkpoint does it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if torch.is_grad_enabled() else None
+    hooks = saved_tensors_hooks() if torch.is_grad_enabled() else None
     return hooks[0] if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(owner) else None

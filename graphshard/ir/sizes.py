@@ -20,10 +20,9 @@ import torch
 from torch.fx import Graph, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphshard.ir.program import Phase, Program, Size, Slot
+from graphshard.torch_compat.symbolic_sizes import PythonReferenceAnalysis, sympy_interp
 
 SymNumber: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 _SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -10,13 +10,13 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, is_view
 from graphshard.ir.params import memory_order
 from graphshard.ir.sizes import expression
+from graphshard.torch_compat.operators import OpOverload
 
 # Besides views and elementwise operators, those that may be given any strides: their kernels look at them, and autograd
 # calls them with what it has. Others may rely on what autograd did to the strides before it called them: the kernel

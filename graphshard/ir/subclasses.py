@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.ir.errors import CaptureError
-from graphshard.ir.torch_internals import FakeTensor, FunctionalTensor
+from graphshard.errors import CaptureError
+from graphshard.torch_compat.fake_tensors import FakeTensor, FunctionalTensor
+from graphshard.torch_compat.operators import make_wrapper_subclass
 
 # Those that stand for plain tensors while something is traced among them.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
@@ -84,7 +85,7 @@ def _rebuilt(like: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
         for name, value in _attributes(like).items()
     }
     device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), like.device)
-    made = torch.Tensor._make_wrapper_subclass(
+    made = make_wrapper_subclass(
         type(like), like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device
     )
     _set(made, values)

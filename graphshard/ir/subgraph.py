@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
+
+from graphshard.torch_compat.operators import HigherOrderOperator
 
 # Operators with graphs that programs may have, by name; torch 2.11 lacks some.
 _NAMES = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphshard.ir.torch_internals import changed_settings
+from graphshard.torch_compat.inductor_settings import changed_settings
 
 _PREFIXES = ("TORCH", "PYTORCH", "GRAPHSHARD_", "TRITON", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "NVIDIA_TF32")
 # Of a launch, not of a program.

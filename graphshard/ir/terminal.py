@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphshard.ir.text import visible
+from graphshard.errors import visible
 
 
 def say(*lines: object, end: str = "\n") -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-import unicodedata
 from pathlib import PurePath
 from typing import Any
 
+from graphshard.errors import visible
 from graphshard.ir.classes import users_class
 
 # How long a value is in a message.
 _LIMIT, _PATH_LIMIT = 80, 400
-# Of what a terminal obeys: control characters, marks that turn lines around, and halves of characters.
-_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -54,20 +52,6 @@ def format_amount(value: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def visible(text: str, *, lines: bool = True) -> str:
-    """A text for a terminal, which shows what it would obey: the escape character is `\\x1b`.
-
-    Args:
-        lines: line breaks and tabs stay as they are.
-    """
-    if text.isprintable():
-        return text
-    kept = "\n\t" if lines else ""
-    return "".join(
-        char if char in kept or unicodedata.category(char) not in _OBEYED else repr(char)[1:-1] for char in text
-    )
 
 
 def brief(value: object) -> str:

@@ -14,6 +14,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Program
+from graphshard.torch_compat.operators import OpOverload
 
 # Mark of the operators between a full gradient and what the graph returns of it.
 OF_A_REDUCTION = "of_a_reduction"
@@ -45,7 +46,7 @@ def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
 
 
 # Operators one after the other: each with its arguments behind what is changed, and its keyword arguments.
-Steps = list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]]
+Steps = list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]
 
 
 def prologue(row: ParamRow) -> Steps:
@@ -168,7 +169,7 @@ class _Chain:
     graph: Graph
     node: Node
 
-    def __call__(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> None:
+    def __call__(self, target: OpOverload, *args: object, **kwargs: object) -> None:
         with behind(self.node):
             self.node = emit(self.graph, target, self.node, *args, like=self.node, **kwargs)
         self.node.meta[OF_A_REDUCTION] = True

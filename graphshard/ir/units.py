@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import answer_of
 from graphshard.ir.text import brief
 

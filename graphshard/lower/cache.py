@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
-from graphshard.ir.torch_internals import inductor_cache
+from graphshard.torch_compat.inductor_settings import inductor_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import aten
+from graphshard.torch_compat.operators import foreach_copy_
 
 _CASTS = {aten._to_copy.default, aten.clone.default}
 # They never copy; `reshape` may.
@@ -75,7 +76,7 @@ class Copies:
         made = [torch.empty_strided(shape, stride, dtype=d, device=device) for shape, stride, d in self._made]
         with torch.no_grad():
             for group in self._groups:
-                torch._foreach_copy_([copy.there(made) for copy in group], [copy.here(inputs) for copy in group])
+                foreach_copy_([copy.there(made) for copy in group], [copy.here(inputs) for copy in group])
             for copy in self._alone:
                 copy.there(made).copy_(copy.here(inputs))
         inputs.clear()

@@ -23,16 +23,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch._inductor import async_compile, codecache
-from torch._inductor.codecache import CppPythonBindingsCodeCache, get_lock_dir
-from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
-
-from graphshard.ir.torch_internals import replaced
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.beginnings import ASKS_EVERY
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
 from graphshard.lower.triton_internals import Kernels
+from graphshard.torch_compat.inductor import (
+    CppPythonBindingsCodeCache,
+    async_compile,
+    codecache,
+    get_cpp_compiler,
+    get_lock_dir,
+    is_gcc,
+)
+from graphshard.torch_compat.operators import replaced
 
 log = logging.getLogger(__name__)
 

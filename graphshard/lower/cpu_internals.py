@@ -19,12 +19,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torch._inductor import config, cpu_vec_isa
-from torch._inductor.cpu_vec_isa import VecISA
-
-from graphshard.ir.torch_internals import replaced
 from graphshard.lower.beginnings import Beginning
 from graphshard.lower.cache import VARIABLE
+from graphshard.torch_compat.inductor_settings import VecISA, cpu_vec_isa, inductor_config
+from graphshard.torch_compat.operators import replaced
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,9 @@ def _begin(known: threading.Event) -> None:
     try:
         # On other machines, and where vector instructions were chosen, Inductor asks little.
         chosen = (
-            config.cpp.vec_isa_ok is not None or config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+            inductor_config.cpp.vec_isa_ok is not None
+            or inductor_config.cpp.simdlen is not None
+            or "ATEN_CPU_CAPABILITY" in os.environ
         )
         if not chosen and cpu_vec_isa.x86_isa_checker():
             before = [dict(vars(isa)) for isa in cpu_vec_isa.supported_vec_isa_list]

@@ -17,15 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.ir.driver_internals import compiler_stand_in
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
-from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.inductor import decompose, known_options, whole_operators
@@ -33,6 +29,9 @@ from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.lower.operators import num_kernels, runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Compiled, Compiler
+from graphshard.torch_compat.inductor import compile_fx_inner, kernel_side_table, triton_kernel_wrapper_mutation
+from graphshard.torch_compat.inductor_settings import inductor_config
+from graphshard.torch_compat.operators import OpOverload, replaced
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def compile_for(region: Region, capability: Capability) -> GpuCode:
 @contextlib.contextmanager
 def options_for_gpus() -> Iterator[None]:
     """In the block Inductor has the options that regions are compiled with for a GPU that is not here."""
-    with warnings.catch_warnings(), config.patch(known_options(OPTIONS)):
+    with warnings.catch_warnings(), inductor_config.patch(known_options(OPTIONS)):
         # It is about the GPU here; the setting is the user's, on the target.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
         yield
@@ -179,7 +178,7 @@ _FUNCTIONS = {torch.empty_strided: aten.empty_strided.default, torch.as_strided:
 
 def _operator(node: Node) -> Any:
     target = _FUNCTIONS.get(node.target, node.target)  # type: ignore[arg-type]
-    if not isinstance(target, torch._ops.OpOverload) and target is not operator.getitem:
+    if not isinstance(target, OpOverload) and target is not operator.getitem:
         raise NotImplementedError(f"a call of {node.target}")
     return target
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 
 _MACHINE = 190
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")

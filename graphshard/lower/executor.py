@@ -41,6 +41,7 @@ from graphshard.lower.lines import (
     print_lines,
 )
 from graphshard.lower.replays import Boxed, Replays, with_replays
+from graphshard.torch_compat.operators import OpOverload
 
 _SCOPE: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
 _numbers = itertools.count()
@@ -225,7 +226,7 @@ def _scope(lines: Iterable[Line]) -> dict[str, Any]:
     """What names in the code of lines stand for, besides values."""
     scope = dict(_SCOPE)
     for line in lines:
-        if isinstance(line, Operator) and not isinstance(line.target, torch._ops.OpOverload):
+        if isinstance(line, Operator) and not isinstance(line.target, OpOverload):
             module = sys.modules[line.target.__module__]
             assert scope.setdefault(path_of(line.target).partition(".")[0], module) is module
     return scope

@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from graphshard.ir.graph import aten
-from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.unbacked_internals import new_symbols_dropped
 from graphshard.lower.unknown import ValueInterpreter
+from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.symbolic_sizes import new_symbols_dropped
 
 
 def float_inputs(module: GraphModule) -> list[int]:

@@ -17,16 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
-from torch._guards import TracingContext, tracing
-from torch._inductor import config
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
-from torch._inductor.decomposition import decompositions, select_decomp_table
-from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.package import package_aoti
-from torch._inductor.select_algorithm import extern_kernels
-from torch._inductor.virtualized import V
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -38,7 +28,6 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.ir.torch_internals import distinct, fake_mode_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
@@ -56,6 +45,21 @@ from graphshard.lower.shares import Claim, Claims, cores_here, place_here, share
 from graphshard.lower.store import Store, store_here
 from graphshard.lower.triton_internals import Scopes, wait_for_triton
 from graphshard.lower.unknown import sums_as_sizes, unknown_in
+from graphshard.torch_compat.aot_autograd import TracingContext, get_decompositions, tracing
+from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.inductor import (
+    CompiledFxGraph,
+    PyCodeCache,
+    V,
+    compile_fx_inner,
+    extern_kernels,
+    get_cpp_wrapper_config,
+    inductor_decompositions,
+    package_aoti,
+    select_decomp_table,
+)
+from graphshard.torch_compat.inductor_settings import inductor_config
+from graphshard.torch_compat.operators import distinct
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +79,7 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
     numbers = itertools.count(1)
     with (
         writable_cache() as cache,
-        Batch(max(1, min(cores // ranks, config.compile_threads or 1))) as batch,
+        Batch(max(1, min(cores // ranks, inductor_config.compile_threads or 1))) as batch,
         contextlib.ExitStack() as stack,
     ):
         store = store_here()
@@ -141,7 +145,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
-        with config.patch(fallback_random=True, **options), collecting as scopes:
+        with inductor_config.patch(fallback_random=True, **options), collecting as scopes:
             module, inputs = decompose(floats_as_tensors(sums_as_sizes(region.module)))
             with _kept_by_inductor(region), whole_operators(), products():
                 compiled: Boxed = compile_fx_inner(module, inputs)
@@ -239,9 +243,9 @@ def package(region: Region, name: str) -> Package:
         }
         try:
             with (
-                config.patch(known_options(options)),
+                inductor_config.patch(known_options(options)),
                 V.set_aot_compilation(True),
-                config.patch(get_cpp_wrapper_config()),
+                inductor_config.patch(get_cpp_wrapper_config()),
                 whole_operators(),
                 products(),
             ):
@@ -257,7 +261,7 @@ def package(region: Region, name: str) -> Package:
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Those of Inductor's options that this release has."""
-    known = config.get_config_copy()
+    known = inductor_config.get_config_copy()
     return {name: value for name, value in options.items() if name in known}
 
 
@@ -287,11 +291,11 @@ def _decompositions() -> dict[Any, Any]:
 @contextlib.contextmanager
 def whole_operators() -> Iterator[None]:
     """In the block Inductor calls these operators as they are: it refuses to where it could take them apart."""
-    taken = {op: decompositions.pop(op) for op in WRONG_IN_PYTHON if op in decompositions}
+    taken = {op: inductor_decompositions.pop(op) for op in WRONG_IN_PYTHON if op in inductor_decompositions}
     try:
         yield
     finally:
-        decompositions.update(taken)
+        inductor_decompositions.update(taken)
 
 
 def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:

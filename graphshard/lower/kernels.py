@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import Capability
-from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.lower.elf import read_cubin
+from graphshard.torch_compat.cuda import current_raw_stream, static_launcher
+from graphshard.torch_compat.fx_code import use_boxed_calls
 
 # Kernels are compiled for tensors that begin at multiples of this many bytes, as those of torch's allocator do.
 _ALIGNMENT = 16
@@ -135,9 +136,9 @@ class OnGpu:
     def __call__(self, args: list[Any], grid: list[int]) -> None:
         if self._function is None:
             self._load()
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = current_raw_stream(self._index)
         kernel = self._kernel
-        launcher: Any = torch._C._StaticCudaLauncher
+        launcher = static_launcher()
         launcher._launch_kernel(self._function, *grid, kernel.warps, kernel.shared, kernel.types, tuple(args), stream)
 
     def _load(self) -> None:
@@ -147,7 +148,7 @@ class OnGpu:
             with open(path, "wb") as file:
                 file.write(kernel.cubin)
             try:
-                launcher: Any = torch._C._StaticCudaLauncher
+                launcher = static_launcher()
                 loaded = launcher._load_kernel(path, kernel.name, kernel.shared, self._index)
             except (AttributeError, RuntimeError) as error:
                 raise ArtifactError(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from graphshard.ir.codes import codes_of
+from graphshard.torch_compat.inductor_settings import data_pointer
 
 # What generated code calls of torch, by the names that Inductor gives it.
 EXTERN_KERNELS: Mapping[str, Any] = {
@@ -117,7 +118,7 @@ class KeptRegion:
 
 def _loaded(key: str, libraries: Mapping[str, bytes]) -> dict[str, Any]:
     """The functions of shared libraries."""
-    pointer = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    pointer = data_pointer()
     os.environ[_POINTER] = str(pointer)
     found = {}
     with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx.node import map_aggregate
 
-from graphshard.ir.text import visible
+from graphshard.errors import visible
+from graphshard.torch_compat.operators import OpOverload
 
 _WIDTH = 100
 
@@ -273,7 +273,7 @@ def print_line(line: Line, within: str = "") -> list[str]:
 
 def path_of(target: Any) -> str:
     """How code calls an operator, or a function as one of its module."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
     return f"{target.__module__.rpartition('.')[2].lstrip('_')}.{target.__name__}"
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import aten
 from graphshard.ir.sizes import is_size
+from graphshard.torch_compat.operators import OpOverload
 
 
 def numbers_as_tensors(module: GraphModule) -> GraphModule:

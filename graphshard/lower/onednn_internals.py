@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._inductor import config
-from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import lowerings
-from torch._inductor.mkldnn_ir import LinearUnary
-from torch._inductor.virtualized import V
 from torch.fx import Node
 
 from graphshard.ir.graph import aten
 from graphshard.ir.surroundings import vendor
+from graphshard.torch_compat.inductor import LinearUnary, TensorBox, V, lowerings
+from graphshard.torch_compat.inductor_settings import inductor_config
 
 LEAST = 1 << 24
 """Multiplications of a product that is worth it."""
@@ -67,7 +64,9 @@ def _lower(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _suits(node: Node) -> bool:
     if node.target is not aten.mm.default or len(node.args) != 2 or node.kwargs:
         return False
-    if config.max_autotune or config.max_autotune_gemm:  # somebody wants the fastest of Inductor's own
+    if (
+        inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    ):  # somebody wants the fastest of Inductor's own
         return False
     left, right = (arg.meta["val"] for arg in node.args if isinstance(arg, Node))
     sizes = (*left.shape, right.shape[1])

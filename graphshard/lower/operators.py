@@ -12,9 +12,9 @@ from graphshard.ir.graph import is_part, is_view, restride
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
 from graphshard.ir.subgraph import with_attributes
-from graphshard.ir.torch_internals import use_boxed_calls
 from graphshard.lower.copies import copies_of
 from graphshard.lower.regions import Boxed, reshape_views
+from graphshard.torch_compat.fx_code import use_boxed_calls
 
 
 def compile_eager(region: Region) -> Boxed:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from graphshard.ir.errors import ArtifactError
-from graphshard.ir.torch_internals import load_package
+from graphshard.errors import ArtifactError
 from graphshard.lower.kernels import GpuCode
+from graphshard.torch_compat.inductor_settings import load_package
 
 _MODEL = "data/aotinductor/model/"
 _FILE = re.compile(r"[\w-]+(\.[\w-]+)*")

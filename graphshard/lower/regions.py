@@ -38,11 +38,11 @@ from graphshard.ir.graph import (
 from graphshard.ir.printer import describe, print_graph, print_subgraphs
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
-from graphshard.ir.torch_internals import uncompiled
 from graphshard.ir.units import unit_of
 from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.region_call import RegionCall
+from graphshard.torch_compat.fx_code import uncompiled
 
 log = logging.getLogger(__name__)
 

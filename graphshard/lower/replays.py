@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from graphshard.ir.sizes import is_size
 from graphshard.lower.lines import Call, Line, Operator, Replay, Return, Take, Variable
+from graphshard.torch_compat.operators import OpOverload
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -97,7 +98,7 @@ def _fits(line: Line, wants: Callable[[Call], bool]) -> bool:
 
 def _is_view(target: Any) -> bool:
     """Whether an operator between regions computes nothing, or a size."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is operator.getitem
     shares = any(result.alias_info is not None for result in target._schema.returns)
     return target.namespace == "aten" and shares and not target._schema.is_mutable
@@ -123,7 +124,7 @@ def _can_be(node: Node, device: torch.device) -> bool:
     if node.op == "call_function" and not is_size(node) and node.target is not operator.getitem:
         target = node.target
         # The others run operators with the state of a generator, which they read on the host.
-        if not isinstance(target, torch._ops.OpOverload) or any(tag in target.tags for tag in _WAITS):
+        if not isinstance(target, OpOverload) or any(tag in target.tags for tag in _WAITS):
             return False
     val = node.meta.get("val")
     tensors = val if isinstance(val, (tuple, list)) else [val]

@@ -15,24 +15,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
-from torch._inductor.ir import MultiOutput
-from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
-from torch._inductor.utils import get_dtype_size, sympy_product
-from torch._inductor.virtualized import V
 from torch.fx import Node
 
 from graphshard.ir.driver_internals import compiler_stand_in, stands_in
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
-from graphshard.ir.torch_internals import replaced
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.copies import copies_of
 from graphshard.lower.cross_internals import options_for_gpus
 from graphshard.lower.inductor import decompose, whole_operators
 from graphshard.lower.operators import num_kernels, outputs_of
 from graphshard.lower.unknown import sums_as_sizes
+from graphshard.torch_compat.inductor import (
+    BaseSchedulerNode,
+    Dep,
+    ExternKernelSchedulerNode,
+    MemoryDep,
+    MultiOutput,
+    NopKernelSchedulerNode,
+    Scheduler,
+    V,
+    WeakDep,
+    compile_fx_inner,
+    get_dtype_size,
+    sympy_product,
+)
+from graphshard.torch_compat.operators import replaced
 
 log = logging.getLogger(__name__)
 

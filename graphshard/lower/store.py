@@ -28,8 +28,8 @@ from graphshard.ir.checked_files import read, remove, remove_left_behind, remove
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
 from graphshard.ir.surroundings import instruction_set, own_files, settings, variables, vendor
-from graphshard.ir.torch_internals import inductor_cache, keeps_code
 from graphshard.lower.libraries import KeptRegion, Kernels
+from graphshard.torch_compat.inductor_settings import inductor_cache, keeps_code
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._guards import TracingContext, tracing
-from torch._inductor import async_compile
-from torch._inductor.codecache import FxGraphCache
-from torch._inductor.runtime import triton_compat
-from torch._inductor.triton_bundler import TritonBundler
-
-from graphshard.ir.torch_internals import replaced
 from graphshard.lower.beginnings import Beginning
+from graphshard.torch_compat.aot_autograd import TracingContext, tracing
+from graphshard.torch_compat.inductor import FxGraphCache, TritonBundler, async_compile, triton_compat
+from graphshard.torch_compat.operators import replaced
 
 log = logging.getLogger(__name__)
 

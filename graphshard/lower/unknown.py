@@ -19,8 +19,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphshard.ir.sizes import evaluate, expression, numbers_in, symbols_of
-from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.unbacked_internals import is_unknown, new_unknown_size
+from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.symbolic_sizes import is_unknown, new_unknown_size
 
 
 def sums_as_sizes(module: GraphModule) -> GraphModule:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, load_profile
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.progress import progress
 from graphshard.ir.terminal import say

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from graphshard.errors import ArgumentError
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.files import read_file
 from graphshard.ir.given import check_function, check_number, check_seconds, path_of, write_given
 from graphshard.ir.graph import fake

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, load_profile
+from graphshard.errors import ArgumentError
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_count, check_function
 from graphshard.ir.text import brief
 from graphshard.measure.spans import measured_spans
@@ -32,6 +31,8 @@ from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
 from graphshard.runtime.groups import is_fake
 from graphshard.runtime.recording import Recording, clock_of, recording
+from graphshard.torch_compat.autograd_state import is_profiling
+from graphshard.torch_compat.operators import pytree
 
 # What is predicted for where no profile is known, as in the report of a dump.
 _ANY_HARDWARE = "h100"
@@ -201,7 +202,7 @@ def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.dev
 
 def _peak_on_host(step: _Step) -> int | None:
     """Bytes of what there is before the step, and of the most that is allocated beyond it at once, in one more step."""
-    if torch.autograd.profiler._is_profiler_enabled:
+    if is_profiling():
         step.run()  # as on the other ranks
         return None
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]

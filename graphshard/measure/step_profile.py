@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError, visible
 from graphshard.ir.given import write_given
 from graphshard.ir.program import Program
 from graphshard.ir.terminal import plain_table
-from graphshard.ir.text import brief, format_bytes, format_seconds, visible
+from graphshard.ir.text import brief, format_bytes, format_seconds
 from graphshard.measure.spans import Key, Prediction, TimedSpan, measured_ends, predict, totals
 from graphshard.report.content import COLOURS, MeasuredProgram, report_of
 from graphshard.report.page import Measured, Span, Spread, render

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.errors import MaterializationError, ParameterError, UnsupportedError
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import MaterializationError, ParameterError, UnsupportedError
 from graphshard.ir.make_table import places_of
 from graphshard.ir.params import ParamTable
-from graphshard.ir.torch_internals import transform_of
 from graphshard.runtime.shards import ParamRef, aliases
+from graphshard.torch_compat.autograd_state import transform_of
 
 _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 

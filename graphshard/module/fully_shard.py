@@ -21,11 +21,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.classes import users_class
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.distributed_internals import is_part, mesh_of_both
 from graphshard.ir.entry import without_entries
-from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow
@@ -41,6 +40,7 @@ from graphshard.options.options import Options
 from graphshard.options.validate import check_ignored, check_mesh, placements_of
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.shards import ParamRef
+from graphshard.torch_compat.dtensor import is_part, mesh_of_both
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}

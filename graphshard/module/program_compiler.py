@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.graph_digest import graph_digest
 from graphshard.frontend.graph_breaks import raise_break
@@ -21,7 +20,6 @@ from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.progress import progress
 from graphshard.ir.sizes import conditions_of
-from graphshard.ir.torch_internals import forget_sources, without_dispatch_modes
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
@@ -33,6 +31,9 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.step import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
+from graphshard.torch_compat.autograd_state import without_dispatch_modes
+from graphshard.torch_compat.fx_code import forget_sources
+from graphshard.torch_compat.operators import pytree
 
 if TYPE_CHECKING:
     from graphshard.module.installed_programs import Installed

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.joint_reader import joint_inputs, wrong_call
 from graphshard.exported.exported_program import joint_of
@@ -19,7 +18,6 @@ from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
 from graphshard.guards.unguarded_state import read
 from graphshard.guards.value_branches import WARNING
 from graphshard.ir.classes import users_class
-from graphshard.ir.distributed_internals import is_checkpointed
 from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.errors import InputError, UnsupportedError
 from graphshard.ir.program import Program
@@ -29,6 +27,8 @@ from graphshard.ir.text import brief
 from graphshard.ir.tracing_internals import memory_of
 from graphshard.runtime.apart import span_of
 from graphshard.runtime.step import Executable
+from graphshard.torch_compat.dtensor import is_checkpointed
+from graphshard.torch_compat.operators import pytree
 
 
 class BufferMemory:

@@ -20,12 +20,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from graphshard.errors import UnsupportedError
 from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.classes import users_class
 from graphshard.ir.entry import Entry, is_compiled
-from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.params import ParamTable
 from graphshard.ir.precision import Precision

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.captured_graph import CapturedGraph
 from graphshard.codec.joint_program import to_exported
 from graphshard.codec.joint_reader import joint_program
+from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import traced_or_break
@@ -36,7 +36,6 @@ from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
 from graphshard.ir.alike import few_of
 from graphshard.ir.classes import users_class
 from graphshard.ir.collector import collector_paused
-from graphshard.ir.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.ir.params import ParamRow, ParamTable, Settings
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
@@ -59,6 +58,7 @@ from graphshard.schedule.few import folded_plan
 from graphshard.schedule.known import within_one_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
+from graphshard.torch_compat.operators import pytree
 
 log = logging.getLogger(__name__)
 

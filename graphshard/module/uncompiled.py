@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import UnsupportedError
 from graphshard.ir.classes import users_class
 from graphshard.ir.entry import OF_UNITS, Entry, install_entries, without_entries
-from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.given import check_bool
 from graphshard.ir.operators import copied_to
 from graphshard.ir.params import ParamRow
 from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import is_extended, shard_in
-from graphshard.ir.tracing_internals import cast_tensors
 from graphshard.ir.units import modules_of
 from graphshard.module.argument_checks import check_materialized
 from graphshard.module.compiled_module import compiled_module
@@ -37,6 +35,7 @@ from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.shown import Places, Shown, places_of
 from graphshard.runtime.shown_parameter import WholeParameter
 from graphshard.runtime.unsharded import start_gathering
+from graphshard.torch_compat.operators import cast_tensors, pytree
 
 # Models that are so now.
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()

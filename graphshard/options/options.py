@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
@@ -32,6 +31,7 @@ from graphshard.lower.backends import Backend
 from graphshard.options.validate import check_options, level_of
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.torch_compat.operators import OpOverload
 
 # Or a ShardPlacementResult, which torch has from 2.12 on.
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.params import even_pieces
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program

@@ -10,7 +10,6 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, is_collective, is_communication, question
 from graphshard.ir.missing_kernels import MISSING
@@ -18,16 +17,17 @@ from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.subgraph import Subgraph
-from graphshard.ir.torch_internals import fake_mode_of
-from graphshard.ir.unbacked_internals import is_unknown, new_symbols_dropped
 from graphshard.pipeline.violations import Violation
+from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped
 
 # What may be written into a call.
 _WRITTEN = (
     Node,
     *(int, float, bool, complex, str, type(None), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    torch._ops.OpOverload,  # of a random operator that is computed again
+    OpOverload,  # of a random operator that is computed again
     Subgraph,
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.liveness import units_gathered
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import Lines, number, print_communication, print_program

@@ -10,8 +10,8 @@ from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.collector import collector_paused
-from graphshard.ir.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import Uneven

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import base_of, is_alias, is_part, module_of
 from graphshard.ir.layout import saved_values
 from graphshard.ir.program import Program, UnitMemory
-from graphshard.ir.torch_internals import run_and_save_rng_state
 from graphshard.ir.units import unit_of
+from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
+from graphshard.torch_compat.operators import OpOverload
 
 
 def saved_by_unit(program: Program) -> tuple[UnitMemory, ...]:

@@ -6,7 +6,7 @@ import json
 
 from graphshard.ir.aid import Aid
 from graphshard.ir.program import Program, Stage
-from graphshard.ir.torch_internals import trace_structured
+from graphshard.torch_compat.fx_code import trace_structured
 
 # One for the process, as torch's trace is.
 _aid = Aid("TORCH_TRACE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.printer import print_nodes_around
 from graphshard.ir.program import Program
 from graphshard.pipeline.graph_rules import Checked

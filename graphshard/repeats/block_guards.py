@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torch._guards import ChainedSource, Guard, Source
-
 from graphshard.ir.repeats import TEMPLATE, Repeats
+from graphshard.torch_compat.dynamo import ChainedSource, Guard, Source
 
 
 def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Source, Any]) -> list[Guard]:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.program import Phase, Slot, SlotKind
 from graphshard.ir.split import Sum
-from graphshard.ir.torch_internals import number_of_backward
 from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.arrivals import Taker
+from graphshard.torch_compat.autograd_state import number_of_backward
 
 # What backwards leave to each other.
 LEFT = ("accumulated", "partial", "pending")

@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphshard.ir.errors import ParameterError
+from graphshard.errors import ParameterError
 from graphshard.ir.graph import c10d
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.torch_internals import disable_autocast
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.replays import Replays
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import Written, written
+from graphshard.torch_compat.autograd_state import disable_autocast
+from graphshard.torch_compat.operators import assert_async
 
 # Of what forward is given, what gathers are made of.
 _OF_SHARD = ("param", "part")
@@ -203,6 +204,6 @@ def _same(then: torch.Tensor, now: torch.Tensor, text: str) -> bool:
     """Whether two tensors have the same bits; on a GPU the device finds out, and fails with the text."""
     bits = [one.contiguous().reshape(-1).view(torch.uint8) for one in (then, now)]
     if now.is_cuda:
-        torch._assert_async((bits[0] == bits[1]).all(), text)
+        assert_async((bits[0] == bits[1]).all(), text)
         return True
     return torch.equal(*bits)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from graphshard.ir.errors import InputError
+from graphshard.errors import InputError
 
 
 def check_apart(tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:

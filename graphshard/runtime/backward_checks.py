@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import aten
 from graphshard.ir.program import Program
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from graphshard.ir.program import Program, Slot
-from graphshard.ir.torch_internals import Fate, fate_at, keeps_graph, number_of_backward
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.runtime.backward_checks import check_backward
+from graphshard.torch_compat.autograd_state import Fate, fate_at, keeps_graph, number_of_backward
 
 
 class Runs(Protocol):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphshard.lower.replays import Boxed
 from graphshard.runtime.device_graphs import DeviceGraphs
+from graphshard.torch_compat.operators import foreach_copy_
 
 # Bytes that memory for tensors begins at multiples of, as in torch's allocator.
 _ALIGNMENT = 512
@@ -46,7 +47,7 @@ class CapturedRun:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         for places, memory in self.given:
-            torch._foreach_copy_(memory, [inputs[place] for place in places])
+            foreach_copy_(memory, [inputs[place] for place in places])
         inputs.clear()
         self.launch()
         results = dict(self.constants)
@@ -55,7 +56,7 @@ class CapturedRun:
                 torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                 for value in memory
             ]
-            torch._foreach_copy_(fresh, memory)
+            foreach_copy_(fresh, memory)
             results.update(zip(places, fresh))
         return [results[place] for place in range(len(results))]
 
@@ -90,7 +91,7 @@ def capture_run(
             made.append(_placed(memory, offset, value) if isinstance(value, Tensor) else value)
             offset += _num_bytes(value)
         for places in _by_dtype(dict(enumerate(results))):
-            torch._foreach_copy_([made[place] for place in places], [results[place] for place in places])
+            foreach_copy_([made[place] for place in places], [results[place] for place in places])
         return made
 
     replay, made = graphs.capture(launch)

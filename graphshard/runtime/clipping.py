@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.distributed_internals import dtensor_of, sharded_like
 from graphshard.runtime.arrivals import Arrival
+from graphshard.torch_compat.dtensor import dtensor_of, sharded_like
+from graphshard.torch_compat.operators import foreach_mul, foreach_norm
 
 
 def placed_alike(params: Sequence[nn.Parameter]) -> bool:
@@ -44,7 +45,7 @@ class Clipping:
     def take(self, arrivals: list[Arrival]) -> None:
         """Keep gradients, and compute the norms of these shards of them."""
         grads = [grad for _, grad in arrivals]
-        self._norms.update(zip((param for param, _ in arrivals), torch._foreach_norm(grads, 2.0)))
+        self._norms.update(zip((param for param, _ in arrivals), foreach_norm(grads, 2.0)))
         self._groups.append(arrivals)
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class Clipping:
 
 
 def _scaled(arrivals: list[Arrival], factor: torch.Tensor) -> list[Arrival]:
-    scaled = torch._foreach_mul([grad for _, grad in arrivals], factor)
+    scaled = foreach_mul([grad for _, grad in arrivals], factor)
     return [Arrival(param, grad) for (param, _), grad in zip(arrivals, scaled)]
 
 

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from graphshard.ir.distributed_internals import process_group, started
 from graphshard.ir.graph import GATHERS, REDUCES, WAIT, c10d, is_collective, is_reduction, kind_of, launch_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase
+from graphshard.torch_compat.dtensor import process_group, started
+from graphshard.torch_compat.operators import OpOverload
 
 Hook = Callable[[torch.Tensor], None]
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from graphshard.torch_compat.cuda import clear_cublas_workspaces
+
 ResultT = TypeVar("ResultT")
 
 
@@ -55,7 +57,7 @@ class CudaGraphs:
         if not self._graphs:  # torch lets a pool go with the last graph that uses it
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self._device)
-        _forget_workspaces()
+        clear_cublas_workspaces()
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -67,13 +69,6 @@ class CudaGraphs:
                     raise
                 graph.capture_end()
         finally:
-            _forget_workspaces()
+            clear_cublas_workspaces()
         self._graphs.add(graph)
         return graph.replay, result
-
-
-def _forget_workspaces() -> None:
-    """Let cuBLAS allocate its workspaces anew: those of a capture are in the pool, and others would use them."""
-    clear: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from graphshard.ir.distributed_internals import all_gather_into, rank_in_group
 from graphshard.ir.graph import REDUCES, WAIT, c10d, launch_of
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.runtime.custom import undo
 from graphshard.runtime.in_place import FUNCTIONAL
+from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group
 
 
 def gather_into_buffers(phase: Phase) -> None:

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.distributed_internals import joined_mesh
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import NAMING_GROUPS
+from graphshard.torch_compat.dtensor import joined_mesh
 
 
 def shard_index(mesh: DeviceMesh) -> int:

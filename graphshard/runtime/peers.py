@@ -18,15 +18,15 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.distributed_internals import rendezvous_store
-from graphshard.ir.errors import DivergenceError, PeerError
-from graphshard.ir.torch_internals import without_dispatch_modes
+from graphshard.errors import DivergenceError, PeerError
 from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.meeting import End, Look, Meeting, Tell
 from graphshard.runtime.standing import Standing
 from graphshard.runtime.status import SAME_CALLS, Status, difference_of_lines, told
 from graphshard.runtime.waiting import Settings, Waiting, check_not_gone
+from graphshard.torch_compat.autograd_state import without_dispatch_modes
+from graphshard.torch_compat.dtensor import rendezvous_store
 
 # How long it takes the others to find out why a connection was closed.
 _UNTIL_FOUND = 3.0

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphshard.errors import ParameterError
 from graphshard.ir.device_meshes import ExpertMeshes, axes_around, axes_of_mesh, seen_axes
-from graphshard.ir.distributed_internals import dtensor_of, joined_mesh, sharded_like
-from graphshard.ir.errors import ParameterError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import REPLACED, ParamRow, ParamTable
 from graphshard.ir.subclasses import (
@@ -32,6 +31,7 @@ from graphshard.ir.subclasses import (
 )
 from graphshard.runtime.groups import shard_index
 from graphshard.runtime.shown_parameter import behind
+from graphshard.torch_compat.dtensor import dtensor_of, joined_mesh, sharded_like
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
+from graphshard.errors import UnsupportedError
 from graphshard.ir.device_meshes import axes_around
-from graphshard.ir.distributed_internals import dtensor_of
-from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.params import ParamRow
+from graphshard.torch_compat.dtensor import dtensor_of
+from graphshard.torch_compat.operators import make_subclass
 
 # What a parameter that is shown gathered has its shard as.
 _SHARD = "_graphshard_shard"
@@ -48,7 +49,7 @@ class ShownParameter(nn.Parameter):
         Args:
             path: the parameter's name in the model.
         """
-        shown = torch.Tensor._make_subclass(cls, full.detach(), shard.requires_grad)
+        shown = make_subclass(cls, full.detach(), shard.requires_grad)
         shown._graphshard_shard, shown._path, shown._nothing = shard, path, full.new_empty(0)
         shown._written, shown._dtype = shown._version, full.dtype
         shown._follow(shard.requires_grad)

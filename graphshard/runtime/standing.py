@@ -20,12 +20,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from graphshard.ir.distributed_internals import process_group, rendezvous_store
-from graphshard.ir.errors import DivergenceError, PeerError
+from graphshard.errors import DivergenceError, PeerError
 from graphshard.runtime.hang_up import hang_up
 from graphshard.runtime.status import Finding, Process, Status, Step, told, users_line
 from graphshard.runtime.waiting import SAYS_SO_AFTER
 from graphshard.runtime.watch import Watch
+from graphshard.torch_compat.dtensor import process_group, rendezvous_store
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.split import Sum
-from graphshard.ir.torch_internals import Fate, disable_autocast, without_selective_checkpoints
 from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.accumulation import LEFT, Accumulation
@@ -32,6 +31,8 @@ from graphshard.runtime.shards import Alias, ParamRef
 from graphshard.runtime.shown import places_of
 from graphshard.runtime.unsharded import Unsharded, landed, start_gathering
 from graphshard.runtime.values import Values
+from graphshard.torch_compat.aot_autograd import without_selective_checkpoints
+from graphshard.torch_compat.autograd_state import Fate, disable_autocast
 
 # Which tangents arrive, and what is done about microbatches.
 Variant = tuple[frozenset[str], AccumulateGradients | None]

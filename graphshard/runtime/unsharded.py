@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import copied_to
@@ -20,6 +19,7 @@ from graphshard.runtime.gloo import all_gather_coalesced
 from graphshard.runtime.groups import on_gloo
 from graphshard.runtime.shards import Alias, ParamRef, padded_shard
 from graphshard.runtime.shown import Shown, places_of
+from graphshard.torch_compat.dtensor import process_group
 
 
 @dataclass

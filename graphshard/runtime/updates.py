@@ -42,9 +42,9 @@ from torch.optim import (
     RMSprop,
 )
 
-from graphshard.ir.distributed_internals import sharded_like
 from graphshard.ir.subclasses import shard_in
 from graphshard.runtime.arrivals import Arrival
+from graphshard.torch_compat.dtensor import sharded_like
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
 # Where torchao has the step of its optimizers with states of eight and four bits, and in float8.

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.distributed_internals import sharded_like
 from graphshard.ir.graph import base_of
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import given_sizes
@@ -21,6 +20,7 @@ from graphshard.ir.subclasses import shard_in
 from graphshard.runtime.groups import shard_index
 from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
 from graphshard.runtime.unsharded import Unsharded
+from graphshard.torch_compat.dtensor import sharded_like
 
 
 class Values:

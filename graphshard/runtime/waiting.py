@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from graphshard.ir.errors import ArgumentError, PeerError
+from graphshard.errors import ArgumentError, PeerError
 from graphshard.runtime.hang_up import has_hung_up
 from graphshard.runtime.meeting import Meeting
 from graphshard.runtime.status import SAME_CALLS, Status

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, even_pieces

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Uneven

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from graphshard.ir.errors import InfeasibleError
+from graphshard.errors import InfeasibleError
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.ir.text import format_bytes

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphshard.ir.errors import InfeasibleError
+from graphshard.errors import InfeasibleError
 from graphshard.schedule import simple
 from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.budget import Budget

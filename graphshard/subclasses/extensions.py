@@ -31,9 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.ir.errors import CaptureError
+from graphshard.errors import CaptureError
 from graphshard.ir.extension import Extension
 from graphshard.ir.graph import c10d, emit, is_backward
 from graphshard.ir.mesh import Axis
@@ -54,8 +53,9 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
-from graphshard.ir.torch_internals import FakeTensor, FakeTensorMode, new_fake_mode
 from graphshard.subclasses.closure_variables import read_by
+from graphshard.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode
+from graphshard.torch_compat.operators import TorchDispatchMode
 
 COMMUNICATION = (
     "it communicates by {}. Only functional all-reduces over the mesh that it is told are supported: "

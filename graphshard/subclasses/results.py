@@ -18,12 +18,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
-from graphshard.ir.torch_internals import without_dispatch_modes
+from graphshard.torch_compat.autograd_state import without_dispatch_modes
+from graphshard.torch_compat.operators import pytree
 
 
 def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorResult:

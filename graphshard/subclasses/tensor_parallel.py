@@ -26,10 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from graphshard.ir.distributed_internals import dtensor_of, process_group
-from graphshard.ir.errors import CaptureError
+from graphshard.errors import CaptureError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
 from graphshard.ir.graph_break import Untraceable
 from graphshard.ir.mesh import Mesh
@@ -37,6 +35,8 @@ from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.split import Sum
+from graphshard.torch_compat.dtensor import dtensor_of, process_group
+from graphshard.torch_compat.operators import OpOverload, pytree
 
 # Collectives that add up what ranks have of a gradient: of all of it, and of a piece for each.
 _SUMS = (REDUCED, SCATTERED)
@@ -219,7 +219,7 @@ def _refusal(node: Node, ranks: list[int], mesh: Mesh, groups: dict[str, str], m
     )
 
 
-def _run_at_once(launch: Node, target: torch._ops.OpOverload, axis: str) -> None:
+def _run_at_once(launch: Node, target: OpOverload, axis: str) -> None:
     graph = launch.graph
     with graph.inserting_before(launch):
         value = emit(graph, target, *launch.args[:-1], axis, like=launch)

@@ -23,8 +23,8 @@ from torch import nn
 import graphshard
 from graphshard.cache import entries
 from graphshard.cli.main import main
+from graphshard.errors import ArgumentError
 from graphshard.ir import checked_files
-from graphshard.ir.errors import ArgumentError
 from tests.cache.launches import Launches, messages
 from tests.ranks import FakeWorld
 

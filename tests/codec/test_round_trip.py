@@ -16,10 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from torch._ops import OpOverload
 from torch.export import Dim
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from graphshard.codec.converter import PASSES, read, write
 from graphshard.codec.graphs import encode_graph
@@ -30,21 +28,23 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.codec.values import Decoder, to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
+from graphshard.errors import ArtifactError
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
-from graphshard.ir.errors import ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
 from graphshard.ir.sizes import size_inputs
-from graphshard.ir.torch_internals import new_fake_mode, new_size
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import lower
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.fake_tensors import new_fake_mode
+from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.symbolic_sizes import new_size
 from tests.helpers import Blocks, captured, through
 
 # Fields that are blank when they come back: times, objects of another process, and the texts of earlier stages, which

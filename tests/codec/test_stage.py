@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from examples.llama import Llama, LlamaConfig
 from graphshard.codec.stage import next_pass_of, plan_of, program_from_json, program_to_json
 from graphshard.codec.structures import UnknownOutput
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
@@ -32,6 +31,7 @@ from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.verify import verify
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.operators import pytree
 from tests.helpers import PACKED, Affine, Blocks, Tied, captured
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -22,7 +22,7 @@ from graphshard import Pass, Pipeline, Program
 from graphshard.codec.stage import program_from_json
 from graphshard.debug.dump import Dump
 from graphshard.debug.show import show_path
-from graphshard.ir.errors import ArgumentError, PassError
+from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.files import write_text
 from graphshard.ir.fold import fold
 from graphshard.ir.plan import Plan

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from graphshard.ir.distributed_internals import ShardPlacementResult
+from graphshard.torch_compat.dtensor import ShardPlacementResult
 
 needs_placements = pytest.mark.skipif(ShardPlacementResult is None, reason="torch 2.11 has no ShardPlacementResult")
 

@@ -13,10 +13,10 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils import _pytree as pytree
 
 import graphshard
 from graphshard.ir.subclasses import parts_of
+from graphshard.torch_compat.operators import pytree
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, fsdp2, local
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import graphshard
+from graphshard.torch_compat.operators import pytree
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks

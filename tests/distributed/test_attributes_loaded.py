@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks

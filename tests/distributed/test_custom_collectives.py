@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Net, rows
 from tests.distributed.twins import BF16, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.options.mesh_axes import experts_by_name
 from tests.distributed.expert_parallel import (

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import graphshard
-from graphshard.ir.errors import PeerError
+from graphshard.errors import PeerError
 from graphshard.lower import inductor
 from graphshard.lower.shares import cores_here
 from tests.distributed.twins import world_mesh

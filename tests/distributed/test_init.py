@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.ir.make_table import build_table
@@ -20,6 +19,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.precision import precision_of
 from graphshard.ir.units import find_units
 from graphshard.runtime.shards import Storage, shard_module
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, twins, world_mesh
 from tests.helpers import resident

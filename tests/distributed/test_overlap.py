@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, AliveBytes, assert_same, filled, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import InfeasibleError
+from graphshard.errors import InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.runtime.gloo import swap_halves
 from graphshard.schedule.by_cost import PlanByCost

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
 from tests.distributed import expert_parallel

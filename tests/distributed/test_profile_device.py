@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.runtime.recording import DeviceClock
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, filled, world_mesh
 from tests.ranks import Ranks

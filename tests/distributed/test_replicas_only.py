@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
 from graphshard.artifact import load
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Axis, Mesh
 from tests.distributed.tensor_parallel import Mlps as Plain
 from tests.distributed.tensor_parallel import mlps, placed

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.passes import GatherInFloat8
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.twins import (
     GATHERS,
     CountLaunches,

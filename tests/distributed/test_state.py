@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils import _pytree as pytree
 
 import graphshard
+from graphshard.torch_compat.operators import pytree
 from tests.distributed.test_checkpoint import Net, steps, trainer
 from tests.distributed.twins import assert_same, fsdp2, twins, world_mesh
 from tests.ranks import Ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.ir.errors import CaptureError, PeerError
+from graphshard.errors import CaptureError, PeerError
 from tests.distributed.nets import rows
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks

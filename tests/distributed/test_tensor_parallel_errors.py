@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
+from graphshard.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.frontend.eager_operators import OperatorWatch
-from graphshard.ir.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Slot
 from graphshard.options.mesh_axes import data_and_tensor

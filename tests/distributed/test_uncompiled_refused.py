@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.errors import ArgumentError, UnsupportedError
 from tests.distributed.extended import even, patch_shards
 from tests.distributed.nets import Net
 from tests.distributed.twins import world_mesh

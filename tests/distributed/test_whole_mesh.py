@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import graphshard
-from graphshard.ir.errors import ArgumentError, CaptureError, InputError, UnsupportedError
+from graphshard.errors import ArgumentError, CaptureError, InputError, UnsupportedError
 from tests.distributed.tensor_parallel import placed
 from tests.distributed.twins import BF16, FP32, assert_same, grads_of, params_of
 from tests.ranks import FakeWorld, Ranks

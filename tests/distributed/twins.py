@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from graphshard.ir.units import find_units
+from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 
 VOCAB = 101  # no multiple of any world size here: shards are uneven
 FP32 = MixedPrecisionPolicy()

@@ -22,8 +22,8 @@ import graphshard
 from graphshard import ArgumentError
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import MODEL_KINDS
+from graphshard.errors import BatchError
 from graphshard.explain.study import Study
-from graphshard.ir.errors import BatchError
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
 from graphshard.schedule.build import Settings, build

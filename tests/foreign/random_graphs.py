@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
 c10d = torch.ops._c10d_functional
 ROWS, COLUMNS = 4, 3

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from graphshard import schedule_graph
 from graphshard.cost.profile import load_profile
+from graphshard.errors import InfeasibleError
 from graphshard.foreign.bound import lower_bound
 from graphshard.foreign.groups import Group, check_groups
 from graphshard.foreign.schedule import _Task
-from graphshard.ir.errors import InfeasibleError
 from tests.foreign import random_graphs
 from tests.foreign.emulation import results, same
 from tests.foreign.random_graphs import Step

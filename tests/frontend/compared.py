@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import graphshard
+from graphshard.torch_compat.operators import pytree
 
 STEPS = 4
 _NOT_COMPARED = {*vars(nn.Module()), "forward"} - {"training"}

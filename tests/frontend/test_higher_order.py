@@ -26,8 +26,8 @@ from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.cost.profile import load_profile
+from graphshard.errors import CaptureError
 from graphshard.frontend.capture import capture
-from graphshard.ir.errors import CaptureError
 from graphshard.ir.printer import print_program
 from graphshard.ir.subgraph import HIGHER_ORDER, is_higher_order, subgraphs_of
 from graphshard.lower.regions import outline

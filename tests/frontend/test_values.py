@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 import graphshard
+from graphshard.torch_compat.operators import pytree
 
 X = torch.ones(3, 4)
 

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
+from graphshard.errors import ArgumentError
 from graphshard.ir import cuda_internals
 from graphshard.ir.cuda_internals import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
 from graphshard.ir.driver_internals import stand_in
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.kernel_strides import new_tracing_mode
 from graphshard.ir.program import Program
-from graphshard.ir.torch_internals import fake_tensor
+from graphshard.torch_compat.fake_tensors import fake_tensor
 from tests import helpers
 
 pytest.importorskip("cffi")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fake_strides import Differing, run
-from graphshard.ir.torch_internals import FakeTensorMode
+from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
 IMAGE, TABLE = (2, 3, 4, 5), (3, 4)
 CALLS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Axis, Mesh, by_itself, seen_shape
 from graphshard.ir.split import Cut, Split
 from tests.ranks import FakeWorld

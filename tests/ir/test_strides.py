@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from graphshard.ir.graph import aten
 from graphshard.ir.strides import ANY_STRIDES
+from graphshard.torch_compat.operators import OpOverload
 
 
 def g(*shape: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from torch import nn
 
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.units import find_units, unit_of
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
-from graphshard.ir.torch_internals import fake_mode_of
 from graphshard.lower.operators import outputs_of
 from graphshard.lower.regions import Boxed, extract
+from graphshard.torch_compat.fake_tensors import fake_mode_of
 
 INPUT = torch.linspace(-1, 1, 512).reshape(8, 64)
 

@@ -25,8 +25,8 @@ from graphshard.artifact.library import _region
 from graphshard.artifact.load import _check_place
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
+from graphshard.errors import ArtifactError
 from graphshard.explain import programs
-from graphshard.ir.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program, Region

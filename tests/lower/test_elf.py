@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.lower.elf import Resources, damage_of, read_cubin
 
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard.artifact.stored_options import FACTS, NOT_COMPARED, ROWS
+from graphshard.errors import ArgumentError
 from graphshard.explain.training import ExplainArguments
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import CompileArguments, OptionArguments, Options
 from graphshard.options.resolve import capture_spec, profile_here

@@ -18,7 +18,7 @@ import graphshard
 from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.options.resolve import profile_here, with_planner

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import c10d, calls_of, emit, made_once
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.mesh import Mesh

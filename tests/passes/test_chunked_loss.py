@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.export import Dim
 
 from graphshard.codec.passes import decode_pass, encode_pass
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program

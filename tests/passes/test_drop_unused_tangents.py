@@ -9,7 +9,6 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from graphshard.ir.layout import collectives
 from graphshard.ir.mesh import Mesh
@@ -18,6 +17,7 @@ from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes import DropUnusedTangents
 from graphshard.pipeline.pipeline import run_pass
+from graphshard.torch_compat.operators import pytree
 from tests.helpers import Blocks, calls, captured, full_gradients, run_ranks, step, through
 
 aten = torch.ops.aten

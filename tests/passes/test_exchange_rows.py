@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import is_collective
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.printer import print_phase

@@ -8,7 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program

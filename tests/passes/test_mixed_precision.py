@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.printer import print_program
 from graphshard.passes import InsertCollectives, MixedPrecision

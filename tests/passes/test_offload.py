@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 
 from graphshard.codec.stage import program_from_json, program_to_json
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import base_of, calls_of, fake, is_collective
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.printer import print_phase, print_program

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from graphshard.codec.stage import program_from_json, program_to_json
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import calls_of, fake
 from graphshard.ir.layout import saved_values
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD

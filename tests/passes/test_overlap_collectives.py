@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
 from graphshard.ir.printer import print_communication, print_phase

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.layout import collectives
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Slot

@@ -13,7 +13,7 @@ from torch.fx import Node
 import graphshard
 from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import aten
 from graphshard.ir.operators import BEGINS, JOINED, SCATTERED, SETTLED
 from graphshard.ir.printer import print_phase

@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from graphshard.codec.passes import decode_pass, encode_pass
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.printer import print_phase
 from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
 from graphshard.pipeline.pipeline import run_pass

@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import calls_of, fake
 from graphshard.ir.layout import collectives
 from graphshard.ir.mesh import Mesh

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, launch_of
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.plan import Event, Plan

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.ir.errors import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.ir.graph import calls_of
 from graphshard.ir.printer import print_program
 from graphshard.passes import ToDevice

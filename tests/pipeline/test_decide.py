@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError, InfeasibleError, PassError
+from graphshard.errors import ArgumentError, InfeasibleError, PassError
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, KeepGathered, MakePlan

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphshard.ir.errors import ArgumentError, PassError
+from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.printer import print_communication, print_program
 from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass

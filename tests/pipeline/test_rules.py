@@ -15,7 +15,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx import Node
 
-from graphshard.ir.errors import PassError
+from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
 from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.printer import describe

@@ -11,7 +11,7 @@ _TRAINS = """
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 import graphshard
-from graphshard.ir.distributed_internals import fake_world
+from graphshard.torch_compat.dtensor import fake_world
 
 with fake_world(2):
     model = torch.nn.Linear(4, 4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.ir.errors import UnsupportedError
+from graphshard.errors import UnsupportedError
 
 
 class _Net(nn.Module):

@@ -20,7 +20,7 @@ SCRIPT = """
 import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name]))
 import torch.distributed as dist
-from graphshard.ir.distributed_internals import rendezvous_store
+from graphshard.torch_compat.dtensor import rendezvous_store
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.waiting import Settings
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.graph import emit
 from graphshard.ir.program import Program, Region
 from graphshard.lower.executor import Executor

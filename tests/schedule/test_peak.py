@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphshard.ir.errors import InfeasibleError
+from graphshard.errors import InfeasibleError
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.build import Constraints

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.errors import InfeasibleError
+from graphshard.errors import InfeasibleError
 from graphshard.ir.mesh import Axis
 from graphshard.schedule import (
     Chain,

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, filled, grads_of, local, params_of
 

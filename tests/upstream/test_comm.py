@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
+from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.twins import (
     OURS,
     assert_same,

@@ -6,10 +6,26 @@ the built-in exception that fits, so that code which catches `ValueError` keeps 
 
 from __future__ import annotations
 
-from graphshard.ir.text import visible
+import unicodedata
 
 # Characters of a message about a file.
 _LONGEST = 2000
+# Unicode categories that a terminal acts on: control characters, direction marks, surrogates, separators.
+_OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def visible(text: str, *, lines: bool = True) -> str:
+    """Escape the characters that a terminal acts on: the escape character becomes `\\x1b`.
+
+    Args:
+        lines: keep line breaks and tabs.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        char if char in kept or unicodedata.category(char) not in _OBEYED else repr(char)[1:-1] for char in text
+    )
 
 
 class GraphshardError(Exception):

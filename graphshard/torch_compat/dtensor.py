@@ -1,4 +1,4 @@
-"""Torch internals of meshes, DTensors and process groups; the others are in `torch_internals.py`."""
+"""Meshes, DTensors, process groups and composable functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from graphshard.ir.torch_internals import replaced
+from graphshard.torch_compat.operators import replaced
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult

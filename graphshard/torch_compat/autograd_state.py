@@ -1,0 +1,112 @@
+"""State of autograd and of dispatch around a call: the running backward, transforms, autocast, modes and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "Fate",
+    "disable_autocast",
+    "fate_at",
+    "is_profiling",
+    "keeps_graph",
+    "leave_modes_on_error",
+    "modes_of_functions",
+    "number_of_backward",
+    "saved_tensors_hooks",
+    "transform_of",
+    "without_dispatch_modes",
+]
+
+# Use of a gradient: added to `.grad`, returned by `torch.autograd.grad`, or unused.
+Fate = Literal["accumulated", "returned", "dropped"]
+
+
+def disable_autocast() -> torch._C._DisableAutocast:
+    """Run the operators of a graph without autocast: the graph contains its casts."""
+    return torch._C._DisableAutocast()
+
+
+@contextlib.contextmanager
+def leave_modes_on_error() -> Iterator[None]:
+    """Leave autocast and torch.func transforms that the block entered if an error ends it.
+
+    A graph enters and leaves them by calls. In an autocast that is never left, plain PyTorch keeps casts of parameters
+    and computes with outdated ones.
+    """
+    kinds = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    torch.autocast_increment_nesting()
+    nesting, transforms = torch.autocast_decrement_nesting(), torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # torch 2.11 asserts that there is something to leave
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > nesting:
+            pass
+        torch.clear_autocast_cache()
+        for kind, (enabled, dtype) in zip(kinds, casts):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        raise
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Hide the operators of the block from dispatch modes, such as counters of FLOPs, and from a running trace."""
+    with _disable_current_modes():
+        yield
+
+
+def transform_of(leaves: Sequence[object]) -> str:
+    """Return which transform other than backward runs a call with these inputs, for a message; "" if none does."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+            return "forward-mode differentiation"
+    return ""
+
+
+def number_of_backward() -> int:
+    """Return the number of the running backward pass, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward pass was called with `retain_graph=True`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def fate_at(node: torch.autograd.graph.Node) -> Fate:
+    """Return what the running backward pass does with a gradient that arrives at a node."""
+    try:
+        return "accumulated" if torch._C._will_engine_execute_node(node) else "dropped"
+    except RuntimeError:  # raised for a leaf that `torch.autograd.grad` was asked for
+        return "returned"
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost pack and unpack hooks of `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def modes_of_functions() -> list[str]:
+    """Return the class names of active torch function modes, except for the default device."""
+    return [type(mode).__qualname__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of autograd runs."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)

@@ -1,0 +1,61 @@
+"""TorchDynamo: its strict tracer, guards, sources, side effects, errors and settings."""
+
+from __future__ import annotations
+
+from torch._C._dynamo.guards import dict_version
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import pgo
+from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError
+from torch._dynamo.output_graph import SubgraphTracer
+from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
+from torch._dynamo.source import FloatTensorSource, RandomValueSource
+from torch._dynamo.utils import (
+    dynamo_timed,
+    get_metrics_context,
+    numpy_method_wrapper,
+    numpy_operator_wrapper,
+    numpy_to_tensor_wrapper,
+)
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
+from torch._dynamo.variables.misc import DebuggingVariable
+from torch._guards import ChainedSource, Guard, GuardsSet, Source
+from torch.export.dynamic_shapes import _combine_args as combine_args
+from torch.export.dynamic_shapes import _process_dynamic_shapes as process_dynamic_shapes
+from torch.utils._ordered_set import OrderedSet
+
+__all__ = [
+    "AttributeMutationExisting",
+    "AutogradFunctionApplyVariable",
+    "ChainedSource",
+    "CheckpointHigherOrderVariable",
+    "CudaInterface",
+    "DebuggingVariable",
+    "FloatTensorSource",
+    "Guard",
+    "GuardsSet",
+    "ObservedException",
+    "OrderedSet",
+    "RandomValueSource",
+    "SideEffects",
+    "Source",
+    "SubgraphTracer",
+    "TensorVariable",
+    "TorchDynamoException",
+    "TorchRuntimeError",
+    "ValueMutationExisting",
+    "combine_args",
+    "compile_lock",
+    "dict_version",
+    "dynamo_config",
+    "dynamo_timed",
+    "fullgraph_capture",
+    "get_metrics_context",
+    "numpy_method_wrapper",
+    "numpy_operator_wrapper",
+    "numpy_to_tensor_wrapper",
+    "pgo",
+    "process_dynamic_shapes",
+]

@@ -1,0 +1,64 @@
+"""Inductor, the compiler: its entry points, kernels, scheduler and caches. Importing it takes seconds."""
+
+from __future__ import annotations
+
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+from torch._inductor import async_compile, codecache
+from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache, PyCodeCache, get_lock_dir
+from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
+from torch._inductor.decomposition import decompositions as inductor_decompositions
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
+from torch._inductor.ir import MultiOutput, TensorBox
+from torch._inductor.lowering import lowerings
+from torch._inductor.mkldnn_ir import LinearUnary
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.package import package_aoti
+from torch._inductor.runtime import triton_compat
+from torch._inductor.scheduler import (
+    BaseSchedulerNode,
+    ExternKernelSchedulerNode,
+    NopKernelSchedulerNode,
+    Scheduler,
+)
+from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.triton_bundler import TritonBundler
+from torch._inductor.utils import get_dtype_size, sympy_product
+from torch._inductor.virtualized import V
+
+__all__ = [
+    "BaseSchedulerNode",
+    "CompiledFxGraph",
+    "CppPythonBindingsCodeCache",
+    "Dep",
+    "ExternKernelSchedulerNode",
+    "FxGraphCache",
+    "LinearUnary",
+    "MemoryDep",
+    "MultiOutput",
+    "NopKernelSchedulerNode",
+    "PyCodeCache",
+    "Scheduler",
+    "TensorBox",
+    "TritonBundler",
+    "V",
+    "WeakDep",
+    "async_compile",
+    "codecache",
+    "compile_fx_inner",
+    "extern_kernels",
+    "get_cpp_compiler",
+    "get_cpp_wrapper_config",
+    "get_dtype_size",
+    "get_lock_dir",
+    "inductor_decompositions",
+    "is_gcc",
+    "kernel_side_table",
+    "lowerings",
+    "package_aoti",
+    "select_decomp_table",
+    "sympy_product",
+    "triton_compat",
+    "triton_kernel_wrapper_mutation",
+]

@@ -1,0 +1,62 @@
+"""Settings of Inductor, its cache and its packages, without an import of the compiler itself, which takes seconds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
+from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
+
+__all__ = [
+    "VecISA",
+    "changed_settings",
+    "cpu_vec_isa",
+    "data_pointer",
+    "inductor_cache",
+    "inductor_config",
+    "keeps_code",
+    "load_package",
+]
+
+
+def changed_settings() -> dict[str, str]:
+    """Return the settings of AOTAutograd and Inductor that differ from their defaults."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of deprecated settings
+        for module in (functorch_config, inductor_config):
+            settings: Any = module
+            for name, entry in settings._config.items():
+                value = entry.default if entry.alias is not None else getattr(module, name)
+                if value is not entry.default and value != entry.default:
+                    found[f"{module.__name__}.{name}"] = repr(value)
+    return dict(sorted(found.items()))
+
+
+def keeps_code() -> bool:
+    """Return whether Inductor caches the code that it generates, and is not asked to trace how."""
+    settings: Any = inductor_config
+    return bool(settings.fx_graph_cache and not settings.force_disable_caches and not settings.trace.enabled)
+
+
+def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Load the library of an AOTInductor package; the returned function empties its list of inputs.
+
+    Unlike `torch._inductor.aoti_load_package` this does not import the compiler.
+    """
+    index = device.index if device.index is not None else -1
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
+    return run
+
+
+def data_pointer() -> Any:
+    """Return the function that Inductor's C++ kernels read the address of a tensor with."""
+    return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]

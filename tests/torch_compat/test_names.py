@@ -1,0 +1,126 @@
+"""The door to torch: private names are imported in one package only, and stand in its table."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphshard
+from graphshard.frontend import dynamo_capture
+from graphshard.torch_compat.dynamo import dynamo_config
+from graphshard.torch_compat.names import NAMES, OPTIONAL, check_names, missing_names
+from tests.layers import modules, package
+
+DOORS = {name: path for name, path in modules().items() if package(name) == "torch_compat"}
+OTHERS = {name: path for name, path in modules().items() if package(name) != "torch_compat"}
+# Private attributes of Python and of tools that graphshard works with.
+FOREIGN = {
+    "_HEADER_DIR",  # a name in Inductor's generated code
+    "_SubParsersAction",
+    "_Unpickler",
+    "_ZN2at6detail12getCUDAHooksEv",
+    "_check_value",
+    "_current_frames",
+    "_expr",  # of torch's SymNode, set when it is made
+    "_getframe",
+    "_ignore_bidirectional_mask_sdpa",
+    "_is_accelerate_prepared",
+    "_lru_cache_wrapper",
+    "_replace",
+}
+
+
+def private_imports(path: Path) -> Iterator[str]:
+    """Names of torch with a private part that a file imports, or reads as `torch.a._b`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            found = [each.name for each in node.names if each.name.startswith("torch.")]
+        elif isinstance(node, ast.Attribute):
+            found = [ast.unparse(node)]
+        # Operators are public, whatever their names are.
+        yield from (name for name in found if re.match(r"torch\.(?!ops\.)([\w.]+\.)?_[A-Za-z][\w.]*$", name))
+
+
+def private_attributes(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.match("_[A-Za-z]", node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls") and not re.match(r"(torch\.ops\.)?(aten|prims|_c10d_functional)\b", owner):
+                yield node.attr
+
+
+def defined_here(path: Path) -> Iterator[str]:
+    """Names of functions, fields and variables that a file gives to something."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_torch_has_the_names() -> None:
+    assert list(missing_names()) == []
+
+
+def test_no_other_package_imports_private_names() -> None:
+    found = {name: set(private_imports(path)) for name, path in OTHERS.items()}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_imports_of_the_doors_are_in_the_table() -> None:
+    rows = [row for inside in NAMES.values() for row in inside.items()]
+    known = {f"{module}.{name}" for module, names in rows for name in names.split()} | set(OPTIONAL)
+    for path in DOORS.values():
+        for name in private_imports(path):
+            # torch._C._dynamo is a step on the way to torch._C._dynamo.guards.x
+            assert name in known or any(each.startswith(f"{name}.") for each in known), f"{path.name} uses {name}"
+
+
+def test_private_attributes_are_in_the_table() -> None:
+    """Of objects of torch that others than the doors read."""
+    rows = NAMES["attributes"].values()
+    known = {name.rpartition(".")[2] for names in [*rows, *OPTIONAL] for name in names.split()} | FOREIGN
+    ours = {name for path in {**OTHERS, **DOORS}.values() for name in defined_here(path)}
+    found = {attribute: name for name, path in OTHERS.items() for attribute in private_attributes(path)}
+    assert {name: where for name, where in found.items() if name not in known | ours} == {}
+
+
+@pytest.mark.parametrize(
+    "settings", [dynamo_capture._SETTINGS, dynamo_capture._GUARD_SETTINGS], ids=["trace", "guards"]
+)
+def test_dynamo_has_the_settings(settings: dict[str, object]) -> None:
+    """A trace leaves out a setting that is gone, so only this test tells."""
+    assert [name for name in settings if not hasattr(dynamo_config, name)] == []
+
+
+def test_missing_names_are_one_error_with_the_releases() -> None:
+    gone = {
+        "dynamo": {"torch._dynamo.pgo": "CodeState CodeStates", "torch._guards": "Source.names"},
+        "cuda": {"torch._lost": "name"},
+    }
+    with pytest.raises(graphshard.UnsupportedError) as caught:
+        check_names(names=gone)
+    assert str(caught.value) == (
+        f"torch {torch.__version__} does not have torch._dynamo.pgo.CodeStates; torch._guards.Source.names; "
+        "torch._lost.name. Install a release of torch from 2.11 to 2.15."
+    )
+
+
+def test_the_command_lists_missing_names() -> None:
+    command = [sys.executable, "-m", "graphshard.torch_compat"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"torch {torch.__version__} (tested: 2.11 to 2.15): 0 private names are missing\n"
