@@ -98,7 +98,7 @@ def test_a_part_of_a_matrix_is_as_it_was() -> None:
 
 
 def test_inductors_own_choice_goes_first() -> None:
-    config = onednn_internals.config
+    config = onednn_internals.inductor_config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
