@@ -11,15 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from graphshard.artifact.load import artifact_path, library_for
 from graphshard.cache.kept import cache_at
 from graphshard.debug.dump import dump_directory, recorder
+from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import flat_call
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.given import path_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
@@ -49,6 +48,7 @@ from graphshard.options.options import (
 )
 from graphshard.options.resolve import resolve_model
 from graphshard.options.validate import check_examples, check_model, default_mesh
+from graphshard.torch_compat.operators import pytree
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.ir.distributed_internals import cuts_of, dtensor_of
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.make_table import places_of
 from graphshard.ir.params import chunk_range
+from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
+from graphshard.torch_compat.operators import OpOverload, TorchDispatchMode
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def unsharded_init() -> Iterator[None]:
 class _DrawWhole(TorchDispatchMode):
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -48,7 +48,7 @@ class _DrawWhole(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _draw(func: torch._ops.OpOverload, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def _draw(func: OpOverload, like: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Fill a full tensor, and keep this rank's piece of it: in place, or as a new tensor."""
     local, mesh = like.to_local(), like.device_mesh
     whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=local.device)

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from graphshard.checkpoint.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
 from graphshard.checkpoint.safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
-from graphshard.ir.errors import ArgumentError, CheckpointError
+from graphshard.errors import ArgumentError, CheckpointError
 from graphshard.ir.given import answer_of, check_count, path_of
 from graphshard.ir.text import brief
+from graphshard.torch_compat.operators import pytree
 
 T = TypeVar("T")
 

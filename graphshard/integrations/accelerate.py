@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from graphshard.api import compile
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.module.compiled_module import CompiledModule
 from graphshard.options.options import check_names
 

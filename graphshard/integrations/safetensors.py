@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.tensor import DTensor
 
 from graphshard.checkpoint.save_load import Ranks, shown
+from graphshard.errors import CheckpointError
 from graphshard.ir.classes import users_class
-from graphshard.ir.errors import CheckpointError
 from graphshard.ir.given import path_of
 from graphshard.ir.text import brief
 from graphshard.module.compiled_module import compiled_module

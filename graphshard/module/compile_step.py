@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_optimizers
 
-from graphshard.ir.errors import ArgumentError, UnsupportedError
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import check_bool, check_count, check_function, check_number
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.text import brief

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from graphshard.checkpoint.initialize import shard_values
 from graphshard.cost.costs import Costs
+from graphshard.errors import ArgumentError
 from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.entry import OF_UNITS, Entry, install_entries
-from graphshard.ir.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.params import ParamRow, even_pieces
 from graphshard.ir.sentinel import MISSING

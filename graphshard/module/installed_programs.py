@@ -14,15 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
 from graphshard.ir.text import brief
-from graphshard.ir.torch_internals import recompiles_log
 from graphshard.module.program_guard import JointGuard, TracedGuard
 from graphshard.pipeline.trace import trace_recapture
 from graphshard.runtime.step import Executable
+from graphshard.torch_compat.fx_code import recompiles_log
+from graphshard.torch_compat.operators import pytree
 
 # The number of inputs that a reason names; further ones are counted.
 _NAMED = 3

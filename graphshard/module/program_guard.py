@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.codec.joint_reader import joint_inputs, wrong_call
+from graphshard.errors import InputError, UnsupportedError
 from graphshard.exported.exported_program import joint_of
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
@@ -19,16 +20,14 @@ from graphshard.guards.unguarded_state import read
 from graphshard.guards.value_branches import WARNING
 from graphshard.ir.classes import users_class
 from graphshard.ir.entry import Entry, is_compiled
-from graphshard.ir.errors import InputError, UnsupportedError
 from graphshard.ir.program import Program
 from graphshard.ir.recomputed import is_in_checkpoint
 from graphshard.ir.sentinel import MISSING
 from graphshard.ir.text import brief
-from graphshard.ir.tracing_internals import memory_of
 from graphshard.runtime.apart import span_of
 from graphshard.runtime.step import Executable
 from graphshard.torch_compat.dtensor import is_checkpointed
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.operators import memory_of, pytree
 
 
 class BufferMemory:

@@ -13,17 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import UnsupportedError
 from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
-from graphshard.ir.distributed_internals import process_group
 from graphshard.ir.entry import install_entries
-from graphshard.ir.errors import UnsupportedError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
-from graphshard.ir.torch_internals import forget_sources
 from graphshard.lower.region_call import drop_regions
 from graphshard.module.argument_checks import (
     SubmoduleCheck,
@@ -49,6 +46,9 @@ from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.step import Executable
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 from graphshard.runtime.values import Values
+from graphshard.torch_compat.dtensor import process_group
+from graphshard.torch_compat.fx_code import forget_sources
+from graphshard.torch_compat.operators import pytree
 
 
 def evict_programs(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import answer_of
 from graphshard.ir.precision import PolicySpec
 from graphshard.ir.text import brief

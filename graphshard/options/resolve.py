@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import is_int
 from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh

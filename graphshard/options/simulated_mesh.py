@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.ir.distributed_internals import fake_world, track_draws
-from graphshard.ir.errors import ArgumentError
+from graphshard.errors import ArgumentError
 from graphshard.ir.given import answer_of, check_function, is_int
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR, seen_shape
 from graphshard.ir.text import brief
 from graphshard.options.options import Options
 from graphshard.options.validate import check_model
+from graphshard.torch_compat.dtensor import fake_world, track_draws
 
 # Called with a copy of the model on the meta device and the mesh; changes the model in place, or returns another one.
 Parallelize = Callable[[nn.Module, DeviceMesh], Any]

@@ -10,28 +10,27 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
+from graphshard.errors import ArgumentError, UnsupportedError, visible
 from graphshard.ir.classes import users_class
-from graphshard.ir.distributed_internals import ShardPlacementResult, is_replicated
 from graphshard.ir.entry import OF_UNITS, Entry, is_compiled
-from graphshard.ir.errors import ArgumentError, UnsupportedError
 from graphshard.ir.given import answer_of, check_bool, check_choice, check_count, is_int
 from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.precision import check_policy
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
-from graphshard.ir.text import brief, visible
+from graphshard.ir.text import brief
 from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.shown_parameter import WholeParameter
+from graphshard.torch_compat.dtensor import ShardPlacementResult, is_replicated
+from graphshard.torch_compat.operators import OpOverload, pytree
 
 _VERIFY = "GRAPHSHARD_VERIFY"
 

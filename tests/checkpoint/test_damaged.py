@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.checkpoint.manifest import latest_checkpoint, measure, write_manifest
 from graphshard.checkpoint.safe_unpickler import INDEX, SafeReader
-from graphshard.ir.errors import CheckpointError
+from graphshard.errors import CheckpointError
 from tests.helpers import Blocks
 from tests.ranks import reset_distributed
 

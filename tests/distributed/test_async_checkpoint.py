@@ -23,7 +23,7 @@ from graphshard.checkpoint import save_load
 from graphshard.checkpoint.manifest import latest_checkpoint
 from graphshard.checkpoint.save_load import Ranks as Together
 from graphshard.checkpoint.save_load import Save, write
-from graphshard.ir.errors import CheckpointError
+from graphshard.errors import CheckpointError
 from tests.distributed.test_checkpoint import steps, trainer
 from tests.ranks import RankError, Ranks
 

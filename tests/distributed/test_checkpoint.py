@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.checkpoint.manifest import latest_checkpoint, measure, read_manifest, write_manifest
 from graphshard.checkpoint.safe_unpickler import SafeReader, load_plain, serialize_plain
-from graphshard.ir.errors import CheckpointError
+from graphshard.errors import CheckpointError
 from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import RankError, Ranks
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 import graphshard
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
 from graphshard.module.installed_programs import reason_at, reason_of
+from graphshard.torch_compat.operators import pytree
 
 STEPS = 14
 
