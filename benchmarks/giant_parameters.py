@@ -25,22 +25,22 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.passes import ChunkedLoss, ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.passes import ChunkedLoss, ChunkedReduceScatter, EmbeddingRowExchange, VocabShardedLoss
 from tests.distributed.twins import fsdp2, load_example, world_mesh
 from tests.helpers import resident
 
 CHUNKED = graphshard.Pipeline().insert(ChunkedLoss(256), before="insert-collectives")
 PIECED = (
     graphshard.Pipeline()
-    .insert(PiecedLoss(16), after="mixed-precision")
-    .insert(ReduceInPieces(), before="overlap-collectives")
+    .insert(VocabShardedLoss(16), after="mixed-precision")
+    .insert(ChunkedReduceScatter(), before="overlap-model-collectives")
 )
 PIPELINES = {
     "graphshard": graphshard.Pipeline(),
     "chunked loss": CHUNKED,
-    "and rows": CHUNKED.insert(ExchangeRows(), before="overlap-collectives"),
+    "and rows": CHUNKED.insert(EmbeddingRowExchange(), before="overlap-model-collectives"),
     "pieced loss": PIECED,
-    "pieced and rows": PIECED.insert(ExchangeRows(), before="overlap-collectives"),
+    "pieced and rows": PIECED.insert(EmbeddingRowExchange(), before="overlap-model-collectives"),
 }
 
 
@@ -66,12 +66,12 @@ def _explain() -> None:
     llama = load_example("llama")
     config = llama.LlamaConfig(layers=4, dim=4096, heads=32, kv_heads=8, hidden=14336, seq=4096, vocab=128256)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pieced = graphshard.Pipeline().insert(PiecedLoss(4), after="mixed-precision")
+    pieced = graphshard.Pipeline().insert(VocabShardedLoss(4), after="mixed-precision")
     pipelines = {
         "graphshard": graphshard.Pipeline(),
         "`ChunkedLoss(1024)`": graphshard.Pipeline().insert(ChunkedLoss(1024), before="insert-collectives"),
-        "`PiecedLoss(4)`": pieced,
-        "and `ReduceInPieces()`": pieced.insert(ReduceInPieces(), before="overlap-collectives"),
+        "`VocabShardedLoss(4)`": pieced,
+        "and `ChunkedReduceScatter()`": pieced.insert(ChunkedReduceScatter(), before="overlap-model-collectives"),
     }
     print("| | step, ms | exposed | head | tail | peak, GiB |\n|--|--|--|--|--|--|")
     for name, passes in pipelines.items():

@@ -1,12 +1,12 @@
-"""Backward for one of several microbatches: gradients are added to those of earlier ones, and reduced later or now.
+"""Make the backward of one of several microbatches: add up gradients, and reduce them later or now.
 
     %r = reduce_scatter_tensor(%dw, avg, 2, shard)        %a: f32[8, 4] = accumulated:w
     %ds: f32[4, 4] = wait_tensor(%r)                    * %s = add(%a, %dw)
     return %ds as grad:w                                  return %s as accumulated:w
 
-Without communication what is added up is the full gradient, in the reduce dtype. Over two mesh axes it can also be what
-the reduce-scatter made, which only the all-reduce follows; that is `partial:w`. What is reduced now has first what is
-there of earlier microbatches added to it.
+Without communication the sum is of full gradients, in the reduce dtype. Over two mesh axes it can also be of
+reduce-scattered gradients, which only the all-reduce follows; that is `partial:w`. A gradient that is reduced now first
+has the sum of earlier microbatches added to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of, new_fake_mode
 from graphshard.torch_compat.operators import OpOverload, pytree
 
-# Mark of the operators that add up what uses of a parameter pass back.
+# Mark of the operators that add up the gradients of several uses of a parameter.
 _OF_USES = "of_uses"
 
 
@@ -36,12 +36,12 @@ class AccumulateGradients(Pass):
     Preserves: the sum of the gradients over all microbatches.
 
     Attributes:
-        unsynced: parameters whose gradients are added up in full, without communication.
-        unreplicated: those whose gradients are reduced over shards only.
-        accumulated: those of which there are full gradients of earlier microbatches.
-        partial: those of which there are gradients that were reduced over shards.
-        deferred: those whose gradients are left to another call's part of the same backward.
-        pending: those of which other calls have left some.
+        unsynced: parameters whose full gradients are added up without communication.
+        unreplicated: parameters whose gradients are reduced over shards only.
+        accumulated: parameters with full gradients of earlier microbatches.
+        partial: parameters with reduce-scattered gradients of earlier microbatches.
+        deferred: parameters whose gradients are left to another call's part of the same backward.
+        pending: parameters of which other calls have left gradients.
     """
 
     name: ClassVar[str] = "accumulate-gradients"
@@ -60,13 +60,13 @@ class AccumulateGradients(Pass):
         count = 0
         for index, slot in enumerate(outputs):
             if slot.kind == "grad" and slot.of == "param" and slot.name in concerned:
-                row = program.params[slot.name]
-                full = full_gradient(results[index])
-                wide = row.grad_dtype is None and slot.name in self.unsynced - self.accumulated
-                grad = _Gradient(phase, row, reduced_over(row, program), full, program.device, wide)
+                spec = program.params[slot.name]
+                wide = spec.grad_dtype is None and slot.name in self.unsynced - self.accumulated
+                axes = reduced_over(spec, program)
+                grad = _Gradient(phase, spec, axes, full_gradient(results[index]), program.device, wide)
                 if wide:
                     grad.widen()
-                if (grad.axes or (row.split and row.split.sums)) and self._apply(grad):
+                if (grad.axes or (spec.split and spec.split.sums)) and self._apply(grad):
                     results[index], outputs[index] = grad.value, grad.slot
                     count += 1
         phase.set_results(results)
@@ -76,8 +76,8 @@ class AccumulateGradients(Pass):
         return count
 
     def _apply(self, grad: _Gradient) -> bool:
-        """Compute what backward returns for a parameter; False if this microbatch has nothing to do for it."""
-        name = grad.row.name
+        """Compute what backward returns for a parameter; False if this microbatch leaves it as it is."""
+        name = grad.spec.name
         if name in self.pending:
             grad.add("pending", grad.full_shape)
         if name in self.deferred:
@@ -93,7 +93,7 @@ class AccumulateGradients(Pass):
             return True
         grad.reduce_over_shards()
         if name in self.partial:
-            grad.add("partial", grad.row.in_memory(grad.row.padded_shape))
+            grad.add("partial", grad.spec.in_memory(grad.spec.padded_shape))
         if name in self.unreplicated:
             grad.keep("partial")
         else:
@@ -103,35 +103,35 @@ class AccumulateGradients(Pass):
 
 @dataclass
 class _Gradient:
-    """A gradient on its way from the operator that makes it to what backward returns.
+    """A gradient on its way from the operator that makes it to the output of backward.
 
     Attributes:
-        wide: what several uses of the parameter pass back is added up in the reduce dtype. FSDP2 of torch 2.15 does so
-            in the first of several microbatches; in others autograd adds it up in the dtype that it has.
+        wide: add up the gradients of several uses of the parameter in the reduce dtype. FSDP2 of torch 2.15 does so in
+            the first of several microbatches; in others autograd adds them up in their own dtype.
     """
 
     phase: Phase
-    row: ParamRow
+    spec: ParamRow
     axes: tuple[Axis, ...]
     value: Node | None
     device: torch.device
     wide: bool
 
     def __post_init__(self) -> None:
-        self.slot = Slot("grad", self.row.name, "param")
+        self.slot = Slot("grad", self.spec.name, "param")
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Before anything is reduced."""
-        return self.row.split.summand(self.row.shape) if self.row.split else self.row.shape
+        """Return the shape before any reduction."""
+        return self.spec.split.summand(self.spec.shape) if self.spec.split else self.spec.shape
 
     def add(self, kind: SlotKind, shape: tuple[int, ...]) -> None:
-        """Add what earlier microbatches left."""
-        like = self._like(shape, self.dtype_of(kind))
-        earlier = self.phase.add_input(f"{kind}_{self.row.name.replace('.', '_')}", Slot(kind, self.row.name), like)
+        """Add the sum that earlier microbatches left."""
+        like = self._like(shape, self._dtype_of(kind))
+        earlier = self.phase.add_input(f"{kind}_{self.spec.name.replace('.', '_')}", Slot(kind, self.spec.name), like)
         if self.value is None:
             self.value = earlier
-        elif kind == "pending" and (sums := _sums(self.value)):
+        elif kind == "pending" and (sums := _sums_of_uses(self.value)):
             first = sums[-1].all_input_nodes[0]
             with behind(first):
                 begun = emit(first.graph, aten.add.Tensor, earlier, first, like=first)
@@ -140,10 +140,10 @@ class _Gradient:
             self._then(aten.add.Tensor, earlier)
 
     def widen(self) -> None:
-        """Add up in the reduce dtype what several uses of the parameter pass back."""
+        """Add up the gradients of several uses of the parameter in the reduce dtype."""
         if self.value is None:
             return
-        for each in reversed(_sums(self.value)):
+        for each in reversed(_sums_of_uses(self.value)):
             before, passed_back = map(self._in_reduce_dtype, each.args[:2])  # type: ignore[arg-type]
             with behind(each):
                 self.value = emit(each.graph, aten.add.Tensor, before, passed_back, like=each)
@@ -151,43 +151,44 @@ class _Gradient:
             each.replace_all_uses_with(self.value)
 
     def _in_reduce_dtype(self, value: Node) -> Node:
-        if fake(value).dtype == self.row.reduce_dtype:
+        if fake(value).dtype == self.spec.reduce_dtype:
             return value
         with behind(value):
-            return emit(value.graph, aten._to_copy.default, value, like=value, dtype=self.row.reduce_dtype)
+            return emit(value.graph, aten._to_copy.default, value, like=value, dtype=self.spec.reduce_dtype)
 
-    def dtype_of(self, kind: SlotKind) -> torch.dtype:
+    def _dtype_of(self, kind: SlotKind) -> torch.dtype:
         if kind == "pending" and not self.wide:
-            return self.row.grad_dtype or self.row.compute_dtype
-        return self.row.reduce_dtype
+            return self.spec.grad_dtype or self.spec.compute_dtype
+        return self.spec.reduce_dtype
 
     def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.value is not None:
-            return torch.empty_like(fake(self.value), dtype=dtype)  # dense, where the gradient is an expanded one
+            return torch.empty_like(fake(self.value), dtype=dtype)  # dense, even if the gradient is expanded
         values = (node.meta["val"] for node in self.phase.placeholders)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         with fake_mode_of(tensors[0]) if tensors else new_fake_mode():
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def keep(self, kind: SlotKind) -> None:
-        """Return it for later microbatches."""
+        """Return the gradient for later microbatches."""
         assert self.value is not None
-        if fake(self.value).dtype != self.dtype_of(kind):
-            self._then(aten._to_copy.default, dtype=self.dtype_of(kind))
-        elif self.value.op == "placeholder":  # whose memory is somebody else's
+        if fake(self.value).dtype != self._dtype_of(kind):
+            self._then(aten._to_copy.default, dtype=self._dtype_of(kind))
+        elif self.value.op == "placeholder":  # the caller owns its memory
             self._then(aten.clone.default)
-        self.slot = Slot(kind, self.row.name)
+        self.slot = Slot(kind, self.spec.name)
 
     def reduce_over_shards(self) -> None:
+        """Reduce-scatter the gradient."""
         if self.value is not None:
-            self.value = over_shards(self.phase.module.graph, self.value, self.row, self.axes)
+            self.value = over_shards(self.phase.module.graph, self.value, self.spec, self.axes)
 
     def reduce_over_replicas(self) -> None:
-        """The rest of the reduction, and the cast to the dtype of the shard."""
+        """Finish the reduction, and cast to the dtype of the shard."""
         assert self.value is not None
-        self.value = over_replicas(self.phase.module.graph, self.value, self.row, self.axes)
-        if self.row.dtype != self.row.reduce_dtype:
-            self._then(aten._to_copy.default, dtype=self.row.dtype)
+        self.value = over_replicas(self.phase.module.graph, self.value, self.spec, self.axes)
+        if self.spec.dtype != self.spec.reduce_dtype:
+            self._then(aten._to_copy.default, dtype=self.spec.dtype)
 
     def _then(self, target: OpOverload, *args: Node, **kwargs: object) -> None:
         assert self.value is not None
@@ -196,9 +197,9 @@ class _Gradient:
 
 
 def mark_sums(full: Node, grad: Node | None) -> None:
-    """Mark in a joint graph what autograd adds up where a parameter is: what each use of it in forward passes back.
+    """Mark, in a joint graph, the sums in which autograd adds up the gradients of a parameter's uses in forward.
 
-    Where several calls come before one backward, FSDP2 has all that they pass back added up one after the other.
+    If several calls precede one backward, FSDP2 adds up the gradients of all their uses one after the other.
     """
     users = (user for user in full.users if not is_backward(user))
     uses = sum(leaf is full for user in users for leaf in pytree.tree_leaves((user.args, user.kwargs)))
@@ -208,8 +209,8 @@ def mark_sums(full: Node, grad: Node | None) -> None:
         uses, grad = uses - 1, grad.all_input_nodes[0]
 
 
-def _sums(grad: Node) -> list[Node]:
-    """The marked ones, the last one first."""
+def _sums_of_uses(grad: Node) -> list[Node]:
+    """Return the marked sums, the last one first."""
     found = []
     while grad.meta.get(_OF_USES):
         found.append(grad)
@@ -218,7 +219,7 @@ def _sums(grad: Node) -> list[Node]:
 
 
 def full_gradient(value: Node | None) -> Node | None:
-    """Where the way begins that ends at a reduced gradient: the casts at its end, then the reduction itself."""
+    """Return the full gradient that a reduced one is made of: skip the casts at the end, then the reduction."""
     while isinstance(value, Node) and OF_A_REDUCTION not in value.meta:
         value = value.all_input_nodes[0] if value.all_input_nodes else None
     while isinstance(value, Node) and OF_A_REDUCTION in value.meta:

@@ -1,13 +1,12 @@
-"""Decide what of a unit's forward is saved for backward, and what backward computes again.
+"""Decide which results of a unit's forward are saved for backward, and which backward recomputes.
 
       %1 = mm(%x, %w)                %1 = mm(%x, %w)      (recompute)
       %2 = relu(%1)                  %2 = relu(%1)        (recompute)
       %3 = mm(%2, %v)   # block 1    %3 = mm(%2, %v)      (save)       block 2 begins with it
 
-Only marks change, torch's own: `ac_graph_id` names the region a node belongs to, `recompute` holds a
-`CheckpointPolicy` for the partitioner. Regions of `torch.utils.checkpoint` in the user's model come marked from the
-capture and stay as they are; `policy` is about the other nodes of the units. `compile(activation=...)` puts this pass
-in front of the others.
+Only torch's marks change: `ac_graph_id` names the region of a node, `recompute` holds a `CheckpointPolicy` for the
+partitioner. Regions of `torch.utils.checkpoint` in the model are marked by the capture and stay as they are; `policy`
+is about the other nodes of units. `compile(activation=...)` puts this pass first.
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-import torch
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.profile import load_profile
 from graphshard.errors import PassError
-from graphshard.ir.graph import fake, is_backward, is_communication, with_parts
+from graphshard.ir.graph import fake, is_backward, is_communication, is_random, with_parts
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recomputed import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
 from graphshard.ir.units import unit_of
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_joint
 from graphshard.torch_compat.aot_autograd import min_cut_partition
 from graphshard.torch_compat.operators import OpOverload
 
-# "full": units keep their inputs. Operators: units keep their inputs and the results of these; of one in the graph that
-# is named, those of that one, as ranks that have pieces of different sizes must keep the same. A number from 0 to 1: as
-# much as that share of what the partitioner, left to itself, saves beyond "full". "auto": the share that is best under
-# the planner's memory limit, see `graphshard/pipeline/decide.py`.
+# "full": units save their inputs. Operators: units save their inputs and the results of these operators; of an operator
+# in the graph that is named, its result, as ranks whose pieces differ in size must save the same. A number from 0 to 1:
+# that share of the bytes that the partitioner saves by default beyond "full". "auto": the best share under the
+# planner's memory limit, see `graphshard/pipeline/memory_policy.py`.
 Activation: TypeAlias = Literal["full", "auto"] | tuple[OpOverload | str, ...] | float
 
 
@@ -51,8 +49,7 @@ class ActivationCheckpointing(Pass):
     policy: Activation
 
     def requires(self, program: Program) -> None:
-        if "backward" in program.phases:
-            raise PassError(f"{self.name}: the program is already partitioned; run this pass before partition")
+        check_joint(self, program)
         if any(is_communication(n) for phase in program.phases.values() for n in phase.module.graph.nodes):
             raise PassError(f"{self.name}: the graph already has collectives; run this pass before they are inserted")
         if self.policy == "auto":
@@ -73,7 +70,7 @@ def _marks(joint: Phase) -> list[tuple[object, object]]:
 
 
 def _kept(joint: Phase, regions: dict[Node, int], policy: Activation) -> set[str]:
-    """Names of the operators of regions whose results are saved."""
+    """Return the names of the operators of regions whose results are saved."""
     if isinstance(policy, tuple):
         return {node.name for node in regions if node.target in policy or node.name in policy}
     if isinstance(policy, (int, float)) and regions:
@@ -82,7 +79,6 @@ def _kept(joint: Phase, regions: dict[Node, int], policy: Activation) -> set[str
 
 
 def _mark(joint: Phase, regions: dict[Node, int], kept: Collection[str]) -> None:
-    """Make regions of nodes that are in none yet."""
     for node, region in regions.items():
         node.meta["ac_graph_id"] = region
         node.meta["recompute"] = SAVE if maker_of(node).name in kept else RECOMPUTE
@@ -90,13 +86,13 @@ def _mark(joint: Phase, regions: dict[Node, int], kept: Collection[str]) -> None
 
 
 def mark(program: Program, kept: Collection[str]) -> None:
-    """Mark what units save, the results of these operators, in a joint graph without marks of this pass."""
+    """Mark, in a joint graph without marks of this pass, the operators whose results units save."""
     joint = program.phases["joint"]
     _mark(joint, _unit_regions(joint, program.params.units), kept)
 
 
 def _unit_regions(joint: Phase, units: Sequence[str]) -> dict[Node, int]:
-    """The region of every forward node of a unit; each call of a unit is a region."""
+    """Return the region of every forward node of a unit; each call of a unit is a region."""
     nodes = [n for n in joint.module.graph.nodes if n.op == "call_function" and not is_backward(n)]
     first = max((n.meta["ac_graph_id"] for n in nodes if "ac_graph_id" in n.meta), default=-1) + 1
     calls: dict[str, int] = {}
@@ -109,21 +105,21 @@ def _unit_regions(joint: Phase, units: Sequence[str]) -> dict[Node, int]:
 
 
 def _unit_call(node: Node, units: Sequence[str]) -> str:
-    """Which call of which unit a node belongs to, "" for the root: torch gives every call of a module a key."""
+    """Return torch's key of the call of a unit that a node belongs to, "" for the root."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     unit = unit_of(next(reversed(stack.values()))[0], units) if stack else ""
     return next((key for key, (name, _) in stack.items() if unit and name == unit), "")
 
 
 def ranked(program: Program) -> dict[str, int]:
-    """What the partitioner would save of units in a joint graph, see `_ranked`."""
+    """Return the values that units of a joint graph could save, see `_ranked`."""
     joint = program.phases["joint"]
     return _ranked(joint, _unit_regions(joint, program.params.units))
 
 
 def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
-    """The first values that fit in a share of the bytes of all."""
-    room = int(share * sum(sizes.values()) + 0.01)  # bytes; what is a number of them may have been rounded
+    """Return the first values that fit in a share of the bytes of all."""
+    room = int(share * sum(sizes.values()) + 0.01)  # a share that is a number of bytes may have been rounded down
     kept: set[str] = set()
     for name, size in sizes.items():
         if size <= room:
@@ -133,11 +129,11 @@ def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
 
 
 def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
-    """Bytes of what the partitioner would save of regions, by operator: first what takes longest per byte to compute.
+    """Return the bytes of the values of regions that the partitioner would save, by operator, the best to save first.
 
-    The partitioner's own choice is the most there is to save. The cost of a value is that of the operators between it
-    and other saved values, on an H100; only ratios matter. Of equal ones the last is first, as backward needs it first:
-    what the last unit saves takes no more memory than what it would compute again at once.
+    The best takes longest per byte to recompute: the cost of a value is the time of the operators between it and other
+    saved values, on an H100; only ratios matter. Of equal values the last is first, as backward needs it first: saving
+    the values of the last unit takes no more memory than recomputing them at once.
     """
     num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
     forward, _ = min_cut_partition(joint.clone().module, num_outputs)
@@ -152,22 +148,21 @@ def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
     chains = {maker: _chain(maker, regions, stop) for maker in saved}
     costs = Costs(load_profile("h100"))
     seconds = {maker: costs.compute(sorted(chain)) for maker, chain in chains.items()}
-    states = {maker: sum(_state_bytes(n) for n in chain) for maker, chain in chains.items()}
-    cost = {maker: max(0, size - states[maker]) for maker, size in saved.items()}
+    sizes = {maker: max(0, size - sum(map(_state_bytes, chains[maker]))) for maker, size in saved.items()}
     place = {maker: index for index, maker in enumerate(saved)}
-    order = sorted(saved, key=lambda maker: (-seconds[maker] / max(1, cost[maker]), -place[maker]))
-    return {maker.name: cost[maker] for maker in order}
+    order = sorted(saved, key=lambda maker: (-seconds[maker] / max(1, sizes[maker]), -place[maker]))
+    return {maker.name: sizes[maker] for maker in order}
 
 
 def _state_bytes(node: Node) -> int:
-    """What must be saved so that a random operator draws the same again: the size of a generator's state."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    """Return the size of the generator state that must be saved to draw the same numbers again."""
+    if not is_random(node):
         return 0
     return 5056 if fake(with_parts(node)[-1]).device.type == "cpu" else 16
 
 
 def _chain(maker: Node, regions: dict[Node, int], stop: set[Node]) -> set[Node]:
-    """A node and what must run before it in its region, up to what is saved."""
+    """Return a node and its sources in its region, up to saved values."""
     found, stack = {maker}, [maker]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -1,19 +1,18 @@
-"""Take outputs that receive no gradient out of the backward graph.
+"""Remove outputs that receive no gradient from the backward graph.
 
     %t: f32[8, 16, 256] = tangent:1
     %b: f32[8, 16, 256] = nll_backward(%t0)
     %s = add(%b, %t)                         %s = %b
 
 A model that returns its loss and its logits is differentiated through the loss alone; autograd would pass zeros for
-the logits, as large as the logits. A gradient is linear in each tangent, so a zero tangent makes everything zero
-that depends on it alone.
+the logits, of the size of the logits. A gradient is linear in each tangent, so whatever depends on a zero tangent alone
+is zero.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,35 +30,19 @@ from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 from graphshard.torch_compat.operators import OpOverload
 
+# Operators with a zero result if any input is zero.
 _ZERO_IF_ANY = frozenset(
     {
-        operator.getitem,
-        aten._to_copy.default,
-        aten.bmm.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,
-        aten.mm.default,
-        aten.mul.Scalar,
-        aten.mul.Tensor,
-        aten.neg.default,
-        aten.sum.dim_IntList,
-        aten.sum.default,
-        c10d.all_reduce.default,
-        c10d.reduce_scatter_tensor.default,
-        WAIT,
-        REDUCED,
-        JOINED,
-        SCATTERED,
-        EXCHANGED,
+        *(operator.getitem, aten._to_copy.default, aten.clone.default, aten.constant_pad_nd.default),
+        *(aten.bmm.default, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default),
+        *(aten.sum.dim_IntList, aten.sum.default),
+        *(c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, WAIT),
+        *(REDUCED, JOINED, SCATTERED, EXCHANGED),
     }
 )
-# What is added to places of the first argument: nothing, where it is zero.
-_ADDED: dict[object, Callable[[Node], object]] = {
-    aten.index_add.default: lambda node: node.args[3],
-    aten.index_put.default: lambda node: node.args[2] if node.args[3:] == (True,) else None,
-    aten.scatter_add.default: lambda node: node.args[3],
-}
 _ZERO_IF_FIRST = frozenset({aten.div.Tensor, aten.div.Scalar, aten.embedding_dense_backward.default})
+# Operators that add to places of the first argument, with the position of the addend.
+_ADDEND = {aten.index_add.default: 3, aten.index_put.default: 2, aten.scatter_add.default: 3}
 
 
 @dataclass(frozen=True)
@@ -79,33 +62,30 @@ class DropUnusedTangents(Pass):
         if phase is None:
             return 0
         tangents = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
-        used = likely_used(tangents) if self.used is None else self.used
+        used = _likely_used(tangents) if self.used is None else self.used
         unused = {node for node, name in tangents.items() if name not in used}
         if unused:
             if used:
-                _write_no_more(phase, {name for name, through in program.rewritten.items() if used.isdisjoint(through)})
+                # Regions that write only buffers of unused outputs do not run again.
+                idle = {name for name, through in program.rewritten.items() if used.isdisjoint(through)}
+                pairs = zip(phase.results, phase.outputs)
+                phase.set_results([None if slot.of == "late" and slot.name in idle else v for v, slot in pairs])
                 _propagate(phase, set(unused))
-            else:  # a backward that only reduces what was added up before, whatever operators there are
+            else:  # a backward that only reduces sums of earlier ones, whatever its operators are
                 phase.set_results([None] * len(phase.outputs))
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)
 
 
-def likely_used(tangents: dict[Node, str]) -> frozenset[str]:
-    """Scalar outputs are losses; a model without one is differentiated through everything it returns."""
+def _likely_used(tangents: dict[Node, str]) -> frozenset[str]:
+    """Guess: scalar outputs are losses; a model without one is differentiated through every output."""
     scalars = frozenset(name for node, name in tangents.items() if fake(node).dim() == 0)
     return scalars or frozenset(tangents.values())
 
 
-def _write_no_more(phase: Phase, buffers: set[str]) -> None:
-    """Regions that write these do not run again."""
-    pairs = zip(phase.results, phase.outputs)
-    phase.set_results([None if slot.of == "late" and slot.name in buffers else value for value, slot in pairs])
-
-
 def _propagate(phase: Phase, zeros: set[Node]) -> None:
-    """Follow zeros through the graph: drop them from sums, materialise them where nothing is known."""
+    """Follow zeros through the graph: drop them from sums, materialize them for any operator that is not known."""
     graph = phase.module.graph
     for node in list(graph.nodes):
         dead = [n for n in node.all_input_nodes if n in zeros]
@@ -138,8 +118,11 @@ def _is_zero(node: Node, zeros: set[Node]) -> bool:
 
 
 def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
-    if node.target in _ADDED and _ADDED[node.target](node) in zeros:
-        return node.args[0] if isinstance(node.args[0], Node) and node.args[0] not in zeros else None
+    """Return the addend that a sum is equal to because the other one is zero."""
+    if node.target in _ADDEND and node.args[_ADDEND[node.target]] in zeros:
+        accumulates = node.target is not aten.index_put.default or node.args[3:] == (True,)
+        first = node.args[0]
+        return first if accumulates and isinstance(first, Node) and first not in zeros else None
     if node.target is not aten.add.Tensor or node.kwargs:
         return None
     rest = [a for a in node.args if isinstance(a, Node) and a not in zeros]
@@ -161,7 +144,7 @@ def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
 
 
 def _sizes_of_values(graph: Graph, zero: Node) -> dict[sympy.Symbol, Node]:
-    """Sizes of `zero` that depend on values, read off other inputs."""
+    """Insert reads of the data-dependent sizes of `zero` from other inputs."""
     found: dict[sympy.Symbol, Node] = {}
     placeholders = graph.find_nodes(op="placeholder")
     for symbol in symbols_of(fake(zero)) - set(size_inputs(graph)):
@@ -175,9 +158,9 @@ def _sizes_of_values(graph: Graph, zero: Node) -> dict[sympy.Symbol, Node]:
 
 
 def _erase(phase: Phase, unused: set[Node]) -> None:
-    """Erase what nothing needs any more, saved values that no other gradient reads included."""
+    """Erase dead nodes, and the saved values that no other gradient reads."""
     graph = phase.module.graph
-    erase_dead(graph, random=[node for node in graph.nodes if node.users])  # which eager mode would not draw either
+    erase_dead(graph, random=[node for node in graph.nodes if node.users])  # eager mode would not draw these either
     slots = phase.slot_of()
     idle = [node for node, slot in slots.items() if slot.kind != "size" and (node in unused or not node.users)]
     phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)

@@ -1,4 +1,4 @@
-"""Turn parameters into shards: gather each before its first use, reduce-scatter each gradient.
+"""Shard the parameters: all-gather each before its first use, reduce-scatter each gradient.
 
     %w: f32[8, 4] = param:w                  %s: f32[4, 4] = param:w
     %y = mm(%x, %w)                        * %g = all_gather_into_tensor(%s, 2, shard)
@@ -9,25 +9,37 @@
                                              return %ds as grad:w
 
 The reduction is in the parameter's reduce dtype. Shards are padded to equal size, so the graph is the same on every
-rank: rows beyond the parameter's are cut off after the gather and filled with zeros before the reduction. Where
-parameters are replicated over a second mesh axis, an all-reduce of the shard over that axis follows. A collective
-joins shards along the outermost dim in memory; where a parameter is sharded along another, its landing brings them side
-by side. A parameter that is not sharded, and a world of one rank, gets no collectives at all. Where a parameter decides
-itself what is gathered of it, capture has left a `join`, which becomes a gather: see `ir/joins.py`.
+rank: padding is cut off after the gather and filled with zeros before the reduction. If parameters are replicated over
+a second mesh axis, an all-reduce of the shard over that axis follows. A collective concatenates shards along the
+outermost dim in memory; the epilogue of a parameter that is sharded along another dim moves them there. A parameter
+that is not sharded, and a world of one rank, gets no collectives.
+
+For a parameter with `fsdp_pre_all_gather` capture has left a `join` of any number of tensors, which becomes one
+all-gather: a single tensor travels as it is, several in one buffer, of bytes if their dtypes differ.
+
+    %t = join([%a, %b], 2, w)         %f: u8[134] = cat([%a as bytes, %b as bytes])
+    %x: f32[8, 8] = %t[0]             %g: u8[268] = wait_tensor(all_gather_into_tensor(%f, 2, shard))
+    %y: u8[12] = %t[1]                %x, %y = columns of %g in their dtypes
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar
 
+import torch
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.graph import is_communication, rewrite_gradients
-from graphshard.ir.joins import insert_gathers
+from graphshard.ir.graph import WAIT, aten, c10d, calls_of, emit, fake, is_communication, rewrite_gradients
+from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import JOIN
+from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.transport import gather, reduce, reduced_over
+from graphshard.ir.transport import carrier, gather, reduce, reduced_over
 from graphshard.passes.base import Pass
 
 
@@ -49,22 +61,89 @@ class InsertCollectives(Pass):
             phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
             for node, slot in phase.slot_of().items():
                 if slot.kind == "param" and program.params[slot.name].num_shards > 1:
-                    row = program.params[slot.name]
-                    gather(phase.module.graph, node, row, row.on(program.mesh).shard)
+                    spec = program.params[slot.name]
+                    gather(phase.module.graph, node, spec, spec.on(program.mesh).shard)
                     count += 1
-            count += insert_gathers(phase, program.params, program.mesh)
-            count += _reduce_gradients(phase, program)
+            joins = calls_of(phase, JOIN)
+            for join in joins:
+                _replace_join(join, program)
+            count += len(joins) + _reduce_gradients(phase, program)
         return count
 
 
 def _as_held(slot: Slot, program: Program) -> Slot:
-    """A parameter that was gathered by hand comes in as it is."""
+    """Return the slot of a parameter that the user has gathered."""
     return Slot("gathered", slot.name) if slot.kind == "param" and program.params[slot.name].held else slot
 
 
 def _reduce_gradients(phase: Phase, program: Program) -> int:
     def reduced(grad: Node, name: str) -> Node:
-        row = program.params[name]
-        return reduce(phase.module.graph, grad, row, reduced_over(row, program))
+        spec = program.params[name]
+        return reduce(phase.module.graph, grad, spec, reduced_over(spec, program))
 
     return rewrite_gradients(phase, reduced)
+
+
+# Inserts a call.
+_Write = Callable[..., Node]
+
+
+def _replace_join(join: Node, program: Program) -> None:
+    """Replace a join with an all-gather, or with its tensors in a world of one rank."""
+    args: Any = join.args
+    tensors, num_ranks, name = args
+    graph, spec = join.graph, program.params[name]
+    write = partial(emit, graph, like=join)
+    with graph.inserting_before(join):
+        wholes = [tensor if fake(tensor).dim() else write(aten.reshape.default, tensor, [1]) for tensor in tensors]
+        if num_ranks > 1:
+            wholes = _gathered(write, wholes, spec, spec.on(program.mesh).shard)
+            if spec.dim > 0:
+                wholes = [_along_dim(write, whole, spec) for whole in wholes]
+    for user in list(join.users):
+        index: Any = user.args[1]
+        user.replace_all_uses_with(wholes[index])
+        graph.erase_node(user)
+    graph.erase_node(join)
+
+
+def _gathered(write: _Write, tensors: list[Node], spec: ParamRow, axis: Axis) -> list[Node]:
+    """Gather tensors in one collective."""
+    assert spec.extension is not None
+    dtype = carrier(spec.extension.dtype)
+    if len(tensors) == 1:
+        (tensor,) = tensors
+        if not fake(tensor).is_contiguous():
+            tensor = write(aten.clone.default, tensor, memory_format=torch.contiguous_format)
+        whole = _launch(write, _view_as(write, tensor, dtype), axis)
+        return [_view_as(write, whole, fake(tensor).dtype)]
+    flats = [_view_as(write, write(aten.reshape.default, tensor, [-1]), dtype) for tensor in tensors]
+    buffer = _launch(write, write(aten.cat.default, flats), axis)
+    ends = list(accumulate(fake(flat).numel() for flat in flats))
+    rows = write(aten.view.default, buffer, [axis.size, ends[-1]])
+    wholes = []
+    for tensor, start, end in zip(tensors, [0, *ends], ends):
+        column = write(aten.slice.Tensor, rows, 1, start, end)
+        dense = write(aten.clone.default, column, memory_format=torch.contiguous_format)
+        typed = _view_as(write, dense, fake(tensor).dtype)
+        shape = list(fake(tensor).shape)
+        wholes.append(write(aten.view.default, typed, [axis.size * shape[0], *shape[1:]]))
+    return wholes
+
+
+def _along_dim(write: _Write, whole: Node, spec: ParamRow) -> Node:
+    """Concatenate gathered shards along another dim than 0, as memory of the full parameter."""
+    dim, shape = spec.dim, list(fake(whole).shape)
+    ranks = write(aten.view.default, whole, [spec.num_shards, *spec.padded_shape])
+    joined = write(aten.permute.default, ranks, [*range(1, dim + 1), 0, *range(dim + 1, len(spec.shape) + 1)])
+    dense = write(aten.clone.default, joined, memory_format=torch.contiguous_format)
+    return write(aten.view.default, dense, shape)
+
+
+def _launch(write: _Write, tensor: Node, axis: Axis) -> Node:
+    return write(WAIT, write(c10d.all_gather_into_tensor.default, tensor, axis.size, axis.name))
+
+
+def _view_as(write: _Write, value: Node, dtype: torch.dtype) -> Node:
+    """View the bits as another dtype; the last dim counts elements of that."""
+    return value if fake(value).dtype == dtype else write(aten.view.dtype, value, dtype)

@@ -1,4 +1,4 @@
-"""Let backward read the gathered parameters that forward leaves behind, where the plan keeps them.
+"""Hand gathered parameters from forward to backward, where the plan keeps them.
 
     forward    %w: f32[8, 4] = wait_tensor(%g)          %w: f32[8, 4] = wait_tensor(%g)
                return %y as output:0                  * return %y as output:0, %w as saved:w
@@ -6,8 +6,8 @@
              * %w = wait_tensor(%g)                     %dx = mm(%dy, %w)
                %dx = mm(%dy, %w)
 
-This is what `reshard_after_forward=False` does for a parameter, decided after the graph was partitioned, when the plan
-knows what the memory has room for.
+`reshard_after_forward=False` does the same for a parameter; here the plan decides, which knows how much memory is left
+after the graph was partitioned.
 """
 
 from __future__ import annotations
@@ -20,11 +20,8 @@ from torch.fx import Node
 
 from graphshard.errors import PassError
 from graphshard.ir.graph import erase_dead, fake
-from graphshard.ir.layout import collectives
-from graphshard.ir.params import ParamRow
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.transport import landing
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_planned, full_parameter, gathers_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,11 @@ class KeepGathered(Pass):
     name: ClassVar[str] = "keep-gathered"
 
     def requires(self, program: Program) -> None:
-        if program.plan is None:
-            raise PassError(f"{self.name}: the program has no plan; run a planner first")
+        check_planned(self, program)
+        assert program.plan is not None
+        unknown = set(program.plan.kept).difference(spec.name for spec in program.params)
+        if unknown:
+            raise PassError(f"{self.name}: the plan keeps {sorted(unknown)[:5]}, which the program does not have")
         if program.plan.kept and not {"forward", "backward"} <= set(program.phases):
             raise PassError(f"{self.name}: the plan keeps parameters for a backward that the program does not have")
 
@@ -44,34 +44,27 @@ class KeepGathered(Pass):
 
 
 def keep_gathered(program: Program, names: Collection[str]) -> int:
-    """Hand these parameters from forward to backward; how many backward gathered again."""
-    kept = [program.params[name] for name in names]
-    if not kept or "forward" not in program.phases:  # another backward, which gathers again
+    """Hand these parameters from forward to backward; return how many backward gathered again."""
+    if not names or "forward" not in program.phases:  # a backward for other tangents gathers again
         return 0
     forward, backward = program.phases["forward"], program.phases["backward"]
-    ours, theirs = (_gathered(phase, kept) for phase in (forward, backward))
-    for name, again in theirs.items():
-        _hand_over(forward, backward, Slot("saved", name, of="gathered"), ours[name], again)
+    kept, gathered_again = (_full_parameters(phase, program, names) for phase in (forward, backward))
+    for name, again in gathered_again.items():
+        slot = Slot("saved", name, of="gathered")
+        forward.set_results([*forward.results, kept[name]])
+        forward.outputs = (*forward.outputs, slot)
+        given = backward.add_input(kept[name].name, slot, fake(again))
+        if "nn_module_stack" in again.meta:
+            given.meta["nn_module_stack"] = again.meta["nn_module_stack"]
+        again.replace_all_uses_with(given)
     erase_dead(backward.module.graph)
-    return len(theirs)
+    return len(gathered_again)
 
 
-def _gathered(phase: Phase, rows: list[ParamRow]) -> dict[str, Node]:
-    """The full parameters of a phase by name, as the model uses them."""
-    wanted = {row.name: row for row in rows}
+def _full_parameters(phase: Phase, program: Program, names: Collection[str]) -> dict[str, Node]:
     found: dict[str, Node] = {}
-    for collective in collectives(phase):
-        if collective.kind == "gather" and collective.params[0] in wanted:
-            (node,) = collective.waits
-            for _ in landing(wanted[collective.params[0]]):
-                (node,) = node.users
-            found[collective.params[0]] = node
+    for gather, spec in gathers_of(phase, program):
+        full = full_parameter(gather, spec) if spec.name in names else None
+        if full is not None:
+            found[spec.name] = full
     return found
-
-
-def _hand_over(forward: Phase, backward: Phase, slot: Slot, full: Node, again: Node) -> None:
-    forward.set_results([*forward.results, full])
-    forward.outputs = (*forward.outputs, slot)
-    given = backward.add_input(full.name, slot, fake(again))
-    given.meta.update({key: again.meta[key] for key in ("nn_module_stack",) if key in again.meta})
-    again.replace_all_uses_with(given)

@@ -1,4 +1,4 @@
-"""Ask the planner for a plan; the graph stays as it is, the passes that follow apply the plan."""
+"""Ask the planner for a plan; the graph stays as it is, and the passes that follow apply the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from graphshard.errors import PassError
 from graphshard.ir.program import Planner, Program
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_partitioned
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,15 @@ class MakePlan(Pass):
     """Requires: a partitioned program without a plan.  Preserves: the graph.
 
     Attributes:
-        planner: a function from a program to its plan. None leaves the choice to `compile`; in a pipeline that
-            runs without it, the plan is made unit by unit.
+        planner: a function from a program to its plan. None leaves the choice to `compile`; a pipeline that runs
+            without `compile` then plans unit by unit.
     """
 
     name: ClassVar[str] = "plan"
     planner: Planner | None = None
 
     def requires(self, program: Program) -> None:
-        if "joint" in program.phases:
-            raise PassError(f"{self.name}: the program is not partitioned yet; plan after partition")
+        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         if self.planner is None:

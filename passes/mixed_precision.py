@@ -1,4 +1,4 @@
-"""Store parameters and gradients in the parameters' own dtype; compute and communicate in the policy's.
+"""Store parameters and gradients in the parameters' dtype; compute and communicate in the policy's.
 
     %s: bf16[4, 4] = param:w                 %s: f32[4, 4] = param:w
                                              %c: bf16[4, 4] = _to_copy(%s, dtype=bf16)
@@ -7,8 +7,8 @@
     return %ds as grad:w                     %d: f32[4, 4] = _to_copy(%ds, dtype=f32)
                                              return %d as grad:w
 
-The program was captured with parameters in the compute dtype, so casts appear only at its edges. The cast comes
-before the gather, where it halves the bytes that travel.
+The program was captured with parameters in the compute dtype, so casts appear only at its edges. The cast precedes the
+gather, where it halves the bytes that travel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
 
 
@@ -32,35 +32,30 @@ class MixedPrecision(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({"stored_dtypes"})
 
     def rewrite(self, program: Program) -> int:
+        def cast_gradient(grad: Node, name: str) -> Node:
+            dtype = program.params[name].dtype
+            if fake(grad).dtype == dtype:
+                return grad
+            return emit(grad.graph, aten._to_copy.default, grad, dtype=dtype, like=grad)
+
         count = 0
         for phase in program.phases.values():
             for node, slot in phase.slot_of().items():
                 if slot.kind == "param":
-                    count += _cast_shard(phase, node, program.params[slot.name])
-            count += _cast_gradients(phase, program)
+                    count += _cast_shard(node, program.params[slot.name])
+            count += rewrite_gradients(phase, cast_gradient)
         return count
 
 
-def _cast_shard(phase: Phase, shard: Node, row: ParamRow) -> int:
-    if fake(shard).dtype == row.dtype:
+def _cast_shard(shard: Node, spec: ParamRow) -> int:
+    if fake(shard).dtype == spec.dtype:
         return 0
-    graph = phase.module.graph
     users = list(shard.users)
-    shard.meta["val"] = fake(shard).to(row.dtype)
+    shard.meta["val"] = fake(shard).to(spec.dtype)
     if users:
         first = min(users)
-        with graph.inserting_before(first):
-            cast = emit(graph, aten._to_copy.default, shard, dtype=row.compute_dtype, like=first)
+        with shard.graph.inserting_before(first):
+            cast = emit(shard.graph, aten._to_copy.default, shard, dtype=spec.compute_dtype, like=first)
         for user in users:
             user.replace_input_with(shard, cast)
     return 1
-
-
-def _cast_gradients(phase: Phase, program: Program) -> int:
-    def cast(grad: Node, name: str) -> Node:
-        dtype = program.params[name].dtype
-        if fake(grad).dtype == dtype:
-            return grad
-        return emit(phase.module.graph, aten._to_copy.default, grad, dtype=dtype, like=grad)
-
-    return rewrite_gradients(phase, cast)

@@ -1,7 +1,13 @@
 """Split the joint graph into forward and backward.
 
-What is saved between them is AOTAutograd's min-cut decision, under the marks that `reshard_after_forward` left. The
-placeholders get readable names here: the partitioner was the last to give meaning to theirs.
+AOTAutograd's min-cut partitioner decides what is saved, under the marks of `reshard_after_forward`. Placeholders get
+readable names here: the partitioner was the last to read meaning from their names.
+
+    joint      %w = wait_tensor(%g)              forward    %w = wait_tensor(%g)
+               %y = mm(%x, %w)                              %y = mm(%x, %w)
+               %dx = mm(%dy, t(%w))                         return %y as output:0, %s as param:w
+               return %y, %dx                    backward   %w = wait_tensor(all_gather_into_tensor(%s))
+                                                            %dx = mm(%dy, t(%w))
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import base_of, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.params import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
@@ -44,11 +50,13 @@ class Partition(Pass):
         grads = {slot.name: grad for grad, slot in zip(joint.results, joint.outputs) if slot.of == "param"}
         for node, slot in joint.slot_of().items():
             if slot.kind in ("param", "gathered"):
-                chain = until_landed(node, program.params[slot.name]) if slot.kind == "param" else []
-                slots.update(_saved_gathered(chain, program.params[slot.name]))
+                spec = program.params[slot.name]
+                chain = until_landed(node, spec) if slot.kind == "param" else []
+                landed = reversed(chain[-1 - len(landing(spec)) :])
+                slots |= {n.name: Slot("saved", spec.name, "gathered", left) for left, n in enumerate(landed)}
                 mark_sums(chain[-1] if chain else node, grads.get(slot.name))
         for node in filter(is_idle_draw, joint.module.graph.nodes):
-            node.meta.pop("recompute", None)  # for nobody, which needs no state of a generator
+            node.meta.pop("recompute", None)  # nothing draws again, so no generator state is saved
         forward, backward = _split(joint, num_outputs)
         _name_random_states(forward, backward, num_outputs)
         _drop_idle(forward, backward, num_outputs)
@@ -70,7 +78,7 @@ class Partition(Pass):
             lift_sizes(phase, program.sizes)
             _rename_placeholders(phase)
             for node in phase.module.graph.nodes:
-                for mark in ("recompute", "ac_graph_id", "partitioner_tag", IN_FORWARD):  # they have done their work
+                for mark in ("recompute", "ac_graph_id", "partitioner_tag", IN_FORWARD):
                     node.meta.pop(mark, None)
         _mark_recomputed(forward, backward)
         _unalias(program.phases["backward"], program.params)
@@ -78,14 +86,14 @@ class Partition(Pass):
 
 
 def _split(joint: Phase, num_outputs: int) -> tuple[GraphModule, GraphModule]:
-    """The partitioner's two graphs. What is marked to be computed in forward is one of its results meanwhile."""
+    """Run the partitioner; nodes that are marked to be computed in forward are results of the joint graph for it."""
     marked = [node for node in joint.module.graph.nodes if node.meta.get(IN_FORWARD)]
     for node in marked:
         node.meta["recompute"] = SAVE
     output, results = joint.module.graph.output_node(), joint.results
     output.meta.pop("desc", None)  # one for each result
     joint.set_results([*results[:num_outputs], *marked, *results[num_outputs:]])
-    subgraphs = give_attributes(joint.module)  # which the partitioner looks for
+    subgraphs = give_attributes(joint.module)  # the partitioner looks for these
     forward, backward = min_cut_partition(joint.module, num_outputs + len(marked))
     for module in (forward, backward):
         take_attributes(module, subgraphs)
@@ -95,21 +103,23 @@ def _split(joint: Phase, num_outputs: int) -> tuple[GraphModule, GraphModule]:
 
 
 def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Finish what the partitioner makes of random operators that are computed again.
+    """Name generator states, and complete the fake values, of random operators that backward runs again.
 
         %s, %y = run_and_save_rng_state(bernoulli, %x)        %y = run_with_rng_state(%s, bernoulli, %x)
 
-    It gives the states in both graphs in the same order, but not the same names, and few of the fake values. Backward
-    has lost what it does not need of the region, but not the states.
+    The partitioner has the states in the same order in both graphs, but under other names and with few fake values.
+    Backward has lost the nodes of the region that it does not need, but not the states.
     """
     saved = _results(forward)[num_outputs:]
-    states, names = [node for node in saved if _is_random_state(node)], {node.name for node in saved}
+    names = {node.name for node in saved}
+    from_rng = (node for node in saved if node.target is operator.getitem)
+    states = [node for node in from_rng if node.all_input_nodes[0].target is run_and_save_rng_state]
     inputs = [n for n in backward.graph.find_nodes(op="placeholder") if "tangent" not in n.name]
     unnamed = [node for node in inputs if node.name not in names]
     for index, (state, placeholder) in enumerate(zip(states, unnamed, strict=True)):
         draw = state.all_input_nodes[0]
         (value,) = (user for user in draw.users if user is not state)
-        # The partitioner says that the size of a state is dynamic.
+        # The partitioner makes the size of a state dynamic.
         like = fake(state).new_empty([hint(fake(state).shape[0])])
         draw.meta = {**value.meta, "val": (like, value.meta["val"])}
         for redraw in placeholder.users:
@@ -121,19 +131,9 @@ def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs
         state.name = placeholder.name = placeholder.target = f"random_state_{index}"
 
 
-def _is_random_state(node: Node) -> bool:
-    return node.target is operator.getitem and node.all_input_nodes[0].target is run_and_save_rng_state
-
-
 def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
-    """An input of the step keeps its slot when it is saved; anything else is a saved value."""
+    """Return the slot of an input of the step, which it keeps when it is saved, or of a saved value."""
     return slots.get(node.name) or Slot("saved", node.name)
-
-
-def _saved_gathered(chain: list[Node], row: ParamRow) -> dict[str, Slot]:
-    """Slots of a parameter that was gathered, and of what lands as it, by node names, if they are saved."""
-    landed = chain[len(chain) - len(landing(row)) - 1 :] if chain else []
-    return {n.name: Slot("saved", row.name, "gathered", left) for left, n in enumerate(reversed(landed))}
 
 
 def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:
@@ -145,26 +145,24 @@ def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:
 
 
 def _results(module: GraphModule) -> list[Node]:
-    (output,) = module.graph.find_nodes(op="output")
-    return list(output.args[0])
+    return list(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def _drop_idle(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
-    """Save nothing that backward does not read, such as a parameter that was only marked to be kept."""
+    """Drop saved values that backward does not read, such as a parameter that was only marked to be kept."""
     forwards = {node.name for node in forward.graph.nodes}
     erase_dead(backward.graph, random=[node for node in backward.graph.nodes if node.name in forwards])
     idle = {n.name: n for n in backward.graph.find_nodes(op="placeholder") if not n.users and "tangent" not in n.name}
-    (output,) = forward.graph.find_nodes(op="output")
-    results = list(output.args[0])
+    results = _results(forward)
     saved = [node for node in results[num_outputs:] if node.name not in idle]
-    output.args = ((*results[:num_outputs], *saved),)
+    forward.graph.output_node().args = ((*results[:num_outputs], *saved),)
     erase_dead(forward.graph)
     for node in idle.values():
         backward.graph.erase_node(node)
 
 
 def _return_shown(forward: Phase, slots: Mapping[str, Slot], params: ParamTable) -> None:
-    """Let forward return the full parameters that modules show, too, but those that backward reads in any form."""
+    """Let forward return the full parameters that modules show, unless backward reads them in any form."""
     saved = {slot.name for slot in forward.outputs if slot.is_full}
     named = [(node, slots.get(node.name)) for node in forward.module.graph.nodes]
     landed = [(node, slot.name) for node, slot in named if slot and slot.of == "gathered" and slot.index == 0]
@@ -174,9 +172,9 @@ def _return_shown(forward: Phase, slots: Mapping[str, Slot], params: ParamTable)
 
 
 def _unalias(backward: Phase, params: ParamTable) -> None:
-    """Copy gradients that would share memory with a tangent or with each other, or are laid out unlike the parameter.
+    """Copy gradients that share memory with a tangent or each other, or whose layout is not the parameter's.
 
-    `.grad` is written in place, and FSDP2's is contiguous.
+    `.grad` is written in place, and contiguous in FSDP2.
     """
     results = backward.results
     seen: set[Node] = set()
@@ -184,15 +182,12 @@ def _unalias(backward: Phase, params: ParamTable) -> None:
         if not isinstance(node, Node):
             continue
         base = base_of(node)
-        row = params[slot.name] if slot.of == "param" else None
-        if base.op == "placeholder" or base in seen or (row and not _laid_out(node, row)):
-            results[index] = laid_out(node, row.order if row else ())
+        order = params[slot.name].order if slot.of == "param" else ()
+        misplaced = slot.of == "param" and not (fake(node).permute(order) if order else fake(node)).is_contiguous()
+        if base.op == "placeholder" or base in seen or misplaced:
+            results[index] = laid_out(node, order)
         seen.add(base)
     backward.set_results(results)
-
-
-def _laid_out(node: Node, row: ParamRow) -> bool:
-    return (fake(node).permute(row.order) if row.order else fake(node)).is_contiguous()
 
 
 def _rename_placeholders(phase: Phase) -> None:

@@ -6,8 +6,8 @@
     %w1 = wait_tensor(%g1)                     %w1 = wait_tensor(%g1)
     %y1 = mm(%y0, %w1)                         %y1 = mm(%y0, %w1)
 
-The compute keeps its order. What belongs to a collective moves with it: casts and copies before it are done when it
-starts, those behind it when it is waited for. Copies of its shards from the host start when the gather before it does.
+The compute keeps its order. The casts and copies of a collective move with it: the prologue to its start, the epilogue
+to its wait. Copies of its shards from the host start when the gather before it does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_planned
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Reorder(Pass):
     establishes: ClassVar[frozenset[str]] = frozenset({"planned_order", "live_memory"})
 
     def requires(self, program: Program) -> None:
-        if program.plan is None:
-            raise PassError(f"{self.name}: the program has no plan; run a planner first")
+        check_planned(self, program)
 
     def rewrite(self, program: Program) -> int:
         assert program.plan is not None
@@ -61,44 +60,36 @@ def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
     due: defaultdict[int, list[Event]] = defaultdict(list)
     for event in plan.events.get(phase_name, ()):
         due[min(event.at, len(layout.compute))].append(event)
-
     starts = [event.bucket for event in plan.events.get(phase_name, ()) if event.action == "start"]
     gathers = [name for name in starts if plan.bucket(name).kind == "gather"]
-    ahead = dict(itertools.pairwise(gathers))
+    next_gather = dict(itertools.pairwise(gathers))
 
     def launch_of(name: str) -> Collective:
         bucket = plan.bucket(name)
         return launches[bucket.kind, bucket.axis, bucket.members[0]]
 
-    order: list[Node] = _uploads(launch_of(gathers[0]), layout) if gathers else []
+    def uploads(name: str) -> list[Node]:
+        return [node for node in layout.before[launch_of(name).node] if node.target is UPLOAD]
+
+    order: list[Node] = uploads(gathers[0]) if gathers else []
     for position in range(len(layout.compute) + 1):
         for event in due[position]:
             collective = launch_of(event.bucket)
-            order += _start(collective, layout) if event.action == "start" else _wait(collective, layout)
-            if event.action == "start" and event.bucket in ahead:
-                order += _uploads(launch_of(ahead[event.bucket]), layout)
+            if event.action == "wait":
+                order += [node for wait in collective.waits for node in (wait, *layout.after[wait])]
+                continue
+            order += [node for node in layout.before[collective.node] if node.target is not UPLOAD]
+            sources = [wait.all_input_nodes[0] for wait in collective.waits]
+            order += [collective.node, *(source for source in sources if source is not collective.node)]
+            if event.bucket in next_gather:
+                order += uploads(next_gather[event.bucket])
         for node in layout.compute[position : position + 1]:
             order += with_parts(node)
     return order
 
 
-def _start(collective: Collective, layout: Layout) -> list[Node]:
-    parts = [w.all_input_nodes[0] for w in collective.waits if w.all_input_nodes[0] is not collective.node]
-    before = [node for node in layout.before[collective.node] if node.target is not UPLOAD]
-    return [*before, collective.node, *parts]
-
-
-def _uploads(collective: Collective, layout: Layout) -> list[Node]:
-    """The copies of shards to the device, which run one gather ahead."""
-    return [node for node in layout.before[collective.node] if node.target is UPLOAD]
-
-
-def _wait(collective: Collective, layout: Layout) -> list[Node]:
-    return [node for wait in collective.waits for node in (wait, *layout.after[wait])]
-
-
 def _check(old: list[Node], new: list[Node], phase_name: str) -> None:
-    """The plan must place every node once, and every node after its inputs."""
+    """Check that the plan places every node once, and every node after its inputs."""
     placed: set[Node] = set()
     for node in new:
         if node in placed:

@@ -1,28 +1,27 @@
 """Decide what backward finds of a gathered parameter: nothing (gather again), or the full tensor (keep).
 
-A row with `reshard` has its cast, gather, wait and cut-off marked to be recomputed, so that the partitioner saves
-only the shard and repeats the gather in backward. A row without it has the full parameter marked to be saved. Views of
-a parameter are made again: what forward leaves of it is the parameter itself or nothing, and `reshard()` may free that.
-Of a parameter that decides itself what is gathered (`ir/joins.py`), what it does before and after its gather is
-repeated, too. One that is not gathered, as on one rank, is there in backward; if it is offloaded, it is copied to the
-device again, so its cast is repeated. The marks are torch's own: `meta["recompute"]` with a `CheckpointPolicy`.
+For a parameter with `reshard`, its cast, gather, wait and epilogue are marked to be recomputed, so that the partitioner
+saves only the shard and repeats the gather in backward. For any other the full parameter is marked to be saved. Views
+of a parameter are recomputed: forward leaves the parameter itself or nothing, and `reshard()` may free that. For a
+parameter with `fsdp_pre_all_gather`, its computation before and after the gather is repeated, too. A parameter that is
+not gathered, as on one rank, is still there in backward; if it is offloaded, it is copied to the device again, so its
+cast is repeated. The marks are torch's: `meta["recompute"]` with a `CheckpointPolicy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, is_backward, is_view
-from graphshard.ir.joins import around_gathers
+from graphshard.ir.operators import REDUCED
 from graphshard.ir.params import ParamRow
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import landing
-from graphshard.passes.base import Pass
+from graphshard.passes.base import Pass, check_joint, gathers_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 
 
@@ -32,36 +31,37 @@ class ReshardAfterForward(Pass):
     Preserves: the graph; only marks for the partitioner change.
 
     Attributes:
-        offloaded: parameters live on the host, but on CPU meshes, where that is the device.
+        offloaded: parameters live on the host; without effect on a CPU mesh.
     """
 
     name: ClassVar[str] = "reshard-after-forward"
     offloaded: bool = False
 
     def requires(self, program: Program) -> None:
-        if "backward" in program.phases:
-            raise PassError(f"{self.name}: the program is already partitioned; run this pass before partition")
+        check_joint(self, program)
 
     def rewrite(self, program: Program) -> int:
-        count = 0
         joint = program.phases.get("joint")
+        if joint is None:
+            return 0
+        count = 0
         away = self.offloaded and program.device.type != "cpu"
-        for node, slot in joint.slot_of().items() if joint else ():
+        for node, slot in joint.slot_of().items():
             if slot.kind not in ("param", "gathered"):
                 continue
-            row = program.params[slot.name]
-            chain = until_landed(node, row) if slot.kind == "param" else []
-            again = away and row.num_shards == 1 and row.reshard and not row.ignored
+            spec = program.params[slot.name]
+            chain = until_landed(node, spec) if slot.kind == "param" else []
+            again = away and spec.num_shards == 1 and spec.reshard and not spec.ignored
             if again:
                 chain = [user for user in node.users if user.target is aten._to_copy.default and not is_backward(user)]
-            if chain and not row.reshard:
+            if chain and not spec.reshard:
                 count += _mark(chain[-1:], CheckpointPolicy.MUST_SAVE)
             else:
                 count += _mark(chain, CheckpointPolicy.MUST_RECOMPUTE)
             full = [node, *chain] if again else [node] if slot.kind == "gathered" else chain[-1:]
             count += _mark(_views(full), CheckpointPolicy.MUST_RECOMPUTE)
-        for name, (before, wait, after) in around_gathers(joint).items() if joint else ():
-            if program.params[name].reshard:
+        for spec, before, wait, after in _around_subclass_gathers(joint, program):
+            if spec.reshard:
                 count += _mark([*before, wait, *after], CheckpointPolicy.MUST_RECOMPUTE)
             else:
                 count += _mark([wait], CheckpointPolicy.MUST_SAVE)
@@ -76,20 +76,62 @@ def _mark(nodes: Sequence[Node], policy: CheckpointPolicy) -> int:
 
 
 def _views(values: Sequence[Node]) -> list[Node]:
-    """Views of values, and views of these."""
+    """Return the views of values, and views of these."""
     found = [user for value in values for user in value.users if is_view(user) and not is_backward(user)]
     return [*found, *_views(found)] if found else []
 
 
-def until_landed(shard: Node, row: ParamRow) -> list[Node]:
-    """The chain that graphshard put between a shard and the model's use of the full parameter."""
-    if row.num_shards == 1 or not shard.users:
+def until_landed(shard: Node, spec: ParamRow) -> list[Node]:
+    """Return the nodes that graphshard inserted between a shard and the model's uses of the full parameter."""
+    if spec.num_shards == 1 or not shard.users:
         return []
     chain = [shard]
     while chain[-1].target is not WAIT:
-        if len(chain[-1].users) != 1:  # nobody gathers it
+        if len(chain[-1].users) != 1:  # it is not gathered
             return []
         chain += chain[-1].users
-    for _ in landing(row):
+    for _ in landing(spec):
         chain += chain[-1].users
     return chain[1:]
+
+
+def _around_subclass_gathers(phase: Phase, program: Program) -> Iterator[tuple[ParamRow, list[Node], Node, list[Node]]]:
+    """Yield each parameter with `fsdp_pre_all_gather`, the nodes before its gather, its wait, and the nodes after it.
+
+    The nodes after the wait read gathered and stored parameters alone, in forward. The nodes before the gather do not
+    include what is reduced over ranks on the way, nor the sources of that.
+    """
+    parts = {node for node, slot in phase.slot_of().items() if slot.kind == "part"}
+    for gather, spec in gathers_of(phase, program):
+        sources = _sources(gather.node, ())
+        if parts.isdisjoint(sources):
+            continue
+        (wait,) = gather.waits
+        reduced = [node for node in sources if node.target is REDUCED]
+        before = [node for node in _sources(gather.node, reduced) if node.op == "call_function"]
+        yield spec, before, wait, _following(wait, {*parts, *before, *reduced, wait})
+
+
+def _sources(node: Node, ends: Collection[Node]) -> list[Node]:
+    """Return a node and its sources, without `ends` and their sources."""
+    found: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in found and current not in ends:
+            found[current] = None
+            stack.extend(current.all_input_nodes)
+    return list(found)
+
+
+def _following(wait: Node, known: set[Node]) -> list[Node]:
+    """Return the forward nodes that read a gathered parameter and known nodes alone."""
+    found: dict[Node, None] = {}
+    stack = [wait]
+    while stack:
+        for user in stack.pop().users:
+            ours = user.op == "call_function" and not is_backward(user)
+            if ours and user not in found and all(node in known or node in found for node in user.all_input_nodes):
+                found[user] = None
+                stack.append(user)
+    return list(found)

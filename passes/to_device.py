@@ -1,15 +1,14 @@
-"""Move a captured graph to another kind of device: the values it makes and the devices that operators are given.
+"""Move a captured graph to another kind of device: its values, and the device arguments of its operators.
 
     %0: f32[4] = input:0  (cpu)                             %0: f32[4] = input:0  (cuda)
     %1 = arange(4, device=cpu)                              %1 = arange(4, device=cuda)
 
-A machine without a GPU captures programs for GPUs this way: autograd of fake CUDA tensors asks for device streams.
+This is how a machine without a GPU captures programs for GPUs: autograd of fake CUDA tensors asks for device streams.
 Operators that only the CPU has cannot be moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,14 +21,14 @@ from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of, fake_tensor
 from graphshard.torch_compat.operators import pytree
 
-# Parts of names of operators that torch has for one kind of device.
+# Parts of the names of operators that torch has for the CPU only.
 _CPU_ONLY = ("_for_cpu", "mkldnn", "onednn")
 
 
 @dataclass(frozen=True)
 class ToDevice(Pass):
-    """Requires: a captured program without operators of the CPU's own.  Preserves: everything but devices.
-    Counts the devices that operators are given.
+    """Requires: a captured program without operators that only the CPU has.  Preserves: everything but devices.
+    Counts the device arguments.
 
     Attributes:
         device: kind of device, such as "cuda".
@@ -53,6 +52,11 @@ class ToDevice(Pass):
         if program.device.type == self.device:
             return 0
         device = program.device = torch.device(self.device)
+
+        def move(value: torch.Tensor) -> torch.Tensor:
+            shape, stride = list(value.shape), list(value.stride())
+            return fake_tensor(fake_mode_of(value), shape, stride, value.dtype, device)
+
         count = 0
         for phase in program.phases.values():
             for node in phase.module.graph.nodes:
@@ -61,14 +65,6 @@ class ToDevice(Pass):
                     (node.args, node.kwargs), lambda arg: device if isinstance(arg, torch.device) else arg
                 )
                 if "val" in node.meta:
-                    node.meta["val"] = pytree.tree_map_only(torch.Tensor, _moved(device), node.meta["val"])
-                count += len(given)  # what a program's text shows
+                    node.meta["val"] = pytree.tree_map_only(torch.Tensor, move, node.meta["val"])
+                count += len(given)  # these are visible in the program's text
         return count
-
-
-def _moved(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    def move(value: torch.Tensor) -> torch.Tensor:
-        shape, stride = list(value.shape), list(value.stride())
-        return fake_tensor(fake_mode_of(value), shape, stride, value.dtype, device)
-
-    return move

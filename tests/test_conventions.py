@@ -1,4 +1,4 @@
-"""What CONTRIBUTING asks of every pass, asked of every pass."""
+"""Conventions of CONTRIBUTING for passes, checked for every pass."""
 
 from __future__ import annotations
 
@@ -18,14 +18,23 @@ from graphshard.passes import Pass
 from tests.codec.test_round_trip import filled
 
 HERE = Path(__file__).parent
-SOURCES = sorted(path for path in (HERE.parent / "passes").glob("*.py") if path.stem not in ("__init__", "base"))
+PASSES_DIR = HERE.parent / "passes"
+# Files of `passes` without a pass.
+HELPERS = ("__init__", "base", "vocabulary_loss")
+SOURCES = sorted(path for path in PASSES_DIR.rglob("*.py") if path.stem not in HELPERS)
 # A golden inside a test is at most this long; a longer one is a file.
 GOLDEN_LINES = 25
 
 
+def file_of_tests(source: Path) -> Path:
+    """Return the test file of a pass: at the same place under `tests/passes`."""
+    return HERE / "passes" / source.relative_to(PASSES_DIR).with_name(f"test_{source.name}")
+
+
 def passes_of(source: Path) -> list[type[Pass]]:
-    """The passes that a file defines."""
-    module = importlib.import_module(f"graphshard.passes.{source.stem}")
+    """Return the passes that a file defines."""
+    name = ".".join(source.relative_to(PASSES_DIR).with_suffix("").parts)
+    module = importlib.import_module(f"graphshard.passes.{name}")
     classes = inspect.getmembers(module, inspect.isclass)
     return [kind for _, kind in classes if issubclass(kind, Pass) and kind.__module__ == module.__name__]
 
@@ -37,13 +46,13 @@ def source(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def kind(source: Path) -> type[Pass]:
-    """The pass of a file."""
+    """Return the pass of a file."""
     (found,) = passes_of(source)
     return found
 
 
 def inline_goldens(test_file: Path) -> list[str]:
-    """The texts that `assert_expected_inline` compares with."""
+    """Return the texts that `assert_expected_inline` compares with."""
     calls = (node for node in ast.walk(ast.parse(test_file.read_text())) if isinstance(node, ast.Call))
     inline = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "assert_expected_inline"]
     texts = [node.args[1].value for node in inline if isinstance(node.args[1], ast.Constant)]
@@ -52,17 +61,17 @@ def inline_goldens(test_file: Path) -> list[str]:
 
 
 def test_a_file_has_one_pass(source: Path) -> None:
-    """And says in its first line what the pass does."""
+    """The first line of its docstring is a sentence: `print(Pipeline())` shows it."""
     assert len(passes_of(source)) == 1
     assert (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0].endswith((".", ":"))
 
 
 def test_it_is_in_the_catalogue(source: Path, kind: type[Pass]) -> None:
-    """The names that `graphshard.passes` exports, and the list in its docstring, which agree."""
+    """The exports of `graphshard.passes` and the list in its docstring agree."""
     assert kind.__name__ in passes.__all__
     assert getattr(passes, kind.__name__) is kind
     listed = re.findall(r"^    (\w+)  +\S", passes.__doc__ or "", re.MULTILINE)
-    assert sorted(listed) == [path.stem for path in SOURCES]
+    assert sorted(listed) == sorted(path.stem for path in SOURCES)
 
 
 def test_the_catalogue_has_nothing_else() -> None:
@@ -82,25 +91,24 @@ def test_it_is_a_frozen_dataclass_with_a_name(kind: type[Pass]) -> None:
 
 
 def test_it_has_tests_and_a_golden(source: Path) -> None:
-    test_file = HERE / "passes" / f"test_{source.stem}.py"
+    test_file = file_of_tests(source)
     assert test_file.exists()
     files = list(test_file.parent.glob(f"{test_file.stem}*.txt"))
     assert inline_goldens(test_file) or files, "compare the printed program with assert_expected_inline, or with a file"
 
 
 def test_no_tests_without_a_pass() -> None:
-    tested = {path.stem.removeprefix("test_") for path in (HERE / "passes").glob("test_*.py")}
-    assert tested == {source.stem for source in SOURCES}
+    assert set((HERE / "passes").rglob("test_*.py")) == set(map(file_of_tests, SOURCES))
 
 
 def test_goldens_in_tests_are_short() -> None:
-    """Those of passes; whoever reads a test sees it as a whole."""
-    texts = [text for path in (HERE / "passes").glob("test_*.py") for text in inline_goldens(path)]
+    """A reader sees a test as a whole."""
+    texts = [text for path in (HERE / "passes").rglob("test_*.py") for text in inline_goldens(path)]
     assert max(len(text.splitlines()) for text in texts) <= GOLDEN_LINES
 
 
 def test_it_can_be_replayed(kind: type[Pass]) -> None:
-    """`graphshard repro` makes it of a stage's file, with every option; `tests/debug/test_repro.py` runs it."""
+    """`graphshard repro` builds it from a stage's file, with every option; `tests/debug/test_repro.py` runs it."""
     step = filled(kind)
     found = decode_pass(encode_pass(step))
     assert (found.step, found.name, found.problem) == (step, kind.name, "")

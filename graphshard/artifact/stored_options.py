@@ -29,7 +29,7 @@ from graphshard.ir.params import ParamTable
 from graphshard.ir.text import brief
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
-from graphshard.passes import MakePlan, Offload, Pass
+from graphshard.passes import MakePlan, OffloadParameters, Pass
 from graphshard.schedule.by_cost import PlanByCost
 
 # Fields of a parameter's row, in the order in which they are compared, and the options that decide them.
@@ -140,7 +140,7 @@ def _regathered(tracer: Tracer) -> int | None:
 
 
 def _offload(tracer: Tracer) -> dict[str, Any] | None:
-    offloads = any(step.name == Offload.name for step in tracer.pipeline)
+    offloads = any(step.name == OffloadParameters.name for step in tracer.pipeline)
     return {"pin_memory": tracer.storage.pinned} if offloads else None
 
 

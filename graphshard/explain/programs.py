@@ -37,7 +37,7 @@ from graphshard.lower.regions import lower, outline
 from graphshard.options.options import Options
 from graphshard.options.resolve import pipeline_of
 from graphshard.options.simulated_mesh import Parallelize
-from graphshard.passes import MakePlan, OverlapCollectives, Pass
+from graphshard.passes import MakePlan, OverlapModelCollectives, Pass
 from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
@@ -132,7 +132,7 @@ class Programs:
             passes = decided(passes, program, observer.show)
         before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
         # Overlapping moves compute from one block into the next, so it is for the whole program.
-        of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapCollectives), before_plan))
+        of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapModelCollectives), before_plan))
         for step in of_blocks:
             run_pass(step, program, observer)
         if repeats is not None:

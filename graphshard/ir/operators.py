@@ -27,7 +27,7 @@ are plain copies.
   on the host, into pinned memory: half as many bytes travel, with the same bits. One thread casts 20 GB/s of float32 to
   bfloat16 (an EPYC core by its CPU time), and PCIe 5 brings 50, so this takes at least four threads for each rank to be
   faster. The thread that launches kernels would have to wait for it, and torchrun leaves it one core: it is the
-  user's choice (`Offload(cast_on_host=True)`).
+  user's choice (`OffloadParameters(cast_on_host=True)`).
 * Gradients are cast behind their reduction on the compute stream, which has waited for it. It is only this rank's
   shard: 6 bytes a parameter, 0.2 ms of an H100's memory in a step of 8 billion parameters on 64 ranks. Another stream
   would take an event and a record of the memory for each of them.

@@ -62,7 +62,7 @@ def prologue(row: ParamRow) -> Steps:
 def landing(row: ParamRow) -> Steps:
     """How a gathered buffer, the ranks' shards one behind another, becomes the parameter.
 
-    Nothing is known of it where the parameter decides itself what is gathered: see `graphshard.ir.joins`.
+    Nothing is known of it where the parameter decides itself what is gathered: see `passes/insert_collectives.py`.
     """
     if row.extension:
         return []

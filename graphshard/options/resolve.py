@@ -40,12 +40,12 @@ from graphshard.options.options import Activation, Options
 from graphshard.options.validate import check_ignored, check_params, check_placements, placements_of
 from graphshard.passes import (
     ActivationCheckpointing,
-    GatherInFloat8,
+    Float8AllGather,
     KeepGathered,
     MakePlan,
-    Offload,
+    OffloadParameters,
     Pass,
-    RegatherInGroup,
+    RegatherInSubgroup,
     ReshardAfterForward,
 )
 from graphshard.pipeline.pipeline import Pipeline
@@ -137,7 +137,7 @@ def with_planner(
     Raises:
         ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
     """
-    if any(isinstance(step, GatherInFloat8) for step in pipeline):  # its gathers are not of the sizes that costs know
+    if any(isinstance(step, Float8AllGather) for step in pipeline):  # its gathers are not of the sizes that costs know
         costs = None
     index = next((i for i, step in enumerate(pipeline) if type(step) is MakePlan and step.planner is None), None)
     if index is None or costs is None:
@@ -203,12 +203,12 @@ def with_offload(pipeline: Pipeline) -> Pipeline:
     """With `offload` before the plan is made, unless the user put it somewhere; backward copies what it needs again."""
     default, offloaded = ReshardAfterForward(), ReshardAfterForward(offloaded=True)
     pipeline = pipeline.replace(default.name, offloaded) if default in tuple(pipeline) else pipeline
-    return _before_plan(pipeline, Offload())
+    return _before_plan(pipeline, OffloadParameters())
 
 
 def with_regather(pipeline: Pipeline) -> Pipeline:
-    """With `regather-in-group` before the plan is made, unless the user put it somewhere."""
-    return _before_plan(pipeline, RegatherInGroup())
+    """With `regather-in-subgroup` before the plan is made, unless the user put it somewhere."""
+    return _before_plan(pipeline, RegatherInSubgroup())
 
 
 def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:

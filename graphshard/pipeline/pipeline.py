@@ -22,12 +22,12 @@ from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
     Bucketing,
+    CoalesceModelCollectives,
     DropUnusedTangents,
     InsertCollectives,
-    JoinCollectives,
     MakePlan,
     MixedPrecision,
-    OverlapCollectives,
+    OverlapModelCollectives,
     Partition,
     Pass,
     Reorder,
@@ -45,8 +45,8 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     ReshardAfterForward(),  # what the partitioner must recompute or save
     Partition(),  # joint -> forward + backward
     DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
-    OverlapCollectives(),  # the model's own run beside compute that does not need them
-    JoinCollectives(),  # what of it runs at once travels together
+    OverlapModelCollectives(),  # the model's own run beside compute that does not need them
+    CoalesceModelCollectives(),  # what of it runs at once travels together
     MakePlan(),  # which collectives travel together, and when
     Bucketing(),  # they travel together
     Reorder(),  # they start and are waited for when the plan says

@@ -27,7 +27,7 @@ from graphshard.ir.files import write_text
 from graphshard.ir.fold import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
-from graphshard.passes import Offload
+from graphshard.passes import OffloadParameters
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
@@ -121,7 +121,7 @@ def test_the_code_runs_on_any_mesh(fake_world: FakeWorld, tmp_path: Path, mesh: 
     fake_world(4)
     made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     regather = 2 if len(mesh) == 1 else None
-    passes = Pipeline().insert(Offload(always=True), before="plan")
+    passes = Pipeline().insert(OffloadParameters(always=True), before="plan")
     options = {"backend": "eager", "example_inputs": BATCH, "dump": tmp_path, "passes": passes}
     graphshard.compile(Blocks(2), made, reshard_after_forward=regather, **options)
     dump = tmp_path / "rank0" / "Blocks-0"

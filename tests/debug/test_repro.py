@@ -24,19 +24,19 @@ from graphshard.options.resolve import with_regather
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
+    AsyncTensorParallel,
     ChunkedLoss,
-    ExchangeRows,
-    GatherInFloat8,
+    ChunkedReduceScatter,
+    EmbeddingRowExchange,
+    Float8AllGather,
     KeepGathered,
     MakePlan,
-    Offload,
     OffloadActivations,
+    OffloadParameters,
     Pass,
-    PiecedLoss,
-    PipelineMatmuls,
-    ReduceInPieces,
-    RegatherInGroup,
+    RegatherInSubgroup,
     ToDevice,
+    VocabShardedLoss,
 )
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
@@ -109,7 +109,7 @@ def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[s
     assert f"{index + 1:02d}-{STAGES[index + 1]}.txt: the same\n" in out
 
 
-@pytest.mark.parametrize("stage", ["08-regather-in-group", "09-plan", "10-bucket"])
+@pytest.mark.parametrize("stage", ["08-regather-in-subgroup", "09-plan", "10-bucket"])
 def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
     """The stage holds the axis that they run over, so neither it nor the next pass is to blame."""
     assert main([str(regathered / f"{stage}.json")]) == 0
@@ -127,10 +127,10 @@ OTHERS: dict[str, tuple[Pass, Pipeline]] = {
         (ActivationCheckpointing("full"), Pipeline(), {"before": "insert-collectives"}),
         (ToDevice("cuda"), Pipeline(), {"before": "insert-collectives"}),
         (AccumulateGradients(unsynced=WEIGHTS, accumulated=WEIGHTS), Pipeline(), {"after": "partition"}),
-        (Offload(always=True), Pipeline(), {"before": "plan"}),
+        (OffloadParameters(always=True), Pipeline(), {"before": "plan"}),
         (OffloadActivations(1.0, least=1), Pipeline(), {"before": "plan"}),
-        (RegatherInGroup(), Pipeline(), {"before": "plan"}),
-        (GatherInFloat8(("layers.*.weight",)), Pipeline(), {"before": "plan"}),
+        (RegatherInSubgroup(), Pipeline(), {"before": "plan"}),
+        (Float8AllGather(("layers.*.weight",)), Pipeline(), {"before": "plan"}),
         (KeepGathered(), Pipeline().replace("plan", MakePlan(KEEPS)), {"after": "plan"}),
     )
 }
@@ -140,10 +140,10 @@ def test_the_others_are_all_others():
     """Those of the catalogue that the default pipeline lacks, and that find something in these blocks on data axes."""
     default = {type(step) for step in Pipeline()} | {
         ChunkedLoss,
-        ExchangeRows,
-        PiecedLoss,
-        PipelineMatmuls,
-        ReduceInPieces,
+        EmbeddingRowExchange,
+        VocabShardedLoss,
+        AsyncTensorParallel,
+        ChunkedReduceScatter,
     }
     assert {type(step) for step, _ in OTHERS.values()} == {*PASSES.values()} - default
 
@@ -153,7 +153,7 @@ def test_every_other_pass_does_what_it_did(tmp_path: Path, capsys: pytest.Captur
     """With its options: from the stage before it, and the next one from its own, which finds all that the pass left."""
     step, pipeline = OTHERS[name]
     index = pipeline.passes.index(step)
-    mesh = Mesh.of_shape(4).with_regather(2) if isinstance(step, RegatherInGroup) else TWO_RANKS
+    mesh = Mesh.of_shape(4).with_regather(2) if isinstance(step, RegatherInSubgroup) else TWO_RANKS
     directory = write_dump(tmp_path / "Blocks-0", pipeline, mesh)
     following = pipeline.passes[index + 1]
     for number, expected in ((index, step), (index + 1, following)):

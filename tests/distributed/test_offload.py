@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
-from graphshard.passes import Offload, OffloadActivations
+from graphshard.passes import OffloadActivations, OffloadParameters
 from tests.distributed.nets import Net, full, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
@@ -26,13 +26,13 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
         theirs = fsdp2(twins[0], mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
         options = {"mp_policy": policy, "backend": "eager", "offload_policy": CPUOffloadPolicy()}
         ours = graphshard.compile(model, mesh, **options)
-        copies = graphshard.Pipeline().insert(Offload(always=True), before="plan")
+        copies = graphshard.Pipeline().insert(OffloadParameters(always=True), before="plan")
         forced = graphshard.compile(twins[1], mesh, passes=copies, **{**options, "backend": backend})
         inputs = [rows(rank + 10 * step) for step in range(3)]
         expected = train(theirs, inputs)
         assert_same(train(ours, inputs), expected, "offloaded")
         if backend == "eager":
-            host = graphshard.Pipeline().insert(Offload(always=True, cast_on_host=True), before="plan")
+            host = graphshard.Pipeline().insert(OffloadParameters(always=True, cast_on_host=True), before="plan")
             cast = graphshard.compile(twins[2], mesh, passes=host, **options)
             assert_same(train(cast, inputs), expected, "cast on the host")
         got = train(forced, inputs)
@@ -61,7 +61,7 @@ def _by_hand(rank: int, world_size: int) -> None:
         model = Net(dim=7)
         twin = copy.deepcopy(model)
         theirs = fsdp2(twin, mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        passes = graphshard.Pipeline().insert(Offload(always=True), before="plan")
+        passes = graphshard.Pipeline().insert(OffloadParameters(always=True), before="plan")
         options = {"mp_policy": policy, "backend": "eager", "offload_policy": CPUOffloadPolicy(), "passes": passes}
         ours = graphshard.compile(model, mesh, **options)
         inputs = [rows(rank + 10 * step) for step in range(3)]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard import Pipeline
-from graphshard.passes import Offload
+from graphshard.passes import OffloadParameters
 from tests.distributed.twins import BF16, FP32, assert_same, fsdp2, grads_of, params_of, world_mesh
 from tests.graphs import on_cpu
 from tests.ranks import Ranks
@@ -195,7 +195,7 @@ def test_dynamic_sizes(ranks: Ranks) -> None:
 
 
 def _offloaded(rank: int, world_size: int, script: Script) -> None:
-    passes = Pipeline().insert(Offload(always=True), before="plan")
+    passes = Pipeline().insert(OffloadParameters(always=True), before="plan")
     _train(rank, world_size, script, {"passes": passes, "mp_policy": BF16}, {})
 
 

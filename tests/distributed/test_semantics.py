@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.passes import GatherInFloat8
+from graphshard.passes import Float8AllGather
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.twins import (
@@ -27,7 +27,7 @@ from tests.distributed.twins import (
     world_mesh,
 )
 from tests.helpers import Blocks
-from tests.passes.test_gather_in_float8 import as_it_arrives
+from tests.passes.contrib.test_float8_all_gather import as_it_arrives
 from tests.ranks import RankError, Ranks
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
@@ -575,7 +575,7 @@ def _in_eight_bits(rank: int, world_size: int) -> None:
     rounded = copy.deepcopy(model)
     rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
     theirs = fsdp2(rounded, world_mesh())
-    passes = graphshard.Pipeline().insert(GatherInFloat8(("layers.*",)), before="plan")
+    passes = graphshard.Pipeline().insert(Float8AllGather(("layers.*",)), before="plan")
     ours = graphshard.compile(model, world_mesh(), passes=passes, backend="eager")
     ours(X + rank).backward()  # captured before anything is counted
     ours.zero_grad()

@@ -15,7 +15,7 @@ from torch import nn
 
 import graphshard
 from graphshard.ir import operators
-from graphshard.passes.offload import Offload
+from graphshard.passes.offload_parameters import OffloadParameters
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.updates import Updates
 from tests.distributed.test_checkpoint import Net
@@ -43,7 +43,7 @@ def _pair() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(1)
     model = Net()
     theirs = fsdp2(copy.deepcopy(model), world_mesh())
-    passes = Pipeline().insert(Offload(always=True), before="plan")
+    passes = Pipeline().insert(OffloadParameters(always=True), before="plan")
     return graphshard.compile(model, world_mesh(), backend="eager", passes=passes), theirs
 
 

@@ -19,7 +19,7 @@ from graphshard.explain.advice import advise, limit_of, parts_of
 from graphshard.explain.study import Study
 from graphshard.ir.text import format_seconds
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan, Offload
+from graphshard.passes import MakePlan, OffloadParameters
 from graphshard.report.content import report_of
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -208,7 +208,7 @@ def test_what_makes_compute_wait(study):
 
 def test_parameters_on_the_host(found, tmp_path):
     """Copies to and from the host have a link of their own; a gather starts when its shard has come."""
-    passes = graphshard.Pipeline().insert(Offload(), before="plan")
+    passes = graphshard.Pipeline().insert(OffloadParameters(), before="plan")
     away = graphshard.explain(
         meta_net(), (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, hardware="h100", passes=passes
     )

@@ -14,7 +14,7 @@ import graphshard
 from graphshard.explain.study import Study
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
-from graphshard.passes import GatherInFloat8, MakePlan, Offload
+from graphshard.passes import Float8AllGather, MakePlan, OffloadParameters
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
 
@@ -76,7 +76,7 @@ def test_formulas_count_contention(formulas, ranks):
 @pytest.mark.parametrize("mesh", [(8,), (4, 8)])
 def test_formulas_are_of_the_same_clock(mesh, contention):
     """With copies to and from the host, on one axis and on two, with contention: the timeline's step to rounding."""
-    passes = graphshard.Pipeline().replace("plan", MakePlan(COALESCED)).insert(Offload(), before="plan")
+    passes = graphshard.Pipeline().replace("plan", MakePlan(COALESCED)).insert(OffloadParameters(), before="plan")
     profile = replace(H100, contention=contention)
     inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
     study = Study(meta_net(width=64), inputs, None, replace(OPTIONS, passes=passes), symbols=SYMBOLIC)
@@ -90,7 +90,7 @@ def test_formulas_are_of_the_same_clock(mesh, contention):
 
 def test_formulas_know_what_a_pass_sends():
     """Eight bits for an element and a scale for a shard, as on the timeline; so with other numbers of ranks."""
-    passes = graphshard.Pipeline().insert(GatherInFloat8(("layers.*.weight",)), before="plan")
+    passes = graphshard.Pipeline().insert(Float8AllGather(("layers.*.weight",)), before="plan")
     options, inputs = replace(OPTIONS, passes=passes), (torch.zeros(*TOKENS.shape, dtype=torch.long),)
     found = Study(meta_net(), inputs, None, options, symbols=SYMBOLIC).explain((8,), H100, "isolated")
     assert found.formulas is not None

@@ -21,7 +21,7 @@ from graphshard.explain.explanation import Explanation
 from graphshard.explain.study import Study
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan, Offload, Reorder
+from graphshard.passes import MakePlan, OffloadParameters, Reorder
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
@@ -117,7 +117,7 @@ def test_offload_policy(plain: Explanation) -> None:
     assert away.memory["optimizer state"] == 0 < plain.memory["optimizer state"]
     assert away.memory.get("shards", 0) < plain.memory["shards"]
     assert away.peak_memory_bytes < plain.peak_memory_bytes
-    by_hand = predicted(passes=Pipeline().insert(Offload(), before="plan"))
+    by_hand = predicted(passes=Pipeline().insert(OffloadParameters(), before="plan"))
     assert (away.step_time_s, away.memory) == (by_hand.step_time_s, by_hand.memory)
 
 

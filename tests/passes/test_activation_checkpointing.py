@@ -238,5 +238,5 @@ def test_comes_before_the_collectives() -> None:
     with pytest.raises(graphshard.PassError, match="already has collectives; run this pass before they are inserted"):
         run_pass(FULL, program)
     through(program, "partition")
-    with pytest.raises(graphshard.PassError, match="already partitioned; run this pass before partition"):
+    with pytest.raises(graphshard.PassError, match="already partitioned; run this pass before 'partition'"):
         run_pass(FULL, replace(program))

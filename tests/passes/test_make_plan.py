@@ -84,5 +84,5 @@ def test_without_a_planner_the_pipeline_plans_by_unit(program: Program) -> None:
 
 
 def test_it_comes_after_partition() -> None:
-    with pytest.raises(PassError, match="plan: the program is not partitioned yet; plan after partition"):
+    with pytest.raises(PassError, match="plan: the program is not partitioned yet; run this pass after 'partition'"):
         run_pass(MakePlan(COALESCED), captured(Blocks(1), (torch.ones(3, 4),)))

@@ -79,7 +79,7 @@ def joint() -> Program:
 def _borders(joint: Program, limit: int) -> Search:
     """A search that has not begun."""
     between = tuple(Pipeline())[:7]
-    assert between[-1].name == "join-collectives"
+    assert between[-1].name == "coalesce-model-collectives"
 
     def run(steps: tuple[graphshard.Pass, ...], program: Program) -> None:
         for step in steps:

@@ -38,8 +38,8 @@ STAGES = [
     "reshard-after-forward",
     "partition",
     "drop-unused-tangents",
-    "overlap-collectives",
-    "join-collectives",
+    "overlap-model-collectives",
+    "coalesce-model-collectives",
     "plan",
     "bucket",
     "reorder",
@@ -190,7 +190,7 @@ def test_pipeline_as_text() -> None:
     lines = str(Pipeline().insert(_Silu(), after="partition")).splitlines()
     assert len(lines) == len(DEFAULT_PASSES) + 1
     assert re.fullmatch(r"silu +Says that it changes numerics\.  \[inexact\]", lines[4])
-    assert re.fullmatch(r"bucket +Let collectives travel together .*\.", lines[9])
+    assert re.fullmatch(r"bucket +Merge collectives into .*\.", lines[9])
 
 
 @pytest.mark.parametrize(

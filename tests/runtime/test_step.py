@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 import graphshard.runtime.step
 from graphshard import Pipeline
-from graphshard.passes import Offload
+from graphshard.passes import OffloadParameters
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
 
 @dataclass(frozen=True)
-class _Mine(Offload):
+class _Mine(OffloadParameters):
     """Offloads under a name of its own."""
 
     name: ClassVar[str] = "mine"

@@ -23,7 +23,7 @@ from graphshard.ir.program import Phase, Program
 from graphshard.lower.arrivals import Taken, with_arrivals
 from graphshard.lower.executor import Executor, _with_frees
 from graphshard.lower.lines import Call, Line, Start, Wait
-from graphshard.passes import MakePlan, Offload, OffloadActivations
+from graphshard.passes import MakePlan, OffloadActivations, OffloadParameters
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.distributed.twins import BF16, FP32
@@ -84,7 +84,7 @@ def bound(
     world(torch.Size(shape).numel())
     passes = Pipeline().replace("plan", MakePlan(planner))
     if offload:
-        passes = passes.insert(Offload(always=True, cast_on_host=cast_on_host), before="plan")
+        passes = passes.insert(OffloadParameters(always=True, cast_on_host=cast_on_host), before="plan")
     if saved_on_host:
         passes = passes.insert(OffloadActivations(least=1), before="plan")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

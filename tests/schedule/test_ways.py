@@ -15,7 +15,7 @@ from graphshard.errors import InfeasibleError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.passes import RegatherInGroup
+from graphshard.passes import RegatherInSubgroup
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.schedule.build import Settings, build
 from graphshard.schedule.by_cost import PlanByCost
@@ -34,7 +34,7 @@ def _regathered() -> Program:
     """32 ranks, of which eight on a node gather again."""
     program = captured(Blocks(4, 16, bias=True), BATCH, world_size=32, reshard_after_forward=True)
     program = through(replace(program, mesh=Mesh.of_shape(32).with_regather(8)), "partition")
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), program)
     return program
 
 

@@ -1,4 +1,4 @@
-"""pipeline-matmuls: products and the model's collectives at them, in pieces that overlap."""
+"""async-tensor-parallel: products and the model's collectives at them, in pieces that overlap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphshard.ir.graph import aten
 from graphshard.ir.operators import BEGINS, JOINED, SCATTERED, SETTLED
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import OverlapCollectives, PipelineMatmuls
+from graphshard.passes import AsyncTensorParallel, OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured
 from tests.passes.written import Written, order_of
@@ -78,8 +78,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 def test_before_and_after() -> None:
     program = _gathered()
-    run_pass(PipelineMatmuls(pieces=(2,)), program)
-    run_pass(OverlapCollectives(), program)
+    run_pass(AsyncTensorParallel(pieces=(2,)), program)
+    run_pass(OverlapModelCollectives(), program)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -135,8 +135,8 @@ def test_the_same_on_every_rank(name: str, pieces: int) -> None:
     """Values and shapes; each collective is in so many pieces, all but one beside a product."""
     program = PROGRAMS[name]()
     expected = _results(program)
-    run_pass(PipelineMatmuls(pieces=(pieces,)), program)
-    run_pass(OverlapCollectives(), program)
+    run_pass(AsyncTensorParallel(pieces=(pieces,)), program)
+    run_pass(OverlapModelCollectives(), program)
     torch.testing.assert_close(_results(program), expected, rtol=1e-12, atol=1e-12)
     names = order_of(program)
     assert names.count("joined") + names.count("scattered") == 1
@@ -147,9 +147,9 @@ def test_the_same_on_every_rank(name: str, pieces: int) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_again_changes_nothing(name: str) -> None:
     program = PROGRAMS[name]()
-    run_pass(PipelineMatmuls(pieces=(2,)), program)
+    run_pass(AsyncTensorParallel(pieces=(2,)), program)
     once = print_phase(program.phases["forward"])
-    assert PipelineMatmuls(pieces=(2,)).rewrite(program) == 0
+    assert AsyncTensorParallel(pieces=(2,)).rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == once
 
 
@@ -204,7 +204,7 @@ def _odd() -> Program:
 def test_left_alone(make: Callable[[], Program]) -> None:
     program = make()
     before = print_phase(program.phases["forward"])
-    assert PipelineMatmuls(pieces=(2,)).rewrite(program) == 0
+    assert AsyncTensorParallel(pieces=(2,)).rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
@@ -217,25 +217,29 @@ def _large(rows: int, columns: int) -> Program:
 
 def test_where_it_pays() -> None:
     """On H100s; not where pieces would be latencies, nor where rows of the result take longer to copy than to send."""
-    step = PipelineMatmuls(Costs(graphshard.load_profile("h100")))
+    step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")))
     assert step.rewrite(_large(4096, 1792)) == 1
     assert step.rewrite(_large(64, 1792)) == 0
     assert step.rewrite(_large(4096, 14336)) == 0
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(PassError, match="pipeline-matmuls: insert this pass after 'partition' and before 'overlap-col"):
-        run_pass(PipelineMatmuls(), captured(Blocks(1), (torch.ones(3, 4),)))
-    with pytest.raises(PassError, match=r"pipeline-matmuls: pieces must be numbers from 2 on, got \(1,\)"):
-        run_pass(PipelineMatmuls(pieces=(1,)), _gathered())
+    with pytest.raises(
+        PassError, match="async-tensor-parallel: insert this pass after 'partition' and before 'overlap-mod"
+    ):
+        run_pass(AsyncTensorParallel(), captured(Blocks(1), (torch.ones(3, 4),)))
+    with pytest.raises(PassError, match=r"async-tensor-parallel: pieces must be numbers from 2 on, got \(1,\)"):
+        run_pass(AsyncTensorParallel(pieces=(1,)), _gathered())
     program = _scattered()
-    run_pass(PipelineMatmuls(pieces=(2,)), program)
-    run_pass(OverlapCollectives(), program)
-    with pytest.raises(PassError, match="pipeline-matmuls: insert this pass after 'partition' and before 'overlap-col"):
-        run_pass(PipelineMatmuls(), program)
+    run_pass(AsyncTensorParallel(pieces=(2,)), program)
+    run_pass(OverlapModelCollectives(), program)
+    with pytest.raises(
+        PassError, match="async-tensor-parallel: insert this pass after 'partition' and before 'overlap-mod"
+    ):
+        run_pass(AsyncTensorParallel(), program)
 
 
 def test_dumps_hold_it() -> None:
     """With its costs, so that `graphshard repro` can run it again."""
-    step = PipelineMatmuls(Costs(graphshard.load_profile("h100")), pieces=(2,))
+    step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")), pieces=(2,))
     assert decode_pass(encode_pass(step)).step == step

@@ -1,4 +1,4 @@
-"""reduce-in-pieces: the gradient of a head is reduced piece by piece, as `pieced-loss` has computed it."""
+"""chunked-reduce-scatter: the gradient of a head is reduced piece by piece, as `vocab-sharded-loss` has computed it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from expecttest import assert_expected_inline
 from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.errors import PassError
 from graphshard.ir.printer import print_phase
-from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.passes import ChunkedReduceScatter, EmbeddingRowExchange, VocabShardedLoss
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import captured, step, through
-from tests.passes.test_chunked_loss import MODELS, Bare, Language, _batches, _mean
-from tests.passes.test_pieced_loss import _count, _program
+from tests.passes.contrib.test_chunked_loss import MODELS, Bare, Language, _batches, _mean
+from tests.passes.contrib.test_vocab_sharded_loss import _count, _program
 
 
 def test_before_and_after() -> None:
     """Pieces of two rows, and of one, of each rank; what arrives last is the first part of the shard."""
     program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
-    run_pass(PiecedLoss(2), program)
-    run_pass(ReduceInPieces(), through(program, "partition"))
+    run_pass(VocabShardedLoss(2), program)
+    run_pass(ChunkedReduceScatter(), through(program, "partition"))
     assert_expected_inline(
         "\n".join(print_phase(program.phases["backward"]).splitlines()[-9:]),
         """\
@@ -37,10 +37,10 @@ def test_before_and_after() -> None:
 
 
 def test_reduced_as_a_whole() -> None:
-    """Without `reduce-in-pieces`, with the same bits on two ranks."""
+    """Without `chunked-reduce-scatter`, with the same bits on two ranks."""
     model, batches = Language(_mean), _batches()
     whole = through(captured(model, batches[0]), "mixed-precision")
-    run_pass(PiecedLoss(4), whole)
+    run_pass(VocabShardedLoss(4), whole)
     through(whole, "reorder")
     assert _count(whole, "scattered", "scattering") == (0, 0)
     for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
@@ -53,10 +53,10 @@ def test_nothing_is_whole_of_a_table_that_is_looked_up_and_multiplied() -> None:
     model, batches = MODELS["tied"](), _batches()
     plain = _program(model, None)
     program = through(captured(model, batches[0]), "mixed-precision")
-    run_pass(PiecedLoss(4), program)
+    run_pass(VocabShardedLoss(4), program)
     through(program, "partition")
-    run_pass(ReduceInPieces(), program)
-    run_pass(ExchangeRows(), program)
+    run_pass(ChunkedReduceScatter(), program)
+    run_pass(EmbeddingRowExchange(), program)
     through(program, "reorder")
     assert program.plan is not None
     assert all("embed.weight" not in bucket.members for bucket in program.plan.buckets)
@@ -69,18 +69,20 @@ def test_nothing_is_whole_of_a_table_that_is_looked_up_and_multiplied() -> None:
 
 def test_twice() -> None:
     program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
-    run_pass(PiecedLoss(4), program)
+    run_pass(VocabShardedLoss(4), program)
     through(program, "partition")
-    assert ReduceInPieces().rewrite(program) == 1
-    assert ReduceInPieces().rewrite(program) == 0
-    assert ExchangeRows().rewrite(program) > 0  # which may come behind it
+    assert ChunkedReduceScatter().rewrite(program) == 1
+    assert ChunkedReduceScatter().rewrite(program) == 0
+    assert EmbeddingRowExchange().rewrite(program) > 0  # which may come behind it
 
 
 def test_wrong_use() -> None:
     program = captured(Language(_mean), _batches()[0])
-    with pytest.raises(PassError, match="reduce-in-pieces: insert this pass after 'partition' and before 'overlap-"):
-        run_pass(ReduceInPieces(), program)
+    with pytest.raises(
+        PassError, match="chunked-reduce-scatter: insert this pass after 'partition' and before 'overlap-"
+    ):
+        run_pass(ChunkedReduceScatter(), program)
 
 
 def test_dumps_hold_it() -> None:
-    assert decode_pass(encode_pass(ReduceInPieces())).step == ReduceInPieces()
+    assert decode_pass(encode_pass(ChunkedReduceScatter())).step == ChunkedReduceScatter()

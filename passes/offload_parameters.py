@@ -1,4 +1,4 @@
-"""Keep parameters and gradients on the host: copy shards to the device before their gather, gradients back after.
+"""Keep parameters and gradients on the host: copy shards to the device before their gather, gradients back afterwards.
 
     %s: f32[4, 4] = param:w                  %s: f32[4, 4] = param:w              (host)
   * %g = all_gather_into_tensor(%s)          %u = upload(%s)                      one gather ahead
@@ -7,12 +7,12 @@
     return %ds as grad:w                     %h = download(%ds)
                                              return %h as grad:w                  (host)
 
-With `cast_on_host` what is cast at once is cast before:
+With `cast_on_host` a shard that is cast right away is cast before the copy:
 
     %c: bf16[4, 4] = _to_copy(%s, dtype=bf16)  %u: bf16[4, 4] = upload(%s, cuda, bf16)
 
-The copies run beside the compute; `reorder` starts those for a gather when the gather before it starts. A unit that is
-not gathered, as on one rank, is copied while the one before it computes: its copies start where those of that one have
+The copies overlap the compute; `reorder` starts those for a gather when the gather before it starts. A unit that is not
+gathered, as on one rank, is copied while the unit before it computes: its copies start where those of that unit have
 arrived. On a CPU mesh there is nothing to do.
 
     %u0 = upload(%w0)                          %u0 = upload(%w0)
@@ -29,25 +29,25 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import Program
 from graphshard.passes.base import Pass, check_partitioned
 
 
 @dataclass(frozen=True)
-class Offload(Pass):
-    """Requires: a partitioned program.  Preserves: every value; those of parameters and gradients live on the host.
+class OffloadParameters(Pass):
+    """Requires: a partitioned program.  Preserves: every value; parameters and gradients live on the host.
 
     Attributes:
-        always: on a CPU mesh, too, where the copies are of no use.
-        cast_on_host: shards that are cast to fewer bytes are cast before they are copied; it takes the thread that
-            launches kernels, and pays where each rank has four threads or more and waits for copies.
+        always: copy on a CPU mesh, too, where copies are of no use.
+        cast_on_host: cast a shard before it is copied, if the cast makes it smaller. This occupies the thread that
+            launches kernels; it pays where each rank has four threads or more and waits for copies.
     """
 
-    name: ClassVar[str] = "offload"
+    name: ClassVar[str] = "offload-parameters"
     always: bool = False
     cast_on_host: bool = False
 
@@ -58,28 +58,28 @@ class Offload(Pass):
         if program.device.type == "cpu" and not self.always:
             return 0
         program.offloaded = True
+
+        def download(grad: Node, name: str) -> Node:
+            done = grad.target is DOWNLOAD or program.params[name].ignored
+            return grad if done else emit(grad.graph, DOWNLOAD, grad, like=grad)
+
         count = 0
         for phase in program.phases.values():
-            units: dict[Node, str] = {}  # where what is not gathered arrives
+            units: dict[Node, str] = {}  # by the arrival of a parameter that is not gathered
             for node, slot in phase.slot_of().items():
                 if slot.kind not in ("param", "part") or program.params[slot.name].ignored:
                     continue
-                changed, arrived = _upload(phase, node, program.device.type, cast_on_host=self.cast_on_host)
+                changed, arrived = _upload(node, program.device.type, cast_on_host=self.cast_on_host)
                 count += changed
                 if arrived is not None and program.params[slot.name].num_shards == 1:
                     units[arrived] = program.params[slot.name].unit
-            _one_unit_ahead(units)
-
-            def download(grad: Node, name: str, graph: Graph = phase.module.graph) -> Node:
-                done = grad.target is DOWNLOAD or program.params[name].ignored
-                return grad if done else emit(graph, DOWNLOAD, grad, like=grad)
-
+            _start_one_unit_ahead(units)
             count += rewrite_gradients(phase, download)
         return count
 
 
-def _upload(phase: Phase, shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node | None]:
-    """Whether the phase has changed, and where a copy that was put in has arrived."""
+def _upload(shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node | None]:
+    """Copy a shard to the device; return the number of changes, and the arrival of the copy."""
     users = [user for user in shard.users if user.op == "call_function"]
     if any(user.target is UPLOAD for user in users):
         return 0, None
@@ -88,13 +88,13 @@ def _upload(phase: Phase, shard: Node, device: str, *, cast_on_host: bool) -> tu
         return 0, None
     first = min(users)
     narrows = cast_on_host and len(users) == 1 and _narrows(first)
-    with phase.module.graph.inserting_before(first):
+    with shard.graph.inserting_before(first):
         dtype = (fake(first).dtype,) if narrows else ()
-        copy = emit(phase.module.graph, UPLOAD, shard, device, *dtype, like=first)
-        arrived = emit(phase.module.graph, ARRIVED, copy, like=first)
+        copy = emit(shard.graph, UPLOAD, shard, device, *dtype, like=first)
+        arrived = emit(shard.graph, ARRIVED, copy, like=first)
     if narrows:
         first.replace_all_uses_with(arrived)
-        phase.module.graph.erase_node(first)
+        shard.graph.erase_node(first)
         return 1, arrived
     for user in users:
         user.replace_input_with(shard, arrived)
@@ -102,19 +102,19 @@ def _upload(phase: Phase, shard: Node, device: str, *, cast_on_host: bool) -> tu
 
 
 def _narrows(node: Node) -> bool:
-    """Whether a value is another one in a dtype of fewer bytes, and nothing else."""
+    """Return whether a node is a cast to a smaller dtype, and nothing else."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return False
     return fake(node).dtype.itemsize < fake(node.all_input_nodes[0]).dtype.itemsize
 
 
-def _one_unit_ahead(units: dict[Node, str]) -> None:
+def _start_one_unit_ahead(units: dict[Node, str]) -> None:
     """Start the copies of each unit where those of the unit before it have arrived; all of a unit arrive together.
 
-    An arrival waits for everything that was started before it, so copies for later must start behind it.
+    An arrival waits for every copy that was started before it, so copies for later units must start after it.
 
     Args:
-        units: of each arrival; what the root computes before its blocks, and behind them, counts as two.
+        units: by arrival; the root's compute before its blocks, and after them, counts as two units.
     """
     before: Node | None = None  # the last arrival of the unit before
     for _, group in itertools.groupby(sorted(units), units.__getitem__):

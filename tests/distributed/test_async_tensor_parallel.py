@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import graphshard
-from graphshard.passes import PipelineMatmuls
+from graphshard.passes import AsyncTensorParallel
 from tests.distributed.tensor_parallel import llama, mesh_of, tokens
 from tests.distributed.twins import grads_of, local
 from tests.ranks import Ranks
 
-CUT = graphshard.Pipeline().insert(PipelineMatmuls(pieces=(2,)), before="overlap-collectives")
+CUT = graphshard.Pipeline().insert(AsyncTensorParallel(pieces=(2,)), before="overlap-model-collectives")
 
 
 def _losses(model: torch.nn.Module, rank: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from tests.distributed.tensor_parallel import llama, mesh_of, tokens
 from tests.distributed.twins import assert_same, grads_of
 from tests.ranks import Ranks
 
-ALONE = graphshard.Pipeline().disable("join-collectives")
+ALONE = graphshard.Pipeline().disable("coalesce-model-collectives")
 ARGUMENTS = {REDUCED: ("sum",), JOINED: (4,), SCATTERED: ("sum", 4)}
 
 

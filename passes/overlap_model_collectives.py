@@ -1,4 +1,4 @@
-"""Let what the model itself communicates run beside compute that does not need it.
+"""Let the model's own collectives overlap compute that does not need them.
 
       %a = mm(%w, %g)                           %b = mm(%g, %v)
       %b = mm(%g, %v)                         > %s = reducing(%b, sum, tp)
@@ -6,9 +6,9 @@
       %c = mul(%r, 2)                         > %r = settled(%s)
                                                 %c = mul(%r, 2)
 
-Between one collective and the next lies a segment. What of it needs the collective before it, and is not needed for the
-one behind it, is computed while the latter is under way; so is what needs neither. No value moves farther than one
-segment, so hardly anything lives longer. A collective beside which nothing is multiplied runs at once, as it did.
+Between two collectives lies a segment. Its nodes that need the first collective, but not the second, overlap the
+second; so do nodes that need neither. No value moves farther than one segment, so hardly anything lives longer. A
+collective that would overlap no multiplication stays synchronous.
 
 Gathers and reductions of parameters keep their order; the plan, which is made on the new order, places them.
 """
@@ -31,10 +31,10 @@ from graphshard.torch_compat.operators import OpOverload
 
 
 @dataclass(frozen=True)
-class OverlapCollectives(Pass):
+class OverlapModelCollectives(Pass):
     """Requires: a partitioned program.  Preserves: every value; random operators keep their order."""
 
-    name: ClassVar[str] = "overlap-collectives"
+    name: ClassVar[str] = "overlap-model-collectives"
 
     def requires(self, program: Program) -> None:
         check_partitioned(self, program)
@@ -44,7 +44,7 @@ class OverlapCollectives(Pass):
 
 
 def _overlap(phase: Phase) -> int:
-    """Reorder a phase and split its collectives; how many are under way beside compute now."""
+    """Reorder a phase and split its collectives; return how many overlap compute now."""
     nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
     launches = [node for node in nodes if node.target in BEGINS]
     if not launches or any(map(writes, nodes)):
@@ -65,19 +65,18 @@ def _overlap(phase: Phase) -> int:
 
 
 def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterable[Node]) -> Iterator[Node]:
-    """Compute in its new order, each collective as soon as what it needs is there."""
+    """Yield compute in its new order, each collective as soon as its input is computed."""
     counted = set(compute)
-    late: list[Node] = []  # what the next collective has beside it
+    late: list[Node] = []  # nodes of the segment before that the next collective overlaps
     before: Node | None = None
     for segment, launch in _segments(nodes, launches):
-        earlier = _earlier_draws(segment)
-        needs = _descendants(before, segment, earlier)
+        needs = _descendants(before, segment)
         wanted = _ancestors(launch, segment) if launch is not None else set(segment)
         free = [node for node in segment if node not in needs]
-        if before is None:  # nothing is under way yet
+        if before is None:  # nothing to overlap yet
             free, needs = [], set(segment)
-        yield from (node for node in (*late, *free) if node in counted)
-        yield from (node for node in segment if node in needs and node in wanted and node in counted)
+        early = [node for node in segment if node in needs and node in wanted]
+        yield from (node for node in (*late, *free, *early) if node in counted)
         if launch is not None:
             yield launch
         late = [node for node in segment if node in needs and node not in wanted]
@@ -85,7 +84,7 @@ def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterabl
 
 
 def _segments(nodes: Sequence[Node], launches: Sequence[Node]) -> Iterator[tuple[list[Node], Node | None]]:
-    """What lies before each of the model's collectives, and what lies behind the last."""
+    """Yield the nodes before each of the model's collectives with it, and the nodes after the last."""
     ends = set(launches)
     segment: list[Node] = []
     for node in nodes:
@@ -97,14 +96,10 @@ def _segments(nodes: Sequence[Node], launches: Sequence[Node]) -> Iterator[tuple
     yield segment, None
 
 
-def _earlier_draws(segment: Sequence[Node]) -> dict[Node, Node]:
-    """Of each random operator of a segment the one before it, which must run first."""
+def _descendants(source: Node | None, segment: Sequence[Node]) -> set[Node]:
+    """Return the nodes of a segment that need the collective before it; random operators keep their order."""
     draws = [node for node in segment if is_random(node)]
-    return dict(zip(draws[1:], draws))
-
-
-def _descendants(source: Node | None, segment: Sequence[Node], earlier: dict[Node, Node]) -> set[Node]:
-    """What of a segment needs the collective that lies before it."""
+    earlier = dict(zip(draws[1:], draws))
     found = {source} if source is not None else set()
     for node in segment:
         if any(each in found for each in (*node.all_input_nodes, earlier.get(node))):
@@ -113,7 +108,7 @@ def _descendants(source: Node | None, segment: Sequence[Node], earlier: dict[Nod
 
 
 def _ancestors(launch: Node, segment: Sequence[Node]) -> set[Node]:
-    """What of a segment the collective behind it needs; random operators besides, so that none changes places."""
+    """Return the nodes of a segment that the collective after it needs, and random operators, to keep their order."""
     found = set(launch.all_input_nodes)
     for node in reversed(segment):
         if node in found or is_random(node):
@@ -122,7 +117,7 @@ def _ancestors(launch: Node, segment: Sequence[Node]) -> set[Node]:
 
 
 def _split(launch: Node, needed: Node) -> None:
-    """Let a collective be under way until a node that needs its result."""
+    """Split a collective into a start and a wait before the first node that needs its result."""
     graph = launch.graph
     assert isinstance(launch.target, OpOverload)
     with graph.inserting_before(launch):
@@ -130,6 +125,6 @@ def _split(launch: Node, needed: Node) -> None:
     with graph.inserting_before(needed):
         settled = emit(graph, SETTLED, begun, like=launch)
     for node in (begun, settled):
-        node.meta.update({key: value for key, value in launch.meta.items() if key not in node.meta})
+        node.meta = {**launch.meta, **node.meta}
     launch.replace_all_uses_with(settled)
     graph.erase_node(launch)

@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.passes import ExchangeRows, PiecedLoss, ReduceInPieces
+from graphshard.passes import ChunkedReduceScatter, EmbeddingRowExchange, VocabShardedLoss
 from tests.distributed.twins import POLICIES, example_llama, fsdp2, grads_of, local
 from tests.ranks import Ranks
 
 PIECED = (
     graphshard.Pipeline()
-    .insert(PiecedLoss(3), after="mixed-precision")
-    .insert(ReduceInPieces(), before="overlap-collectives")
-    .insert(ExchangeRows(), before="overlap-collectives")
+    .insert(VocabShardedLoss(3), after="mixed-precision")
+    .insert(ChunkedReduceScatter(), before="overlap-model-collectives")
+    .insert(EmbeddingRowExchange(), before="overlap-model-collectives")
 )
 
 

@@ -13,7 +13,7 @@ from graphshard.ir.graph import fake
 from graphshard.ir.layout import collectives
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
-from graphshard.passes.gather_in_float8 import GatherInFloat8
+from graphshard.passes.contrib.float8_all_gather import Float8AllGather
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import (
     COALESCED,
@@ -33,13 +33,13 @@ BATCHES = [(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)),) f
 
 def _quantised(model: nn.Module, params: tuple[str, ...] = ("*",), **options: object) -> Program:
     program = through(captured(model, BATCHES[0], **options), "partition")
-    run_pass(GatherInFloat8(params), program)
+    run_pass(Float8AllGather(params), program)
     return program
 
 
 def test_before_and_after() -> None:
     program = through(captured(Scale(4), (torch.ones(4),)), "partition")
-    run_pass(GatherInFloat8(), program)
+    run_pass(Float8AllGather(), program)
     assert program.history[-1].rewrites == 1
     sent, received = print_phase(program.phases["forward"]).split("* ")
     assert_expected_inline(
@@ -137,10 +137,10 @@ def test_some_parameters() -> None:
 
 def test_uneven_parameters_are_left_alone() -> None:
     program = through(captured(Blocks(2, 8), BATCHES[0], world_size=3), "partition")
-    run_pass(GatherInFloat8(), program)
+    run_pass(Float8AllGather(), program)
     assert program.history[-1].rewrites == 0
 
 
 def test_it_comes_after_the_partition() -> None:
     with pytest.raises(PassError, match="insert this pass after 'partition' and before 'plan'"):
-        run_pass(GatherInFloat8(), captured(Blocks(2, 8), BATCHES[0]))
+        run_pass(Float8AllGather(), captured(Blocks(2, 8), BATCHES[0]))

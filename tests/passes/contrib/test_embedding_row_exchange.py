@@ -1,4 +1,4 @@
-"""exchange-rows: rows of embeddings travel, instead of tables and their gradients."""
+"""embedding-row-exchange: rows of embeddings travel, instead of tables and their gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphshard.ir.graph import is_collective
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import ExchangeRows
+from graphshard.passes import EmbeddingRowExchange
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Tied, calls, captured, step, target_name, through
 
@@ -63,7 +63,7 @@ def _programs(model: nn.Module, num_ranks: int, **options: Any) -> tuple[Program
         program = captured(model, (torch.zeros(2, 10, dtype=torch.long),), world_size=num_ranks, **options)
         through(program, "partition")
         if exchanged:
-            run_pass(ExchangeRows(), program)
+            run_pass(EmbeddingRowExchange(), program)
         made.append(through(program, "reorder"))
     return made[0], made[1]
 
@@ -76,7 +76,7 @@ def _sent(program: Program, phase: str) -> list[str]:
 
 def test_before_and_after() -> None:
     program = through(captured(Words(), (torch.zeros(2, dtype=torch.long),)), "partition")
-    run_pass(ExchangeRows(), program)
+    run_pass(EmbeddingRowExchange(), program)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -184,7 +184,7 @@ def test_gradients_by_frequency_are_reduced() -> None:
 def test_left_alone(model: nn.Module) -> None:
     program = through(captured(model, (torch.zeros(2, dtype=torch.long),)), "partition")
     before = print_phase(program.phases["forward"]), print_phase(program.phases["backward"])
-    assert ExchangeRows().rewrite(program) == 0
+    assert EmbeddingRowExchange().rewrite(program) == 0
     assert (print_phase(program.phases["forward"]), print_phase(program.phases["backward"])) == before
 
 
@@ -202,7 +202,7 @@ def test_a_word_that_is_none() -> None:
 def test_a_forward_alone() -> None:
     model, batches = Words(13), _tokens(13, 2)
     program = captured(model, batches[0], grad=False)
-    run_pass(ExchangeRows(), through(program, "partition"))
+    run_pass(EmbeddingRowExchange(), through(program, "partition"))
     assert calls(program.phases["forward"], "exchanged")
     for result, (tokens,) in zip(step(program, model, batches), batches):
         assert torch.equal(result["output:0"], model(tokens).detach())
@@ -219,23 +219,25 @@ def _large(tokens: int) -> Program:
 
 def test_where_it_pays() -> None:
     """On H100s: with 4,096 tokens on a rank both; with 131,072 rows are more than the table has."""
-    step = ExchangeRows(Costs(graphshard.load_profile("h100")))
+    step = EmbeddingRowExchange(Costs(graphshard.load_profile("h100")))
     assert step.rewrite(_large(4096)) == 2
     assert step.rewrite(_large(2**17)) == 0
 
 
 def test_twice() -> None:
     program = through(captured(Words(), _tokens(8, 1)[0]), "partition")
-    run_pass(ExchangeRows(), program)
-    assert ExchangeRows().rewrite(program) == 0
+    run_pass(EmbeddingRowExchange(), program)
+    assert EmbeddingRowExchange().rewrite(program) == 0
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(PassError, match="exchange-rows: insert this pass after 'partition' and before 'overlap-coll"):
-        run_pass(ExchangeRows(), captured(Words(), _tokens(8, 1)[0]))
+    with pytest.raises(
+        PassError, match="embedding-row-exchange: insert this pass after 'partition' and before 'overlap-mode"
+    ):
+        run_pass(EmbeddingRowExchange(), captured(Words(), _tokens(8, 1)[0]))
 
 
 def test_dumps_hold_it() -> None:
     """With its costs, so that `graphshard repro` can run it again."""
-    step = ExchangeRows(Costs(graphshard.load_profile("h100")))
+    step = EmbeddingRowExchange(Costs(graphshard.load_profile("h100")))
     assert decode_pass(encode_pass(step)).step == step

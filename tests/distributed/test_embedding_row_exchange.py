@@ -10,11 +10,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.passes import ExchangeRows
+from graphshard.passes import EmbeddingRowExchange
 from tests.distributed.twins import POLICIES, example_llama, fsdp2, grads_of, local, train_side_by_side
 from tests.ranks import Ranks
 
-EXCHANGED = graphshard.Pipeline().insert(ExchangeRows(), before="overlap-collectives")
+EXCHANGED = graphshard.Pipeline().insert(EmbeddingRowExchange(), before="overlap-model-collectives")
 
 
 def _pair(shape: Sequence[int], policy: str, **options: object) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""regather-in-group: backward gathers again among neighbours, from a piece that forward keeps."""
+"""regather-in-subgroup: backward gathers again among neighbours, from a piece that forward keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
-from graphshard.passes import RegatherInGroup
+from graphshard.passes import RegatherInSubgroup
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, Scales, captured, through
@@ -33,7 +33,7 @@ def partitioned(model: nn.Module, *, grad: bool = True, mesh: Mesh = MESH) -> Pr
 
 def test_before_and_after() -> None:
     program = partitioned(Scales(2))
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), program)
     assert program.history[-1].rewrites == 2
     assert_expected_inline(
         print_phase(program.phases["forward"]),
@@ -90,7 +90,7 @@ def test_pieces_are_what_the_smaller_group_gathers() -> None:
     """Half of the parameter on each rank of a pair; nothing is read of shards in backward any more."""
     program = partitioned(Blocks(3))
     again = {c.params[0] for c in collectives(program.phases["backward"]) if c.kind == "gather"}
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), program)
     forward, backward = program.phases["forward"], program.phases["backward"]
     assert {slot.name for slot in forward.outputs if slot.kind == "piece"} == again
     assert len(calls_of(forward, OWN_CHUNK)) == len(again) == 2
@@ -105,7 +105,7 @@ def test_pieces_are_what_the_smaller_group_gathers() -> None:
 
 def test_the_rest_of_the_pipeline_runs_on_it() -> None:
     program = partitioned(Blocks(3))
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), program)
     through(program, "reorder")
     axes = {bucket.axis for bucket in program.plan.buckets if (bucket.kind, bucket.phase) == ("gather", "backward")}
     assert axes == {"shard/2"}
@@ -114,7 +114,7 @@ def test_the_rest_of_the_pipeline_runs_on_it() -> None:
 def test_inference_is_left_alone() -> None:
     program = partitioned(Blocks(2), grad=False)
     before = print_program(program)
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), program)
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
 
 
@@ -122,15 +122,15 @@ def test_another_backward_gets_no_second_pieces() -> None:
     """It is made from the partitioned graph when forward has run: only its own gathers change."""
     program = partitioned(Blocks(2))
     alone = replace(program, phases={"backward": program.phases["backward"].clone()}, history=[])
-    run_pass(RegatherInGroup(), alone, Observer("off"))
-    run_pass(RegatherInGroup(), program)
+    run_pass(RegatherInSubgroup(), alone, Observer("off"))
+    run_pass(RegatherInSubgroup(), program)
     one, other = (re.sub(r"%\d+", "%", print_phase(p.phases["backward"])) for p in (alone, program))
     assert one == other
 
 
 def test_preconditions() -> None:
     with pytest.raises(PassError, match="the program has no smaller group of ranks; give reshard_after_forward an int"):
-        run_pass(RegatherInGroup(), partitioned(Blocks(1), mesh=Mesh.of_shape(4)))
+        run_pass(RegatherInSubgroup(), partitioned(Blocks(1), mesh=Mesh.of_shape(4)))
     joint = replace(captured(Blocks(1), (torch.ones(3, 4),), world_size=4), mesh=MESH)
-    with pytest.raises(PassError, match="regather-in-group: the program is not partitioned yet"):
-        run_pass(RegatherInGroup(), joint)
+    with pytest.raises(PassError, match="regather-in-subgroup: the program is not partitioned yet"):
+        run_pass(RegatherInSubgroup(), joint)

@@ -1,4 +1,4 @@
-"""join-collectives: what the model communicates at once travels together."""
+"""coalesce-model-collectives: what the model communicates at once travels together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphshard.ir.graph import WAIT, aten, c10d, emit
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED, TOGETHER
 from graphshard.ir.printer import print_communication, print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import JoinCollectives, OverlapCollectives
+from graphshard.passes import CoalesceModelCollectives, OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured, copied
 from tests.passes.written import ADD, CALLS, MM, RAND, SQUARE, Written, drawn, order_of, results_of, two_layers
@@ -34,7 +34,7 @@ def _keys_and_values() -> Program:
 
 def test_before_and_after() -> None:
     program = _keys_and_values()
-    run_pass(JoinCollectives(), program)
+    run_pass(CoalesceModelCollectives(), program)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -56,9 +56,9 @@ def test_before_and_after() -> None:
 
 def test_again_changes_nothing() -> None:
     program = _keys_and_values()
-    run_pass(JoinCollectives(), program)
+    run_pass(CoalesceModelCollectives(), program)
     once = print_phase(program.phases["forward"])
-    assert JoinCollectives().rewrite(program) == 0
+    assert CoalesceModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == once
 
 
@@ -82,14 +82,14 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], dtype: torch.dtype = 
 def test_only_equals_travel_together(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
     program = _pair(first, second)
     before = print_phase(program.phases["forward"])
-    assert JoinCollectives().rewrite(program) == 0
+    assert CoalesceModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
 def test_of_one_dtype() -> None:
-    assert JoinCollectives().rewrite(_pair(REDUCE, REDUCE, torch.bfloat16)) == 0
+    assert CoalesceModelCollectives().rewrite(_pair(REDUCE, REDUCE, torch.bfloat16)) == 0
     program = _pair(REDUCE, REDUCE)
-    assert JoinCollectives().rewrite(program) == 2
+    assert CoalesceModelCollectives().rewrite(program) == 2
     assert order_of(program) == ["reduced_together", "getitem", "getitem"]
 
 
@@ -100,9 +100,9 @@ def test_of_one_unit() -> None:
     for number, node in enumerate(calls):
         node.meta["nn_module_stack"] = {"key": (f"layers.{number}", torch.nn.Module)}
     assert {"layers.0", "layers.1"} <= set(program.params.units)
-    assert JoinCollectives().rewrite(program) == 0
+    assert CoalesceModelCollectives().rewrite(program) == 0
     calls[1].meta["nn_module_stack"] = {"key": ("layers.0.inner", torch.nn.Module)}
-    assert JoinCollectives().rewrite(program) == 2
+    assert CoalesceModelCollectives().rewrite(program) == 2
 
 
 def _needed_between(target: torch._ops.OpOverload, *, for_second: bool = False) -> tuple[int, list[str]]:
@@ -111,7 +111,7 @@ def _needed_between(target: torch._ops.OpOverload, *, for_second: bool = False) 
     x, y = write.inputs
     made = write(target, write(REDUCED, x, "sum", "shard"), *([] if target is RAND else [y]))
     program = write.returning(made, write(REDUCED, made if for_second else y, "sum", "shard"))
-    return JoinCollectives().rewrite(program), order_of(program)
+    return CoalesceModelCollectives().rewrite(program), order_of(program)
 
 
 def test_what_was_made_of_the_first_is_put_off() -> None:
@@ -135,7 +135,7 @@ def test_groups_that_are_entangled() -> None:
         if index == 0:
             both = write(ADD, sums[0], wholes[0])
     program = write.returning(both, sums[1], wholes[1])
-    assert JoinCollectives().rewrite(program) == 4
+    assert CoalesceModelCollectives().rewrite(program) == 4
     pair = ["getitem", "getitem"]
     assert order_of(program) == ["reduced_together", *pair, "joined_together", *pair, "add"]
 
@@ -146,7 +146,7 @@ def test_several_results_of_one_operator() -> None:
     pair = write(aten.split.Tensor, write(MUL, write.inputs[0], 2), 1)
     sums = [write(REDUCED, write.part(pair, index), "sum", "shard") for index in range(2)]
     program = write.returning(*sums)
-    run_pass(JoinCollectives(), program)
+    run_pass(CoalesceModelCollectives(), program)
     assert order_of(program) == ["mul", "split", "getitem", "getitem", "reduced_together", "getitem", "getitem"]
 
 
@@ -159,7 +159,7 @@ def test_reductions_of_gradients_follow() -> None:
     product = write(MM, y, z)
     second = write(REDUCED, y, "sum", "shard")
     program = write.returning(write(WAIT, sent), product, second)
-    assert JoinCollectives().rewrite(program) == 2
+    assert CoalesceModelCollectives().rewrite(program) == 2
     expected = ["mm", "reduced_together", "getitem", "getitem", "reduce_scatter_tensor", "wait_tensor"]
     assert order_of(program) == expected
 
@@ -170,8 +170,8 @@ def test_those_beside_compute_stay_alone() -> None:
     first = write(REDUCED, x, "sum", "shard")
     second = write(REDUCED, write(MM, y, z), "sum", "shard")
     program = write.returning(write(ADD, first, second))
-    run_pass(OverlapCollectives(), program)
-    assert JoinCollectives().rewrite(program) == 0
+    run_pass(OverlapModelCollectives(), program)
+    assert CoalesceModelCollectives().rewrite(program) == 0
     assert order_of(program) == ["reducing", "mm", "reduced", "settled", "add"]
 
 
@@ -182,20 +182,22 @@ def test_a_phase_that_writes_is_left_alone() -> None:
     with graph.inserting_after(first):
         emit(graph, aten.relu_.default, first)
     before = print_phase(program.phases["forward"])
-    assert JoinCollectives().rewrite(program) == 0
+    assert CoalesceModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
 def test_nothing_to_join() -> None:
     program = copied(two_layers())
     before = [print_phase(phase) for phase in program.phases.values()]
-    run_pass(JoinCollectives(), program)
+    run_pass(CoalesceModelCollectives(), program)
     assert [print_phase(phase) for phase in program.phases.values()] == before
 
 
 def test_before_partition() -> None:
-    with pytest.raises(PassError, match="join-collectives: the program is not partitioned yet; run this pass after"):
-        run_pass(JoinCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
+    with pytest.raises(
+        PassError, match="coalesce-model-collectives: the program is not partitioned yet; run this pass after"
+    ):
+        run_pass(CoalesceModelCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
 
 
 @given(CALLS)
@@ -205,7 +207,7 @@ def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, in
     program = drawn(calls)
     before, draws = results_of(program)
     sent = len([name for name in order_of(program) if name in ("reduced", "joined")])
-    found = JoinCollectives().rewrite(program)
+    found = CoalesceModelCollectives().rewrite(program)
     after, draws_after = results_of(program)
     assert all(map(torch.equal, before, after))
     assert draws == draws_after

@@ -1,4 +1,4 @@
-"""pieced-loss: the loss over a vocabulary for some words at a time, by pieces of the head."""
+"""vocab-sharded-loss: the loss over a vocabulary for some words at a time, by pieces of the head."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ from graphshard.errors import PassError
 from graphshard.ir.graph import aten, fake
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import PiecedLoss, ReduceInPieces
+from graphshard.passes import ChunkedReduceScatter, VocabShardedLoss
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import calls, captured, step, through
-from tests.passes.test_chunked_loss import BATCH, BF16, DIM, LENGTH, MODELS, VOCAB, Bare, Language, _batches, _mean
+from tests.passes.contrib.test_chunked_loss import (
+    BATCH,
+    BF16,
+    DIM,
+    LENGTH,
+    MODELS,
+    VOCAB,
+    Bare,
+    Language,
+    _batches,
+    _mean,
+)
 
 CUT = ["mean", "sum", "capped", "in part", "frozen head", "frozen trunk", "tied", "bias"]
 
@@ -27,15 +38,15 @@ CUT = ["mean", "sum", "capped", "in part", "frozen head", "frozen trunk", "tied"
 def _program(model: nn.Module, pieces: int | None, batch: tuple[Tensor, ...] | None = None, **options: Any) -> Program:
     program = through(captured(model, batch or _batches()[0], **options), "mixed-precision")
     if pieces is not None:
-        run_pass(PiecedLoss(pieces), program)
-        run_pass(ReduceInPieces(), through(program, "partition"))
+        run_pass(VocabShardedLoss(pieces), program)
+        run_pass(ChunkedReduceScatter(), through(program, "partition"))
     return through(program, "reorder")
 
 
 def test_before_and_after() -> None:
     """Pieces of two rows, and of one, of each rank; the last word is none."""
     program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
-    run_pass(PiecedLoss(2), program)
+    run_pass(VocabShardedLoss(2), program)
     lines = print_phase(program.phases["joint"]).splitlines()
     assert_expected_inline(
         "\n".join(line for line in lines if _is_told(line)),
@@ -162,7 +173,7 @@ def test_left_alone() -> None:
     """A head that is read for something else, too."""
     program = through(captured(_ReadTwice(_mean, tied=True), _batches()[0]), "mixed-precision")
     before = print_phase(program.phases["joint"])
-    assert PiecedLoss(4).rewrite(program) == 0
+    assert VocabShardedLoss(4).rewrite(program) == 0
     assert print_phase(program.phases["joint"]) == before
 
 
@@ -171,25 +182,27 @@ def test_left_alone_by_its_dtype_and_its_sizes() -> None:
     dynamic = {0: Dim("batch", min=2, max=64)}
     for options in ({"mp_policy": half}, {"dynamic_shapes": (dynamic, dynamic)}, {"world_size": 1}):
         program = through(captured(Language(_mean), _batches()[0], **options), "mixed-precision")
-        assert PiecedLoss(4).rewrite(program) == 0
+        assert VocabShardedLoss(4).rewrite(program) == 0
 
 
 def test_twice() -> None:
     program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
-    assert PiecedLoss(4).rewrite(program) == 1
-    assert PiecedLoss(4).rewrite(program) == 0
+    assert VocabShardedLoss(4).rewrite(program) == 1
+    assert VocabShardedLoss(4).rewrite(program) == 0
 
 
 def test_wrong_use() -> None:
     program = captured(Language(_mean), _batches()[0])
-    with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision' and before 'partition'"):
-        run_pass(PiecedLoss(), program)
-    with pytest.raises(PassError, match="pieced-loss: pieces must be a number from 2 on, got 1"):
-        run_pass(PiecedLoss(1), through(program, "mixed-precision"))
-    with pytest.raises(PassError, match="pieced-loss: insert this pass after 'mixed-precision'"):
-        run_pass(PiecedLoss(), through(program, "partition"))
+    with pytest.raises(
+        PassError, match="vocab-sharded-loss: insert this pass after 'mixed-precision' and before 'partition'"
+    ):
+        run_pass(VocabShardedLoss(), program)
+    with pytest.raises(PassError, match="vocab-sharded-loss: pieces must be a number from 2 on, got 1"):
+        run_pass(VocabShardedLoss(1), through(program, "mixed-precision"))
+    with pytest.raises(PassError, match="vocab-sharded-loss: insert this pass after 'mixed-precision'"):
+        run_pass(VocabShardedLoss(), through(program, "partition"))
 
 
 def test_dumps_hold_it() -> None:
     """With its option, so that `graphshard repro` can run it again."""
-    assert decode_pass(encode_pass(PiecedLoss(8))).step == PiecedLoss(8)
+    assert decode_pass(encode_pass(VocabShardedLoss(8))).step == VocabShardedLoss(8)

@@ -15,7 +15,7 @@ from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
 from graphshard.options.resolve import with_offload
-from graphshard.passes import Offload, ReshardAfterForward
+from graphshard.passes import OffloadParameters, ReshardAfterForward
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.helpers import Blocks, Scale, captured, copied, step, target_name, through
 
@@ -28,7 +28,7 @@ def _partitioned(depth: int = 3, world_size: int = 2) -> Program:
 
 def test_before_and_after() -> None:
     program = through(captured(Scale(4), (torch.ones(4),)), "partition")
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     assert program.history[-1].rewrites == 2
     assert program.offloaded
     assert_expected_inline(
@@ -61,7 +61,7 @@ def test_before_and_after() -> None:
 
 def test_shards_are_cast_before_they_are_copied() -> None:
     program = through(captured(Scale(4), (torch.ones(4),), mp_policy=BF16), "partition")
-    run_pass(Offload(always=True, cast_on_host=True), program)
+    run_pass(OffloadParameters(always=True, cast_on_host=True), program)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -82,11 +82,11 @@ def test_shards_are_cast_before_they_are_copied() -> None:
 def test_what_gets_no_smaller_is_copied_as_it_is() -> None:
     """A shard in the compute dtype, one that is read as it is, too, and one that is widened."""
     plain = _partitioned()
-    run_pass(Offload(always=True, cast_on_host=True), plain)
+    run_pass(OffloadParameters(always=True, cast_on_host=True), plain)
     assert all(len(node.args) == 2 for phase in plain.phases.values() for node in calls_of(phase, UPLOAD))
     wide = MixedPrecisionPolicy(param_dtype=torch.float64)
     program = through(captured(Scale(4), (torch.ones(4),), mp_policy=wide), "partition")
-    run_pass(Offload(always=True, cast_on_host=True), program)
+    run_pass(OffloadParameters(always=True, cast_on_host=True), program)
     (upload,) = calls_of(program.phases["forward"], UPLOAD)
     assert (len(upload.args), fake(upload).dtype) == (2, torch.float32)
 
@@ -94,31 +94,31 @@ def test_what_gets_no_smaller_is_copied_as_it_is() -> None:
 def test_nothing_to_do_on_a_cpu_mesh() -> None:
     program = _partitioned()
     before = print_program(program)
-    run_pass(Offload(), program)
+    run_pass(OffloadParameters(), program)
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
     assert not program.offloaded
 
 
 def test_idempotent() -> None:
     program = _partitioned()
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     before = print_program(program)
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
 
 
 def test_comes_after_partition() -> None:
-    with pytest.raises(PassError, match="offload: the program is not partitioned yet"):
-        run_pass(Offload(), captured(Blocks(1), (torch.ones(3, 4),)))
+    with pytest.raises(PassError, match="offload-parameters: the program is not partitioned yet"):
+        run_pass(OffloadParameters(), captured(Blocks(1), (torch.ones(3, 4),)))
     names = [p.name for p in with_offload(Pipeline())]
-    assert names.index("partition") < names.index("offload") < names.index("plan")
+    assert names.index("partition") < names.index("offload-parameters") < names.index("plan")
     assert with_offload(with_offload(Pipeline())) == with_offload(Pipeline())
 
 
 def test_uploads_run_one_gather_ahead() -> None:
     """They start right behind the launch of the gather before theirs, and have arrived when their own starts."""
     program = _partitioned()
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     through(program, "reorder")
     for phase in program.phases.values():
         calls = [n for n in phase.module.graph.nodes if n.op == "call_function"]
@@ -137,7 +137,7 @@ def test_uploads_run_one_unit_ahead_where_nothing_is_gathered() -> None:
     """On one rank: they start where what the unit before needs has arrived, and not before, as it waits for them."""
     program = through(captured(Blocks(3, bias=True), (torch.ones(3, 4),), world_size=1), "partition")
     before = [node.name for node in program.phases["forward"].module.graph.nodes]
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     through(program, "reorder")
     graph = program.phases["forward"].module.graph
     graph.lint()
@@ -171,7 +171,7 @@ def test_backward_uploads_again_where_nothing_is_gathered(policy: MixedPrecision
     run_pass(passes["reshard-after-forward"], program)
     program.device = torch.device("cpu")
     through(program, "partition")
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     through(program, "reorder")
     kept = [value for value in program.phases["forward"].results if isinstance(value, Node)]
     assert not any(node.target is ARRIVED for node in map(base_of, kept))
@@ -187,9 +187,9 @@ def test_backward_uploads_again_where_nothing_is_gathered(policy: MixedPrecision
 def test_what_backward_finds_is_the_users_choice() -> None:
     """A pass that the user put there stays."""
     chosen = Pipeline().replace("reshard-after-forward", ReshardAfterForward(offloaded=True))
-    assert with_offload(chosen).disable("offload") == chosen
+    assert with_offload(chosen).disable("offload-parameters") == chosen
     without = Pipeline().disable("reshard-after-forward")
-    assert with_offload(without).disable("offload") == without
+    assert with_offload(without).disable("offload-parameters") == without
 
 
 @pytest.mark.parametrize("cast_on_host", [False, True])
@@ -199,7 +199,7 @@ def test_numerics(world_size: int, policy: MixedPrecisionPolicy | None, cast_on_
     model, batches = Blocks(3), [(torch.randn(3, 4),) for _ in range(world_size)]
     program = through(captured(model, (torch.ones(3, 4),), world_size=world_size, mp_policy=policy), "partition")
     plain = through(copied(program), "reorder")
-    run_pass(Offload(always=True, cast_on_host=cast_on_host), program)
+    run_pass(OffloadParameters(always=True, cast_on_host=cast_on_host), program)
     through(program, "reorder")
     results = step(program, model, batches)
     for ours, theirs in zip(results, step(plain, model, batches), strict=True):
@@ -209,7 +209,7 @@ def test_numerics(world_size: int, policy: MixedPrecisionPolicy | None, cast_on_
 
 def test_stages_are_stored() -> None:
     program = _partitioned()
-    run_pass(Offload(always=True), program)
+    run_pass(OffloadParameters(always=True), program)
     stored = program_from_json(program_to_json(program))
     assert print_program(stored) == print_program(program)
     assert stored.offloaded

@@ -1,4 +1,4 @@
-"""overlap-collectives: what the model communicates runs beside compute that does not need it."""
+"""overlap-model-collectives: what the model communicates runs beside compute that does not need it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphshard.ir.graph import WAIT, aten, c10d, emit
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
 from graphshard.ir.printer import print_communication, print_phase
 from graphshard.ir.program import Program
-from graphshard.passes import OverlapCollectives
+from graphshard.passes import OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured, copied
 from tests.passes.written import CALLS, SQUARE, Written, drawn, order_of, results_of, two_layers
@@ -45,7 +45,7 @@ def test_before_and_after() -> None:
   return %6 as output:1
 """,
     )
-    run_pass(OverlapCollectives(), program)
+    run_pass(OverlapModelCollectives(), program)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
         """\
@@ -66,9 +66,9 @@ def test_before_and_after() -> None:
 
 def test_again_changes_nothing() -> None:
     program = _columns()
-    run_pass(OverlapCollectives(), program)
+    run_pass(OverlapModelCollectives(), program)
     once = print_phase(program.phases["forward"])
-    assert OverlapCollectives().rewrite(program) == 0
+    assert OverlapModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == once
 
 
@@ -76,7 +76,7 @@ def test_nothing_to_overlap() -> None:
     """No collective of the model's, and none that anything is multiplied beside: the graph stays as it is."""
     program = copied(two_layers())
     before = [print_phase(phase) for phase in program.phases.values()]
-    run_pass(OverlapCollectives(), program)
+    run_pass(OverlapModelCollectives(), program)
     assert [print_phase(phase) for phase in program.phases.values()] == before
 
     write = Written(SQUARE, SQUARE, SQUARE)
@@ -84,7 +84,7 @@ def test_nothing_to_overlap() -> None:
     beside = write(ADD, y, z)
     program = write.returning(beside, write(MM, write(REDUCED, x, "sum", "shard"), z))
     before = print_phase(program.phases["forward"])
-    assert OverlapCollectives().rewrite(program) == 0
+    assert OverlapModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
@@ -95,7 +95,7 @@ def test_shared_experts_run_while_tokens_are_sent() -> None:
     there = write(EXCHANGED, x, [1, 1], [1, 1], "shard")
     back = write(EXCHANGED, write(MM, there, expert), [1, 1], [1, 1], "shard")
     program = write.returning(write(ADD, write(MM, x, shared), back))
-    run_pass(OverlapCollectives(), program)
+    run_pass(OverlapModelCollectives(), program)
     assert order_of(program) == ["exchanged", "mm", "exchanging", "mm", "settled", "add"]
 
 
@@ -106,7 +106,7 @@ def test_reductions_of_gradients_are_not_put_off() -> None:
     sent = write(c10d.reduce_scatter_tensor.default, write(MM, x, grad), "sum", 2, "shard")
     of_input = write(REDUCED, write(MM, grad, weight), "sum", "shard")
     program = write.returning(write(WAIT, sent), write(MM, of_input, weight))
-    assert OverlapCollectives().rewrite(program) == 1
+    assert OverlapModelCollectives().rewrite(program) == 1
     expected = ["mm", "reducing", "mm", "reduce_scatter_tensor", "wait_tensor", "settled", "mm"]
     assert order_of(program) == expected
 
@@ -119,13 +119,15 @@ def test_a_phase_that_writes_is_left_alone() -> None:
     with graph.inserting_after(first):
         emit(graph, aten.relu_.default, first)
     before = print_phase(program.phases["forward"])
-    assert OverlapCollectives().rewrite(program) == 0
+    assert OverlapModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
 def test_before_partition() -> None:
-    with pytest.raises(PassError, match="overlap-collectives: the program is not partitioned yet; run this pass after"):
-        run_pass(OverlapCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
+    with pytest.raises(
+        PassError, match="overlap-model-collectives: the program is not partitioned yet; run this pass after"
+    ):
+        run_pass(OverlapModelCollectives(), captured(Blocks(1), (torch.ones(3, 4),)))
 
 
 @given(CALLS)
@@ -135,7 +137,7 @@ def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, in
     program = drawn(calls)
     before, draws = results_of(program)
     sent = [name for name in order_of(program) if name in ("reduced", "joined")]
-    run_pass(OverlapCollectives(), program)
+    run_pass(OverlapModelCollectives(), program)
     after, draws_after = results_of(program)
     assert all(map(torch.equal, before, after))
     assert draws == draws_after

@@ -272,9 +272,7 @@ def test_twice() -> None:
 
 def test_wrong_use() -> None:
     program = through(_program(Language(_mean), None), "partition")
-    with pytest.raises(
-        PassError, match="chunked-loss: the program is already partitioned; insert this pass before 'par"
-    ):
+    with pytest.raises(PassError, match="chunked-loss: the program is already partitioned; run this pass before 'par"):
         run_pass(ChunkedLoss(), program)
     with pytest.raises(PassError, match="chunked-loss: rows must be a number from 1 on, got 0"):
         run_pass(ChunkedLoss(0), _program(Language(_mean), None))

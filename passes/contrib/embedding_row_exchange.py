@@ -1,0 +1,270 @@
+"""Exchange the rows of a sharded embedding that are looked up, instead of gathering the table.
+
+  * %g = all_gather_into_tensor(%s, 2, shard)        %a: i64[24] = exchanged(%ids - [[0], [25]], ...)
+    %w: f32[50, 8] = wait_tensor(%g)                 %r: f32[24, 8] = embedding(%s, clamp(%a, 0, 24))
+    %y: f32[12, 8] = embedding(%w, %ids)             %o: f32[24, 8] = exchanged(%r, ...)
+                                                     %y: f32[12, 8] = embedding(%o, %ids // 25 * 12 + place)
+
+Its gradient: each rank needs the rows that it owns.
+
+    %d = embedding_dense_backward(%dy, %ids, 50)     %a: i64[24] = exchanged(%ids - [[0], [25]], ...)
+  * %r = reduce_scatter_tensor(%d, avg, 2, shard)    %t: f32[24, 8] = joined(%dy, 2, shard)
+    %ds: f32[25, 8] = wait_tensor(%r)                %ds: f32[25, 8] = a sum for each rank, added and divided
+
+Sizes are static: every rank asks every rank for all of its rows, and picks those that the other rank owns. So it pays
+roughly where the tokens of all ranks are fewer than the words of the vocabulary.
+
+The forward has the same bits. So has the gradient on two ranks; on more, rows are summed in the order of the ranks, in
+the reduce dtype, while reduce-scatters of gloo and NCCL have their own orders: equal up to rounding.
+
+The pass skips tables with other readers (such as a tied head that is not in chunks) and tables that are split over a
+tensor axis. Gradients that are added to those of earlier microbatches, or reduced over replicas, too, are reduced as
+before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from torch.fx import Node
+
+from graphshard.cost.costs import Costs
+from graphshard.ir.graph import WAIT, aten, emit, erase_dead, fake
+from graphshard.ir.layout import Collective
+from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import EXCHANGED, JOINED, SCATTERED
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Program
+from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
+from graphshard.passes.accumulate_gradients import full_gradient
+from graphshard.passes.base import Pass, check_before, full_parameter, gathers_of, gradients_of
+
+_INDEX_BYTES = 8
+# The operators between a full gradient and its reduction that change numbers; the others arrange rows for ranks.
+ARITHMETIC = frozenset({aten._to_copy.default, aten.mul.Tensor, aten.div.Tensor})
+_MOVES = frozenset({aten.constant_pad_nd.default, aten.clone.default})
+# The number of ranks on which a sum has the same bits in either order.
+_PAIR = 2
+
+
+@dataclass(frozen=True)
+class EmbeddingRowExchange(Pass):
+    """Requires: a partitioned program without a plan.  Preserves: outputs; gradients up to rounding.
+
+    Attributes:
+        costs: of the machine: exchange rows where that is cheaper, decided separately for forward and backward. None
+            exchanges them wherever possible.
+    """
+
+    name: ClassVar[str] = "embedding-row-exchange"
+    exact: ClassVar[bool] = False
+    costs: Costs | None = None
+
+    def requires(self, program: Program) -> None:
+        check_before(self, program, "overlap-model-collectives")
+
+    def rewrite(self, program: Program) -> int:
+        costs = replace(self.costs, mesh=program.mesh) if self.costs is not None else None
+        count = 0
+        for phase in program.phases.values():
+            before = count
+            for gather, spec in gathers_of(phase, program):
+                if _applies(spec):
+                    count += _exchange_lookups(gather, _Table(spec, spec.on(program.mesh).shard, costs))
+            for value, spec in gradients_of(phase, program):
+                if _applies(spec) and len(reduced_over(spec, program)) == 1:
+                    count += _exchange_gradient(value, _Table(spec, spec.on(program.mesh).shard, costs))
+            if count > before:
+                erase_dead(phase.module.graph)
+        return count
+
+
+def _applies(spec: ParamRow) -> bool:
+    """Return whether shards are rows of the parameter."""
+    plain = spec.extension is None and spec.split is None and not spec.order and not spec.ignored
+    return plain and spec.num_shards > 1 and spec.dim == 0 and len(spec.shape) > 1
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table, the ranks that have its rows, and the costs that decide."""
+
+    spec: ParamRow
+    axis: Axis
+    costs: Costs | None
+
+    @property
+    def length(self) -> int:
+        """Return the rows of each rank, padding included."""
+        return self.spec.shard_len
+
+    def lookups_pay(self, tokens: int) -> bool:
+        """Return whether it is cheaper to exchange this number of rows than to gather the table."""
+        if self.costs is None:
+            return True
+        item = self.spec.compute_dtype.itemsize
+        rows = self._numel(tokens) * item
+        exchanged = self._sent("all_to_all", self.axis.size * tokens * _INDEX_BYTES)
+        exchanged += self._sent("all_to_all", rows) + 2 * float(self.costs.copy(rows))
+        return exchanged < self._sent("gather", math.prod(self.spec.shape) * item)
+
+    def gradient_pays(self, tokens: int) -> bool:
+        """Return whether it is cheaper to send this number of gradient rows than to reduce the table's gradient."""
+        if self.costs is None:
+            return True
+        full = math.prod(self.spec.shape)
+        rows = self._numel(tokens) * self.spec.compute_dtype.itemsize
+        own = full / self.axis.size * self.spec.reduce_dtype.itemsize
+        sums = self.axis.size if self.axis.size == _PAIR else 1
+        exchanged = self._sent("all_to_all", self.axis.size * tokens * _INDEX_BYTES) + self._sent("gather", rows)
+        exchanged += float(self.costs.copy(rows)) + sums * float(self.costs.addition(own))
+        reduced = self._sent("reduce", full * self.spec.reduce_dtype.itemsize)
+        return exchanged < reduced + float(self.costs.copy(full * self.spec.compute_dtype.itemsize))
+
+    def _numel(self, tokens: int) -> int:
+        return self.axis.size * tokens * math.prod(self.spec.shape[1:])
+
+    def _sent(self, kind: str, num_bytes: float) -> float:
+        assert self.costs is not None
+        return float(self.costs.collective(kind, num_bytes, 1, self.axis))
+
+
+# Inserts a call.
+_Write = Callable[..., Node]
+
+
+def _exchange_lookups(gather: Collective, table: _Table) -> int:
+    """Replace the lookups in a gathered table; return how many there were."""
+    whole = full_parameter(gather, table.spec)
+    lookups = list(whole.users) if whole is not None else []
+    static = all(
+        user.target is aten.embedding.default
+        and user.args[0] is whole
+        and all(isinstance(size, int) for size in fake(user).shape)
+        for user in lookups
+    )
+    tokens = [fake(user.args[1]).numel() for user in lookups] if static else []  # type: ignore[arg-type]
+    if not tokens or not all(tokens) or not table.lookups_pay(sum(tokens)):
+        return 0
+    shard = gather.node.all_input_nodes[0]
+    for lookup in lookups:
+        with lookup.graph.inserting_before(lookup):
+            lookup.replace_all_uses_with(_looked_up(lookup, shard, table))
+    return len(lookups)
+
+
+def _looked_up(lookup: Node, shard: Node, table: _Table) -> Node:
+    """Exchange the rows that a lookup reads."""
+    write = partial(emit, lookup.graph, like=lookup)
+    args: Any = lookup.args
+    ids, ranks = args[1], table.axis.size
+    flat = write(aten.view.default if fake(ids).is_contiguous() else aten.reshape.default, ids, [-1])
+    tokens = fake(flat).numel()
+    asked = write(aten.clamp.default, _asked(write, flat, table), 0, table.length - 1)
+    rows = write(aten.embedding.default, shard, asked)
+    sizes = [tokens] * ranks
+    received = write(EXCHANGED, rows, sizes, sizes, table.axis.name)
+    owner = write(aten.div.Tensor_mode, flat, table.length, rounding_mode="floor")
+    if not table.spec.is_even:  # an id out of range must not find padding
+        known = write(aten.lt.Scalar, flat, table.spec.shape[0])
+        owner = _or_else(write, owner, known, ranks)
+    ones = write(aten.ones_like.default, owner)
+    place = write(aten.sub.Tensor, write(aten.cumsum.default, ones, 0), 1)
+    index = write(aten.add.Tensor, write(aten.mul.Tensor, owner, tokens), place)
+    return write(aten.embedding.default, received, write(aten.view.default, index, list(fake(ids).shape)))
+
+
+def _or_else(write: _Write, numbers: Node, kept: Node, other: int) -> Node:
+    """Return integers where a mask holds, and `other` elsewhere."""
+    return write(aten.add.Tensor, write(aten.mul.Tensor, write(aten.sub.Tensor, numbers, other), kept), other)
+
+
+def _asked(write: _Write, flat: Node, table: _Table) -> Node:
+    """Return the rows that each rank wants, rank after rank, as positions in this rank's shard; others are outside."""
+    ranks, tokens = table.axis.size, fake(flat).numel()
+    ends = write(aten.cumsum.default, write(aten.new_full.default, flat, [ranks, 1], table.length), 0)
+    starts = write(aten.sub.Tensor, ends, table.length)
+    places = write(aten.view.default, write(aten.sub.Tensor, flat, starts), [ranks * tokens])
+    return write(EXCHANGED, places, [tokens] * ranks, [tokens] * ranks, table.axis.name)
+
+
+def _exchange_gradient(value: Node, table: _Table) -> bool:
+    """Replace the reduction of a table's gradient, if it comes from lookups alone."""
+    full = full_gradient(value)
+    if full is None or full.target is not aten.embedding_dense_backward.default:
+        return False
+    args: Any = full.args
+    gradient, ids, _, padding, by_frequency = args
+    tokens = fake(ids).numel()
+    chain = until_reduced(full)
+    if not chain or by_frequency or not isinstance(tokens, int) or not tokens or not table.gradient_pays(tokens):
+        return False
+    *steps, launch, wait = chain
+    write = partial(emit, full.graph, like=full)
+    with full.graph.inserting_before(wait):
+        flat = write(aten.reshape.default, ids, [-1])
+        if padding >= 0:
+            flat = _or_else(write, flat, write(aten.ne.Scalar, flat, padding), -1)
+        asked = _asked(write, flat, table)
+        rows = write(aten.reshape.default, gradient, [tokens, *table.spec.shape[1:]])
+        every = write(JOINED, rows, table.axis.size, table.axis.name)
+        total = _summed(write, every, asked, table, [node for node in steps if node.target in ARITHMETIC])
+        if launch.args[1] == "avg":
+            total = write(aten.div.Tensor, total, table.axis.size)
+    total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: table.axis.name})
+    wait.replace_all_uses_with(total)
+    for node in dict.fromkeys((wait, launch)):
+        node.graph.erase_node(node)
+    return True
+
+
+def until_reduced(full: Node) -> list[Node]:
+    """Return the nodes from a gradient to its sum over ranks, launch and wait the last; empty if there are other users.
+
+    Launch and wait are the same node if `chunked-reduce-scatter` reduces the gradient separately.
+    """
+    chain = [full]
+    while chain[-1].target not in (WAIT, SCATTERED):
+        if len(chain[-1].users) != 1:
+            return []
+        chain += chain[-1].users
+        if OF_A_REDUCTION not in chain[-1].meta:
+            return []
+    if chain[-1].target is SCATTERED:
+        chain.append(chain[-1])
+    return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []
+
+
+def _summed(write: _Write, rows: Node, asked: Node, table: _Table, steps: list[Node]) -> Node:
+    """Return this rank's shard of the sum over ranks of gradient rows.
+
+    Rows of other ranks are added to an extra row at the end. On two ranks each rank's rows are summed first, in their
+    own dtype, as they are before a reduction.
+    """
+    ranks, length = table.axis.size, table.length
+    tokens = fake(asked).numel() // ranks
+    here = write(aten.logical_and.default, write(aten.ge.Scalar, asked, 0), write(aten.lt.Scalar, asked, length))
+    places = _or_else(write, asked, here, length)
+
+    def apply(targets: frozenset[Any], value: Node) -> Node:
+        for step in steps:
+            if step.target in targets:
+                value = write(step.target, value, *step.args[1:], **step.kwargs)
+        return value
+
+    def shard_of(some: Node, where: Node) -> Node:
+        summed = write(aten.embedding_dense_backward.default, some, where, length + 1, length, False)
+        return write(aten.slice.Tensor, summed, 0, 0, length)
+
+    if ranks != _PAIR:
+        wide = apply(frozenset({aten._to_copy.default}), rows)
+        return apply(ARITHMETIC - {aten._to_copy.default}, shard_of(wide, places))
+    shards = []
+    for rank in range(ranks):
+        own = [write(aten.slice.Tensor, each, 0, rank * tokens, (rank + 1) * tokens) for each in (rows, places)]
+        shards.append(apply(ARITHMETIC, shard_of(*own)))
+    return write(aten.add.Tensor, *shards)
