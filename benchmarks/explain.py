@@ -20,8 +20,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.explain.study import Study
 from graphshard.options.options import Options
+from graphshard.predict.study import Study
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama

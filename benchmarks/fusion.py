@@ -25,9 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.profile import load_profile
-from graphshard.explain.study import Study
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
+from graphshard.predict.study import Study
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama

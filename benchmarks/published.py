@@ -33,8 +33,6 @@ from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.multiplications import Gemm
 from graphshard.cost.profile import Profile, load_profile
 from graphshard.cost.samples import number_at, sampled, with_numbers
-from graphshard.explain.spread import PERCENTILES
-from graphshard.explain.study import Study
 from graphshard.ir.graph import is_backward, is_part, is_view, with_parts
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
@@ -42,6 +40,8 @@ from graphshard.ir.recomputed import SAVE
 from graphshard.options.options import Options
 from graphshard.options.resolve import pipeline_of
 from graphshard.passes import ActivationCheckpointing, Pass
+from graphshard.predict.step_prediction import PERCENTILES
+from graphshard.predict.study import Study
 from graphshard.schedule.clock import Call, Event, Launch, Wait, run
 from graphshard.schedule.timeline import estimate
 

@@ -40,23 +40,23 @@ if TYPE_CHECKING:
         StageError,
         UnsupportedError,
     )
-    from graphshard.explain.explain import explain, explain_grid
-    from graphshard.explain.explanation import Explanation
-    from graphshard.explain.grid import Grid
-    from graphshard.explain.tables import WhatIf
-    from graphshard.explain.what_if import what_if
     from graphshard.foreign.groups import Group
     from graphshard.foreign.report import ScheduledGraph
     from graphshard.foreign.schedule import schedule_graph
     from graphshard.ir.plan import Plan
     from graphshard.ir.program import Program
-    from graphshard.measure.regions import load_measured, measure_regions, save_measured
-    from graphshard.measure.step import profile_step
-    from graphshard.measure.step_profile import StepProfile
     from graphshard.module.compile_step import CompiledStep, compile_step
     from graphshard.module.uncompiled import uncompiled
     from graphshard.passes import Pass
     from graphshard.pipeline.pipeline import Pipeline
+    from graphshard.predict.answers import WhatIf
+    from graphshard.predict.explain import explain, explain_grid
+    from graphshard.predict.explanation import Explanation
+    from graphshard.predict.measure_regions import load_measured, measure_regions, save_measured
+    from graphshard.predict.profile_step import profile_step
+    from graphshard.predict.search import Grid
+    from graphshard.predict.step_profile import StepProfile
+    from graphshard.predict.what_if import what_if
     from graphshard.schedule.by_unit import PlanByUnit
 
     __version__: str
@@ -127,11 +127,11 @@ _HOMES = {
     "checkpoint.save_load": ("async_save_checkpoint", "load_checkpoint", "save_checkpoint"),
     "cost.profile": ("Profile", "load_profile"),
     "debug.bisect": ("Bisection", "bisect"),
-    "explain.tables": ("WhatIf",),
-    "explain.explain": ("explain", "explain_grid"),
-    "explain.explanation": ("Explanation",),
-    "explain.grid": ("Grid",),
-    "explain.what_if": ("what_if",),
+    "predict.answers": ("WhatIf",),
+    "predict.explain": ("explain", "explain_grid"),
+    "predict.explanation": ("Explanation",),
+    "predict.search": ("Grid",),
+    "predict.what_if": ("what_if",),
     "foreign.groups": ("Group",),
     "foreign.report": ("ScheduledGraph",),
     "foreign.schedule": ("schedule_graph",),
@@ -154,9 +154,9 @@ _HOMES = {
     ),
     "ir.plan": ("Plan",),
     "ir.program": ("Program",),
-    "measure.regions": ("load_measured", "measure_regions", "save_measured"),
-    "measure.step": ("profile_step",),
-    "measure.step_profile": ("StepProfile",),
+    "predict.measure_regions": ("load_measured", "measure_regions", "save_measured"),
+    "predict.profile_step": ("profile_step",),
+    "predict.step_profile": ("StepProfile",),
     "module.compile_step": ("CompiledStep", "compile_step"),
     "module.uncompiled": ("uncompiled",),
     "passes": ("Pass",),
@@ -181,11 +181,6 @@ class _Package(ModuleType):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=self)
         setattr(self, name, value)
         return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """`explain` is a public function and a subpackage: importing the subpackage does not take its place."""
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By name, as cloudpickle does plain modules: Ray sends functions that use the package to other processes."""

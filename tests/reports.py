@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from graphshard.report.page import (
+from graphshard.debug.html_report import (
     BucketView,
     Measured,
     RegionView,

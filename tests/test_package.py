@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
 import graphshard
 from graphshard import errors
 
@@ -65,25 +63,6 @@ def test_type_checkers_see_the_names_that_there_are():
     assert seen == graphshard._HOME
     assert sorted(seen) == graphshard.__all__
     assert {*seen, "__version__"} <= set(dir(graphshard))
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import graphshard.explain.study",
-        "from graphshard.explain import study",
-        "import graphshard; graphshard.explain; import graphshard.explain.study",
-        "import graphshard.explain.study, importlib; importlib.reload(sys.modules['graphshard.explain'])",
-    ],
-)
-def test_explain_is_the_function_whatever_is_imported_of_the_package_of_that_name(imports: str):
-    result = python(
-        f"import sys; {imports}\n"
-        "import graphshard\n"
-        "from graphshard import explain\n"
-        "print(explain is graphshard.explain, explain.__module__, explain.__name__)"
-    )
-    assert result.stdout == "True graphshard.explain.explain explain\n", result.stderr
 
 
 def test_packages_are_there_without_an_import_of_their_own():

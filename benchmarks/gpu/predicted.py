@@ -13,7 +13,7 @@ from benchmarks.gpu.steps import ranks
 from benchmarks.gpu.table import Emit, Row
 from benchmarks.gpu.workers import said
 from graphshard.cli.main import main as command
-from graphshard.measure.step_profile import StepProfile, Timing
+from graphshard.predict.step_profile import StepProfile, Timing
 
 # Regions of a size that the table shows, the longest first.
 _REGIONS = 12

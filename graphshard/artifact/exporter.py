@@ -19,8 +19,6 @@ from graphshard.codec.passes import encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
 from graphshard.errors import ArgumentError
-from graphshard.explain.predict import Bound, bound_of, explained
-from graphshard.explain.training import Training
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
 from graphshard.ir.graph_break import GraphBreak
@@ -34,6 +32,8 @@ from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
+from graphshard.predict.step_prediction import Bound, bound_of, explained
+from graphshard.predict.training_config import Training
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.schedule.agreed import Share, agreed
 from graphshard.torch_compat.operators import pytree

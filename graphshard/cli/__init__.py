@@ -1,5 +1,5 @@
-"""The command `graphshard`, one file for each group of subcommands.
+"""The command `graphshard`.
 
-`commands.py` has the arguments of all of them, and imports what runs one when it runs: `graphshard --help` and
+`main.py` has the arguments of all subcommands and imports what runs one when it runs: `graphshard --help` and
 `--version` do not wait for torch. Wrong arguments and unreadable files are one line on stderr and exit status 2.
 """

@@ -1,18 +1,33 @@
-"""The command `graphshard`: look at dumps, predict steps, measure machines, check and finish exported files."""
+"""The command `graphshard`: look at dumps, predict steps, measure machines, check and finish exported files.
+
+A subcommand imports the module that runs it when it runs, so `graphshard --help` and `--version` do not wait for torch.
+"""
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import importlib
+import itertools
 import os
+import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
-from graphshard.cli.commands import COMMANDS
-from graphshard.cli.parser import Parser, Version
-from graphshard.errors import GraphshardError, visible
+from graphshard.cost.builtin import builtin_profiles
+from graphshard.errors import ArgumentError, GraphshardError, visible
+
+# The values of `graphshard.lower.backends.Backend` and of `graphshard.schedule.stages`, which import torch.
+BACKENDS = ("inductor", "eager")
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+_STAGE = "a stage of a dump (dump/08-plan.txt, .json, or dump/08)"
+_FULL = "the whole text; repeated blocks are folded otherwise"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the subcommand, return the exit status."""
+    """Parse the command line, run the subcommand and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -30,6 +45,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which also suggests the word that was meant. Errors print the subcommand's own usage."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # as argparse calls it
+        """Parse all words: no other parser knows the rest."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        found, unknown = super().parse_known_args(self._words, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Add suggestions for unknown options to any error: `--mehs 8` is first of all a missing `--mesh`."""
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in itertools.takewhile(lambda word: word != "--", self._words):
+            name = word.partition("=")[0]
+            if name.startswith("-") and not any(option.startswith(name) for option in known):
+                message += _suggestion(name, known)
+        super().error(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a subcommand's name, or an option with choices."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(
+                action, error.message + _suggestion(str(value), action.choices or ())
+            ) from None
+
+
+def _suggestion(given: str, known: Iterable[object]) -> str:
+    close = difflib.get_close_matches(given[:100], map(str, known), 1)
+    return f"; did you mean {close[0]!r} for {given!r}?" if close else ""
+
+
+class _Version(argparse.Action):
+    """Print the versions of graphshard, torch and Python, from the metadata of the installed packages."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        from graphshard.ir.version import own_version
+
+        print(f"graphshard {own_version()}, torch {version('torch')}, Python {platform.python_version()}")
+        parser.exit()
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="graphshard",
@@ -37,8 +101,258 @@ def _parser() -> Parser:
         "graphshard.compile(..., dump=DIRECTORY) or GRAPHSHARD_DUMP=DIRECTORY.",
         epilog="exit status: 0 fine, 1 a difference or a broken rule, 2 wrong arguments or an unreadable file",
     )
-    parser.add_argument("--version", action=Version, nargs=0, help="print the versions of graphshard, torch and Python")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="print the versions of graphshard, torch and Python"
+    )
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> Parser:
+        added: Parser = commands.add_parser(name, **texts)
+        added.set_defaults(run=run)
+        return added
+
+    _add_dump_commands(command)
+    _add_explain(
+        command(
+            "explain",
+            _explain,
+            help="predict the training step of a model on a mesh that need not exist",
+            description="Predict the training step of a model on a mesh and a machine that need not be here: time, "
+            "exposed communication, memory, what limits it and what would help. Several meshes, machines, networks or "
+            "batches give one table. Progress is written to stderr.",
+            epilog="The factory is a function or class without required arguments, as module:name or file.py:name. It "
+            "is called on the meta device and returns the model, or the model and a tuple of its inputs. Otherwise "
+            "inputs are int64 tensors of the shapes that --batch gives.",
+        ).add_argument
+    )
+    _add_machine_commands(command)
     return parser
+
+
+_AddCommand = Callable[..., Parser]
+
+
+def _later(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function that imports the module when it runs."""
+
+    def run(args: argparse.Namespace) -> int:
+        return int(getattr(importlib.import_module(module), function)(args))
+
+    return run
+
+
+def _add_dump_commands(command: _AddCommand) -> None:
+    show = command(
+        "show",
+        _show,
+        help="print a stage, the summary of a dump, or what an exported file holds",
+        description="Print a stage of a dump, the summary of a dump, a list of the dumps below a directory, or what a "
+        "file of graphshard.export holds.",
+    )
+    show.add_argument("path", metavar="PATH", help=f"{_STAGE}, a directory, or a .gshard file")
+    show.add_argument("--graph", action="store_true", help="the scheduled graphs of a .gshard file")
+    show.add_argument("--full", action="store_true", help=_FULL)
+    diff = command(
+        "diff",
+        _diff,
+        help="compare two stages",
+        description="Print the unified difference of two stages. Values keep their numbers from stage to stage, so it "
+        "shows what was inserted, erased or moved.",
+        epilog="exit status: 0 equal, 1 different, 2 trouble",
+    )
+    diff.add_argument("a", metavar="A", help=_STAGE)
+    diff.add_argument("b", metavar="B", nargs="?", help="another; may be left out with --previous")
+    diff.add_argument("--previous", action="store_true", help="compare A with the stage before it")
+    diff.add_argument("--full", action="store_true", help=_FULL)
+    repro = command(
+        "repro",
+        _later("graphshard.debug.replay", "run"),
+        help="run one pass on a stage",
+        description="Reload a dumped stage and run the next pass on it alone: one process, no process group, no "
+        "weights.",
+        epilog="exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong "
+        "arguments",
+    )
+    repro.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/08-plan.json, its .txt, or dump/08")
+    repro.add_argument(
+        "--pass",
+        dest="step",
+        metavar="NAME",
+        help="run this pass, by its name in the default pipeline or as package.module:ClassName; "
+        "by default the one that ran on the stage next",
+    )
+    repro.add_argument(
+        "--verify", choices=("off", "ends", "each"), default="each", help="when to check the rules (default: each)"
+    )
+    repro.add_argument("--full", action="store_true", help="compare whole texts instead of folded ones")
+    for parser in (show, diff, repro):
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import MODULE first, because it registers operators of the program",
+        )
+
+
+def _show(args: argparse.Namespace) -> int:
+    if args.path.endswith(".gshard"):
+        from graphshard.cli import file_commands
+
+        return file_commands.show(args)
+    if args.graph:
+        raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")
+    return _later("graphshard.debug.show", "run_show")(args)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    if args.previous == (args.b is not None):
+        raise ArgumentError("give two stages, or one and --previous")
+    return _later("graphshard.debug.show", "run_diff")(args)
+
+
+def _add_explain(add: Callable[..., Any]) -> None:
+    add("factory", metavar="MODULE:FACTORY", help="what makes the model")
+    add(
+        "--mesh",
+        nargs="+",
+        required=True,
+        metavar="SIZE",
+        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; by names pp=4,dp=16, "
+        "and with --parallelize dp=16,tp=8",
+    )
+    add("--parallelize", metavar="MODULE:FUNCTION", help="of (model, mesh): makes the model for axes tp, cp and ep")
+    add("--global-batch", type=int, metavar="N", help="sequences of all ranks in a step, in microbatches of --batch")
+    add("--degrees", nargs="+", default=[], metavar="AXIS=SIZES", help="to try for --mesh RANKS: pp=1,2,4 tp=1,8")
+    add("--pipeline", nargs="+", default=["1f1b"], choices=SCHEDULES, help="of an axis pp (default 1f1b)")
+    add("--stages-per-rank", type=int, default=2, metavar="N", help="of --pipeline interleaved (default 2)")
+    add("--best", type=int, metavar="N", help="of a table the best few by time per token, and why")
+    add("--workers", type=int, metavar="N", help="processes that predict a table (default: by its length)")
+    add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
+    add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
+    add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
+    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated", "in-training" or "no-rails"')
+    add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
+    add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
+    add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")
+    add("--units", nargs="+", metavar="PATTERN", help="modules whose parameters are gathered together: 'layers.*'")
+    add(
+        "--activation",
+        nargs="+",
+        metavar="SAVED",
+        help='"none", "full", "auto", a share from 0 to 1, or operators to save: aten.mm.default,...',
+    )
+    add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
+    add("--backend", choices=BACKENDS, default="inductor", help="eager runs each operator by itself")
+    add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")
+    add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
+    add("--foreach", action="store_true", help="the optimizer runs an operation at a time, as torch's does by default")
+    add("--clip-norm", type=float, metavar="NORM", help="gradients are clipped to it")
+    add("--accumulate", type=int, default=1, metavar="N", help="microbatches of --batch in a step (default 1)")
+    add("--tokens", type=float, metavar="N", help="of the whole training, such as 2e12: days and GPU hours")
+    add("--price", type=float, metavar="MONEY", help="of one GPU for an hour: what the training costs")
+    add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
+    add(
+        "--what-if",
+        nargs="*",
+        metavar="KIND",
+        help="what would be faster, fit, and scale: all, or batch, hardware, ...",
+    )
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks that --what-if scales to")
+    add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured; a GPU's with --device")
+    add("--device", choices=("cpu", "cuda"), help="capture for a GPU, which need not be here, or for a CPU (default)")
+    add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
+    add("--every-block", action="store_true", help="capture all blocks, also where many are equal")
+    add("--json", metavar="FILE", help="write all numbers")
+    add("--html", metavar="FILE", help="write the report, of a single prediction; with --what-if a page of answers")
+    add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from graphshard.ir.progress import progress
+
+    with progress("graphshard explain", lines=True) as show:
+        show("import")
+        from graphshard.cli import explain_command
+
+        found = explain_command.predict(args, show)
+    return explain_command.output(args, found)
+
+
+def _add_machine_commands(command: _AddCommand) -> None:
+    calibrate = command(
+        "calibrate",
+        _later("graphshard.predict.calibrate", "run"),
+        help="measure this machine and write its profile",
+        description="Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a "
+        "profile for graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local "
+        "ranks are started.",
+    )
+    calibrate.add_argument("--out", required=True, metavar="FILE", help="the profile to write")
+    calibrate.add_argument("--name", help="name of the machine in tables (default: the file's)")
+    calibrate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    calibrate.add_argument(
+        "--ranks",
+        type=int,
+        help="local ranks to start without torchrun (default: every GPU, or 2 on a CPU; 1: no links)",
+    )
+    verify = command(
+        "verify",
+        _later("graphshard.cli.file_commands", "verify"),
+        help="check a .gshard file without executing it",
+        description="Check every byte of an artifact against its checksums, read every program, plan and region, and "
+        "compare regions with their keys. Nothing of it is executed.",
+    )
+    finish = command(
+        "finish",
+        _later("graphshard.cli.file_commands", "finish"),
+        help="compile the regions of a .gshard file",
+        description="Compile the regions of an artifact that was exported without their code (on a machine without "
+        "such a device, or with compile_regions=False), on a machine like those that will load it. The file is "
+        "replaced when all is done.",
+    )
+    for parser in (verify, finish):
+        parser.add_argument("file", metavar="FILE", help="a file that graphshard.export wrote")
+        parser.add_argument("--trust", metavar="KEY", help="PEM of the public key that must have signed it")
+    finish.add_argument("--threads", type=int, metavar="N", help="threads of each rank that CPU code is compiled for")
+    finish.add_argument("--sign", metavar="KEY", help="PEM of an ed25519 private key to sign the file with")
+    cache = command(
+        "cache",
+        _cache,
+        help="list or remove what earlier launches have compiled",
+        description="List the programs that graphshard.compile has kept for the next launch, or remove all of them. "
+        "They are kept in ~/.cache/graphshard, or where GRAPHSHARD_CACHE says.",
+    )
+    cache.add_argument("action", choices=("list", "clear"), metavar="ACTION", help="list or clear")
+    cache.add_argument("--dir", metavar="DIRECTORY", help="instead of the usual place")
+
+
+def _cache(args: argparse.Namespace) -> int:
+    """List or clear the cache, without importing torch."""
+    from rich.table import Table
+
+    from graphshard.cache import entries
+    from graphshard.ir.given import path_of
+    from graphshard.ir.terminal import plain_table, say
+    from graphshard.ir.text import format_bytes
+
+    directory = entries.directory_of(True if args.dir is None else path_of("--dir", args.dir, "a directory"))
+    assert directory is not None
+    if args.action == "clear":
+        count, size = entries.clear(directory)
+        say(f"{directory}: removed {count} programs, {format_bytes(size)}")
+        return 0
+    found = list(entries.entries(directory))
+    table = Table("model", "inputs", "mesh", "backend", "torch", "size", "last used", box=None, pad_edge=False)
+    for entry in found:
+        facts = {name: visible(str(value)) for name, value in entry.facts.items()}
+        inputs = ", ".join(visible(str(text)) for text in entry.facts.get("inputs", ()))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        row = (facts.get("label", "?"), inputs, *(facts.get(name, "?") for name in ("mesh", "backend", "torch")))
+        table.add_row(*row, format_bytes(entry.size), used)
+    if found:
+        say(plain_table(table))
+    total = format_bytes(sum(entry.size for entry in found))
+    say(f"{directory}: {len(found)} programs, {total} of {format_bytes(entries.limit_of())}")
+    return 0

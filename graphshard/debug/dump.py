@@ -1,4 +1,4 @@
-"""Write every stage of a program to a directory, file by file, so that a crash leaves all stages up to it.
+"""Dump of every stage of a program, file by file, so that a crash leaves all stages up to it.
 
 DIR/rank0/Llama-0/
   index.html                 the report: open it in a browser
@@ -7,47 +7,123 @@ DIR/rank0/Llama-0/
   00-capture.json            the stage for `graphshard repro`
   01-insert-collectives.txt .diff .json ...
   plan.json  saved.txt  forward.py  backward.py  regions/region_0.py  regions/region_0.kernels.py ...
-  summary.json  error.txt    what `graphshard show` reads; the error that ended compilation
+  summary.json  error.txt    the input of `graphshard show`; the error that ended compilation
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from graphshard.codec.stage import program_to_json
-from graphshard.debug.stage_files import EXPORTED, EXPORTED_TEXT
+from graphshard.debug.html_report import render, report_of
 from graphshard.debug.standalone import executor_source, region_source
-from graphshard.debug.summary import SUMMARY, Regions, StageSummary, Summary, read_summary
 from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.aid import Aid
-from graphshard.ir.files import file_name, replacing, write_text
+from graphshard.ir.files import file_name, read_file, replacing, write_text
 from graphshard.ir.given import path_of
+from graphshard.ir.plain import read, write
 from graphshard.ir.program import Program, Stage
 from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
-from graphshard.report.content import report_of
-from graphshard.report.page import render
 
-_NO_KERNELS: Mapping[str, Sequence[str]] = MappingProxyType({})
+SUMMARY = "summary.json"
+# The captured program as torch's `ExportedProgram`, and its text; neither is a stage.
+EXPORTED, EXPORTED_TEXT = "00-exported.pt2", "exported.txt"
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage of a dump, as in `graphshard.ir.program.Stage`; `file` is its text."""
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes: int
+    exact: bool
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class RegionCounts:
+    """How many regions are called, and how many of them are distinct."""
+
+    calls: int
+    distinct: int
+
+
+@dataclass(frozen=True)
+class DumpSummary:
+    """Contents of `summary.json`, which `graphshard show` prints without reading programs.
+
+    Attributes:
+        pid: the process; the first summary of a dump has nothing else.
+        title, reason: the program, and why it was captured.
+        torch: version.
+        axes: mesh sizes by axis name.
+        regions: None before lowering.
+        communication: one line per collective.
+        kernels: one line per region and kind of GPU, with the most registers and the like that its kernels take.
+        error: of the pass that failed; "" for none.
+    """
+
+    pid: int | None = None
+    title: str = ""
+    reason: str = ""
+    torch: str = ""
+    axes: dict[str, int] = field(default_factory=dict)
+    stages: tuple[StageSummary, ...] = ()
+    regions: RegionCounts | None = None
+    communication: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    error: str = ""
+
+
+def read_summary(path: Path) -> DumpSummary:
+    """Read a summary; fields that have a default may be missing.
+
+    Raises:
+        ArgumentError: the file is not a summary.
+    """
+    try:
+        data = json.loads(read_file(path, _MOST_BYTES))
+        if not isinstance(data, dict):
+            raise ArgumentError(f"it is {brief(data)}")
+        stages = data.get("stages", [])
+        if isinstance(stages, list):
+            data["stages"] = [_with_defaults(stage, StageSummary) for stage in stages]
+        return read(_with_defaults(data, DumpSummary), DumpSummary)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path} is not the summary of a dump: {error}") from None
+
+
+def _with_defaults(data: object, kind: type) -> object:
+    if not isinstance(data, dict):
+        return data
+    plain = {f.name: write(f.default) for f in fields(kind) if f.default is not MISSING}
+    made = {f.name: write(f.default_factory()) for f in fields(kind) if f.default_factory is not MISSING}
+    return {**plain, **made, **data}
 
 
 def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:
-    """Where this rank dumps: below `dump`, or GRAPHSHARD_DUMP, if GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") has it.
+    """Return this rank's directory below `dump` or GRAPHSHARD_DUMP; None without one.
+
+    GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") says which ranks dump.
 
     Raises:
-        ArgumentError: `dump` is no directory, or GRAPHSHARD_DUMP_RANKS no list of ranks.
+        ArgumentError: `dump` is not a directory, or GRAPHSHARD_DUMP_RANKS not a list of ranks.
     """
     root = dump if dump is not None else os.environ.get("GRAPHSHARD_DUMP") or None
     ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
@@ -68,25 +144,28 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
 
 
 def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
-    """What makes the dump of a program by its name; nothing is written without a directory, or after an OSError."""
+    """Return a function that makes the dump of a program by its name.
+
+    It writes nothing without a directory, or after an OSError: a full disk must not stop training.
+    """
     aid = Aid(f"the dump to {directory}")
 
     def make(name: str) -> Recorder | None:
         dump = None if directory is None else aid(Dump, directory / _folder(name))
-        return None if dump is None else _Careful(dump, aid)
+        return None if dump is None else _BestEffortDump(dump, aid)
 
     return make
 
 
 def _folder(name: str) -> Path:
-    """Of a program, whatever its module is called; that of a further backward is inside it."""
+    """Return the folder of a program, whatever its module is called; a further backward is inside of it."""
     program, _, backward = name.rpartition("/backward-")
     return Path(file_name(program)) / file_name(f"backward-{backward}") if program else Path(file_name(name))
 
 
 @dataclass(frozen=True)
-class _Careful:
-    """A dump whose errors are the disk's, and not the program's."""
+class _BestEffortDump:
+    """Recorder that ignores errors of the disk."""
 
     dump: Dump
     aid: Aid
@@ -103,10 +182,10 @@ class _Careful:
 
 @dataclass
 class Dump:
-    """The dump of one program. Every file is complete or not there; `summary.json` and `index.html` grow with it.
+    """Dump of one program. Every file is complete or missing; `summary.json` and `index.html` grow with it.
 
     Args:
-        directory: made, or emptied if an earlier dump is there.
+        directory: created, or emptied if an earlier dump is there.
     """
 
     directory: Path
@@ -120,26 +199,26 @@ class Dump:
         self.directory.mkdir(parents=True, exist_ok=True)
         if any(self.directory.iterdir()):
             raise ArgumentError(f"dump: {self.directory} holds files that are no dump. Choose another directory.")
-        self._write(SUMMARY, Summary(os.getpid()).to_json())
+        self._write_summary(DumpSummary(os.getpid()))
 
     def stage(self, program: Program, stage: Stage, next_pass: Pass | None = None) -> None:
-        """Write the newest stage: its text, its difference from the one before, and its serialised form."""
+        """Write the newest stage: its text, its difference from the one before, and its serialized form."""
         index = len(program.history) - 1
-        stem = stem_of(index, stage)
+        stem = _stem(index, stage)
         self._write(f"{stem}.txt", stage.folded)
-        if not index:
-            self._export(program)
         if index:
             before = program.history[index - 1]
-            names = f"{stem_of(index - 1, before)}.txt", f"{stem}.txt"
             lines = (before.folded.splitlines(keepends=True), stage.folded.splitlines(keepends=True))
-            self._write(f"{stem}.diff", "".join(difflib.unified_diff(*lines, *names)))
+            diff = difflib.unified_diff(*lines, f"{_stem(index - 1, before)}.txt", f"{stem}.txt")
+            self._write(f"{stem}.diff", "".join(diff))
+        else:
+            self._export(program)
         if not program.regions:
             self._write(f"{stem}.json", program_to_json(program, next_pass=next_pass))
         self._summarize(program)
 
     def _export(self, program: Program) -> None:
-        """Write the program that no pass has seen as torch's, or why that cannot be."""
+        """Write the captured program in torch's format, or the reason why that cannot be."""
         try:
             exported = program.exported
         except GraphshardError as error:
@@ -150,15 +229,15 @@ class Dump:
             torch.export.save(exported, file)
 
     def failed(self, program: Program, name: str, error: Exception) -> None:
-        """Write the error with which a pass ended, and a report of what there is."""
+        """Write the error that ended a pass, and a report of the stages before it."""
         text = "".join(traceback.format_exception(error))
         self._errors.append(f"{name}: {error}")
         self._write("error.txt", text)
         self._summarize(program)
-        self._report(program, text)
+        self._write("index.html", render(report_of(program, error=text)))
 
     def finished(self, program: Program, compiled: dict[str, RegionCall]) -> None:
-        """Write what runs: executors, regions and their kernels, the plan, and the report."""
+        """Write the lowered program: executors, regions and their kernels, the plan, and the report."""
         if program.plan is not None:
             self._write("plan.json", program.plan.to_json())
         if program.saved:
@@ -173,36 +252,38 @@ class Dump:
             self._write(f"{phase_name}.py", executor_source(program, phase_name))
         self._kernels = tuple(f"{name}, {text}" for name, texts in kernels.items() for text in texts)
         self._summarize(program)
-        self._report(program, "", kernels)
-
-    def _report(self, program: Program, error: str, kernels: Mapping[str, Sequence[str]] = _NO_KERNELS) -> None:
-        self._write("index.html", render(report_of(program, error=error, kernels=kernels)))
+        self._write("index.html", render(report_of(program, kernels=kernels)))
 
     def _summarize(self, program: Program) -> None:
         stages = tuple(
-            StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, f"{stem_of(index, s)}.txt")
+            StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, f"{_stem(index, s)}.txt")
             for index, s in enumerate(program.history)
         )
-        summary = Summary(
-            pid=os.getpid(),
-            title=program.title,
-            reason=program.reason,
-            torch=str(torch.__version__),
-            axes={axis.name: axis.size for axis in program.mesh.every_axis},
-            stages=stages,
-            regions=Regions(program.num_regions, program.num_distinct_regions) if program.regions else None,
-            communication=tuple(program.communication),
-            kernels=self._kernels,
-            error="\n".join(self._errors),
+        regions = RegionCounts(program.num_regions, program.num_distinct_regions) if program.regions else None
+        self._write_summary(
+            DumpSummary(
+                pid=os.getpid(),
+                title=program.title,
+                reason=program.reason,
+                torch=str(torch.__version__),
+                axes={axis.name: axis.size for axis in program.mesh.every_axis},
+                stages=stages,
+                regions=regions,
+                communication=tuple(program.communication),
+                kernels=self._kernels,
+                error="\n".join(self._errors),
+            )
         )
-        self._write(SUMMARY, summary.to_json())
+
+    def _write_summary(self, summary: DumpSummary) -> None:
+        self._write(SUMMARY, json.dumps(write(summary), indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         write_text(self.directory / name, text)
 
 
 def _unused(directory: Path) -> Path:
-    """The directory, or with a number behind it if this process has dumped a model of the same name there."""
+    """Return the directory, with a number if this process has dumped another model of the same name there."""
     for number in itertools.count(2):
         marker = directory / SUMMARY
         if not marker.exists() or read_summary(marker).pid != os.getpid():
@@ -211,6 +292,6 @@ def _unused(directory: Path) -> Path:
     raise AssertionError
 
 
-def stem_of(index: int, stage: Stage) -> str:
-    """File name of a stage without its ending: "09-bucket"."""
+def _stem(index: int, stage: Stage) -> str:
+    """Return a stage's file name without its suffix: "09-bucket"."""
     return f"{index:02d}-{file_name(stage.name)}"

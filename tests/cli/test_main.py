@@ -15,8 +15,7 @@ from typing import get_args
 import pytest
 
 import graphshard
-from graphshard.cli.commands import BACKENDS, SCHEDULES
-from graphshard.cli.main import main
+from graphshard.cli.main import BACKENDS, SCHEDULES, main
 from graphshard.codec.stage import program_from_json
 from graphshard.ir.fold import fold
 from graphshard.ir.printer import print_program

@@ -17,7 +17,7 @@ from graphshard.codec.converter import PASSES
 from graphshard.codec.stage import program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.debug.stage_files import StageFile
+from graphshard.debug.show import StageFile
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.options.resolve import with_regather

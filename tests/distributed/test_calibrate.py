@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 import graphshard
 from graphshard.cost.profile_checks import KINDS
-from graphshard.measure import calibrate
-from graphshard.measure import chip as calibrate_chip
-from graphshard.measure import links as calibrate_links
-from graphshard.measure.links import Links
+from graphshard.predict import calibrate
+from graphshard.predict import microbenchmarks as calibrate_chip
+from graphshard.predict import microbenchmarks as calibrate_links
+from graphshard.predict.microbenchmarks import Links
 from tests.ranks import Ranks
 
 
@@ -48,7 +48,7 @@ def _profile(rank: int, world_size: int) -> str:
     try:
         profile = calibrate.calibrate("cpu", "two")
     finally:
-        from graphshard.measure.timing import seconds_of as real
+        from graphshard.predict.microbenchmarks import seconds_of as real
 
         calibrate_chip.seconds_of = real
     return profile.to_json()

@@ -96,7 +96,7 @@ def _products(program: graphshard.Program, region: str) -> int:
 def _simulated(rank: int, world_size: int) -> None:
     model = graphshard.compile(_Net(), world_mesh(), backend="eager")
     device = _Device()
-    with mock.patch("graphshard.measure.step.clock_of", lambda of: DeviceClock(of, device)), device:
+    with mock.patch("graphshard.predict.profile_step.clock_of", lambda of: DeviceClock(of, device)), device:
         profile = graphshard.profile_step(model, (torch.ones(4, 8),))
     assert device.asked == {torch.device("cpu")}
     (program,) = graphshard.programs(model)

@@ -23,9 +23,9 @@ from graphshard import ArgumentError
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.errors import BatchError
-from graphshard.explain.study import Study
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
+from graphshard.predict.study import Study
 from graphshard.schedule.build import Settings, build
 from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.explain.explanation import Explanation
-from graphshard.explain.study import Study
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Uneven
 from graphshard.options.options import Options
+from graphshard.predict.explanation import Explanation
+from graphshard.predict.study import Study
 from tests.distributed.twins import load_example
 
 PROFILE = graphshard.load_profile("h100")
@@ -141,10 +141,10 @@ def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) 
     """Whether parameters stay gathered, or in part, or blocks are computed again: graphs are of few to the end."""
     refused = AssertionError("every block")
     with (
-        mock.patch("graphshard.explain.programs.all_blocks", side_effect=refused),
+        mock.patch("graphshard.predict.study.all_blocks", side_effect=refused),
         mock.patch("graphshard.schedule.few.all_blocks", side_effect=refused),
         mock.patch("graphshard.schedule.by_cost.all_blocks", side_effect=refused),
-        mock.patch("graphshard.explain.programs.stamp", side_effect=refused),
+        mock.patch("graphshard.predict.study.stamp", side_effect=refused),
     ):
         assert compare(Stack([block() for _ in range(9)]), **options)
 
@@ -171,8 +171,8 @@ def test_programs_of_all_blocks_are_verified() -> None:
     inputs = (torch.zeros(2, 4, dtype=torch.long),)
     study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
     with (
-        mock.patch("graphshard.explain.programs.verify", side_effect=verify),
-        mock.patch("graphshard.explain.programs.stamped", side_effect=Uneven("blocks differ")),
+        mock.patch("graphshard.predict.study.verify", side_effect=verify),
+        mock.patch("graphshard.predict.study.stamped", side_effect=Uneven("blocks differ")),
     ):
         study.explain((8,), PROFILE, "isolated")
     assert verified == [True, False]

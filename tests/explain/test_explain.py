@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.cost.costs import Costs
-from graphshard.explain.advice import advise, limit_of, parts_of
-from graphshard.explain.study import Study
+from graphshard.debug.html_report import report_of
 from graphshard.ir.text import format_seconds
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan, OffloadParameters
-from graphshard.report.content import report_of
+from graphshard.passes import MakePlan
+from graphshard.predict.advice import advise, limit_of, parts_of
+from graphshard.predict.study import Study
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.clock import Call, Launch, Wait, run

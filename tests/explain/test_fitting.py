@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from graphshard.explain.answers import Outcome
-from graphshard.explain.fitting import largest, smallest
+from graphshard.predict.answers import Outcome
+from graphshard.predict.what_if import largest, smallest
 
 ROOM = 1000.0
 

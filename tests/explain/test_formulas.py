@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import graphshard
-from graphshard.explain.study import Study
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
-from graphshard.passes import Float8AllGather, MakePlan, OffloadParameters
+from graphshard.passes import Float8AllGather, MakePlan
+from graphshard.predict.study import Study
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
 
@@ -34,7 +34,7 @@ def explained(batch: int, seq: int, ranks: int) -> graphshard.Explanation:
 
 
 @pytest.fixture(scope="module")
-def formulas() -> graphshard.explain.formulas.Formulas:
+def formulas() -> graphshard.predict.symbolic_cost.Formulas:
     """Of 256 tokens on 8 ranks."""
     found = explained(*TOKENS.shape, 8).formulas
     assert found is not None

@@ -17,12 +17,12 @@ from torch.export import Dim
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import flop_of
-from graphshard.explain.explanation import Explanation
-from graphshard.explain.study import Study
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters, Reorder
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.predict.explanation import Explanation
+from graphshard.predict.study import Study
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 from tests.ranks import FakeWorld

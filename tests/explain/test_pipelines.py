@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard import ArgumentError, InfeasibleError, StageError
 from graphshard.cost.costs import Costs
-from graphshard.explain.cut import BlockCut, Blocks, Stages, blocks_of, lists_of
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import Repeats
+from graphshard.predict.pipeline_stages import BlockCut, Blocks, Stages, blocks_of, lists_of
 from tests.conftest import FakeWorld
 from tests.explain.test_explain import BF16, meta_net
 from tests.helpers import captured, full_gradients, mean_gradients, padded_shard, run_ranks, through

@@ -9,9 +9,9 @@ import pytest
 
 import graphshard
 from graphshard.cost.samples import sampled, with_numbers
-from graphshard.explain.spread import PERCENTILES
-from graphshard.explain.study import Study
 from graphshard.options.options import Options
+from graphshard.predict.step_prediction import PERCENTILES
+from graphshard.predict.study import Study
 from tests.explain.test_explain import BF16, RANKS, TOKENS, meta_net
 
 H100 = graphshard.load_profile("h100")

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
-from graphshard.explain import subject
-from graphshard.explain.answers import outcome_of
-from graphshard.explain.changes import ABOUT, Case, changes_of
-from graphshard.explain.study import Study
-from graphshard.explain.training import Training
-from graphshard.explain.what_if import answer
 from graphshard.options.options import Options
+from graphshard.predict import capture_target
+from graphshard.predict.answers import outcome_of
+from graphshard.predict.step_changes import ABOUT, Case, changes_of
+from graphshard.predict.study import Study
+from graphshard.predict.training_config import Training
+from graphshard.predict.what_if import answer
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 
 H100 = graphshard.load_profile("h100")
@@ -37,7 +37,7 @@ def study_of(case: Case) -> Study:
 @pytest.fixture(scope="module")
 def asked() -> tuple[graphshard.WhatIf, int]:
     """All answers, and how many captures they took."""
-    with mock.patch.object(subject, "capture_example", wraps=subject.capture_example) as captures:
+    with mock.patch.object(capture_target, "capture_example", wraps=capture_target.capture_example) as captures:
         found = answer(study_of(CASE), CASE, list(ABOUT), (4, 64))
     return found, captures.call_count
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_is_left_out() -> None:
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     """Named before anything is captured."""
     with (
-        mock.patch.object(subject, "capture_example", side_effect=AssertionError),
+        mock.patch.object(capture_target, "capture_example", side_effect=AssertionError),
         pytest.raises(graphshard.ArgumentError) as caught,
     ):
         graphshard.what_if(meta_net(width=64), (16,), example_inputs=(TOKENS,), **given)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.explain import workers
-from graphshard.explain.study import Study
 from graphshard.ir.progress import other_threads, progress
+from graphshard.predict import search
+from graphshard.predict.study import Study
 from tests.explain.test_explain import TOKENS, meta_net
 
 MESHES = [(8,), (1024,)]
@@ -134,11 +134,11 @@ def test_where_a_fork_is_not_safe(monkeypatch):
     with pytest.raises(graphshard.ArgumentError, match="workers=2 processes cannot be forked, as CUDA is in use"):
         grid(2)
     monkeypatch.undo()
-    monkeypatch.setattr(workers, "dist", SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True))
+    monkeypatch.setattr(search, "dist", SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True))
     with pytest.raises(graphshard.ArgumentError, match=r"this process is a rank of a process group\. Pass workers=1"):
         grid(2)
-    monkeypatch.setattr(workers, "_LONG", 0.0)
-    monkeypatch.setattr(workers, "_side_by_side", None)
+    monkeypatch.setattr(search, "_LONG", 0.0)
+    monkeypatch.setattr(search, "_side_by_side", None)
     assert len(grid().rows) == 4
 
 
@@ -191,15 +191,15 @@ def test_unasked(monkeypatch):
         asked.append(count)
         return [[task.outcome() for task in group] for group in groups]
 
-    monkeypatch.setattr(workers, "_side_by_side", beside)
-    monkeypatch.setattr(workers, "cores_here", lambda: 3)
-    monkeypatch.setattr(workers, "other_threads", list)
+    monkeypatch.setattr(search, "_side_by_side", beside)
+    monkeypatch.setattr(search, "cores_here", lambda: 3)
+    monkeypatch.setattr(search, "other_threads", list)
     grid()
     assert asked == []
     began = iter(range(0, 1000, 2))
-    monkeypatch.setattr(workers.time, "perf_counter", lambda: float(next(began)))  # two seconds for the first
+    monkeypatch.setattr(search.time, "perf_counter", lambda: float(next(began)))  # two seconds for the first
     grid()
     assert asked == [3]
-    monkeypatch.setattr(workers, "other_threads", lambda: [threading.current_thread()])
+    monkeypatch.setattr(search, "other_threads", lambda: [threading.current_thread()])
     grid()
     assert asked == [3]

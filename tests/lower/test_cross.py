@@ -26,7 +26,6 @@ from graphshard.artifact.load import _check_place
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
 from graphshard.errors import ArtifactError
-from graphshard.explain import programs
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program, Region
@@ -34,6 +33,7 @@ from graphshard.lower.elf import read_cubin
 from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
 from graphshard.lower.regions import Compiled, RegionCall, lower
 from graphshard.pipeline.graph_rules import Checked
+from graphshard.predict import study
 from tests.exported import rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -267,7 +267,7 @@ def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
         lower(program, compile_all, dict(compiled))
         executors.extend(phase.module for phase in program.phases.values())
 
-    monkeypatch.setattr(programs, "lower", lowered)
+    monkeypatch.setattr(study, "lower", lowered)
     graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], device="cuda")
     assert not missing
     calls = [call for executor in executors for call in vars(executor).values() if isinstance(call, RegionCall)]

@@ -14,11 +14,10 @@ from torch.utils._triton import has_triton
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.explain.scheduled import schedule_regions
-from graphshard.explain.study import Study
 from graphshard.ir.driver_internals import stand_in
 from graphshard.ir.gpus import CAPABILITIES, capability_of, properties_of
 from graphshard.options.options import Options
+from graphshard.predict.study import Study, schedule_regions
 
 pytest.importorskip("cffi")
 pytest.importorskip("triton")

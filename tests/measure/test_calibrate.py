@@ -15,9 +15,9 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Link
 from graphshard.cost.schemas import present
 from graphshard.ir.mesh import Axis
-from graphshard.measure import chip as calibrate_chip
-from graphshard.measure import links
-from graphshard.measure.links import Links, fit
+from graphshard.predict import microbenchmarks
+from graphshard.predict import microbenchmarks as calibrate_chip
+from graphshard.predict.microbenchmarks import Links, fit
 from tests.explain.test_explain import TOKENS, meta_net
 
 
@@ -98,8 +98,8 @@ def test_the_best_of_several_rounds():
     slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
     best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
     assert fast.better(slow) == slow.better(fast) == best
-    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": links._of_ranks(1e9)}, 0.8, 8192)
-    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": links._of_ranks(5e8)}, 0.7, 4096)
+    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": microbenchmarks._of_ranks(1e9)}, 0.8, 8192)
+    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": microbenchmarks._of_ranks(5e8)}, 0.7, 4096)
     assert once.better(again) == again.better(once) == replace(once, contention=0.7, pack_below=4096)
 
 
@@ -113,9 +113,9 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
         call()
         return next(times)
 
-    monkeypatch.setattr(links, "seconds_together", seconds_together)
-    monkeypatch.setattr(links, "_SHARDS", (1024, 2048, 4096))
-    assert links._pack_below("cpu", torch.distributed.group.WORLD) == found
+    monkeypatch.setattr(microbenchmarks, "seconds_together", seconds_together)
+    monkeypatch.setattr(microbenchmarks, "_SHARDS", (1024, 2048, 4096))
+    assert microbenchmarks._pack_below("cpu", torch.distributed.group.WORLD) == found
 
 
 def test_a_profile_without_the_bytes_of_packing():

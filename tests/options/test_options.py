@@ -17,13 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import graphshard
 from graphshard.artifact.stored_options import FACTS, NOT_COMPARED, ROWS
 from graphshard.errors import ArgumentError
-from graphshard.explain.training import ExplainArguments
 from graphshard.ir.mesh import Mesh
 from graphshard.options.options import CompileArguments, OptionArguments, Options
 from graphshard.options.resolve import capture_spec, profile_here
 from graphshard.options.validate import CHECKS
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.predict.training_config import ExplainArguments
 from tests.helpers import Blocks
 
 EXPLAINING = (graphshard.explain, graphshard.explain_grid, graphshard.what_if)

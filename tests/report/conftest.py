@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.report.page import Report, render
+from graphshard.debug.html_report import Report, render
 from tests.browser import Browser, Page, Show
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.ir.text import format_count
-from graphshard.report.content import report_of
-from graphshard.report.page import (
+from graphshard.debug.html_report import (
     RegionView,
     Report,
     Span,
@@ -20,7 +18,9 @@ from graphshard.report.page import (
     format_bytes,
     format_seconds,
     render,
+    report_of,
 )
+from graphshard.ir.text import format_count
 from graphshard.schedule.memory import Alive
 from tests.helpers import Blocks
 from tests.reports import HOSTILE, small_report

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.report.page import Span
+from graphshard.debug.html_report import Span
 from graphshard.schedule.memory import Alive
 from tests.browser import Page, Show, texts
 from tests.report.test_page import CONTRAST, compare, lines

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from graphshard.report.page import (
+from graphshard.debug.html_report import (
     Span,
     StageView,
     Timeline,

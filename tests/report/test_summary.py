@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.report.summary import Point, Row, Summary, Tile, drawing_of, render_summary
+from graphshard.debug.summary_page import Point, Row, Summary, Tile, drawing_of, render_summary
 from tests.browser import Page, Show, texts
 from tests.report.conftest import OpenText
 from tests.report.test_page import CONTRAST

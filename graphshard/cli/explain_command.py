@@ -1,0 +1,289 @@
+"""The subcommand `graphshard explain`: predict steps of a model that a factory makes.
+
+graphshard explain examples.llama:Llama ...      module:factory; the factory is called without arguments, on meta
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.export import Dim
+
+from graphshard.cost.profile import load_profile
+from graphshard.debug.show import failure, import_module
+from graphshard.errors import ArgumentError
+from graphshard.ir.given import check_count, path_of, write_given
+from graphshard.ir.mesh import MeshLike
+from graphshard.ir.terminal import say
+from graphshard.ir.text import brief
+from graphshard.options.options import Activation, Options
+from graphshard.predict.answers import WhatIf
+from graphshard.predict.explain import explain_grid
+from graphshard.predict.explanation import Explanation
+from graphshard.predict.measure_regions import load_measured
+from graphshard.predict.search import Grid
+from graphshard.predict.step_changes import Case, check_about
+from graphshard.predict.study import Study
+from graphshard.predict.training_config import Training
+from graphshard.predict.what_if import RANKS, answer
+from graphshard.torch_compat.operators import OpOverload
+
+# Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
+_MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
+
+
+def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid | WhatIf:
+    """The prediction, answers about it, or the table of several.
+
+    Args:
+        show: told what is being done.
+    """
+    meshes = [_mesh(text) for text in args.mesh]
+    shapes = [_shape(text) for text in args.batch]
+    profiles = [load_profile(name) for name in args.hardware]
+    check_count("--inputs", args.inputs, most=_MOST_INPUTS)
+    for option, count in (("--best", args.best), ("--workers", args.workers)):
+        if count is not None:
+            check_count(option, count, most=_MOST_INPUTS)
+    activations = {text or "": _activation(text) for text in args.activation or [None]}
+    degrees = dict(map(_degrees, args.degrees))
+    several = (meshes, profiles, args.network, shapes, activations, args.pipeline)
+    single = not degrees and all(len(each) <= 1 for each in several)
+    if not single and (_given(args.html, args.trace, args.measured)):
+        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network, batch and activation")
+    about = None if args.what_if is None else check_about(args.what_if or None, "--what-if")
+    if about is not None and not single:
+        raise ArgumentError(
+            "--what-if needs one mesh, machine, network, batch and activation: it changes one at a time"
+        )
+    if about is not None and (args.symbols or args.measured is not None):
+        raise ArgumentError("--symbols and --measured are of one program, and --what-if makes several. Leave them out.")
+    if args.ranks is not None and about is None:
+        raise ArgumentError("--ranks are those that --what-if scales to. Give --what-if, or several of --mesh.")
+    training = {name: getattr(args, name) for name in Training.__dataclass_fields__}
+    training["pipeline"] = args.pipeline[0]
+    Training(**training)  # what is wrong is said before the model is made
+    symbols = dict(_symbol(text) for text in args.symbols)
+    show("make the model")
+    model, given = _made(args.factory)
+    common: dict[str, Any] = {
+        "show": show,
+        "every_block": args.every_block,
+        "device": args.device,
+        "parallelize": None if args.parallelize is None else function_at("--parallelize", args.parallelize),
+    }
+    if given is None and not shapes:
+        raise ArgumentError(f"give --batch, or let {args.factory} return the model and a tuple of its inputs")
+    if given is not None and shapes:
+        raise ArgumentError(f"{args.factory} returns its inputs; leave --batch out")
+    if single:
+        inputs = given if given is not None else _inputs(shapes[0], args.inputs)
+        (activation,) = activations.values()
+        options = Options(**_options(args, inputs), activation=activation)
+        study = Study(model, inputs, None, options, Training(**training), symbols, **common)
+        if about is not None:
+            case = Case((inputs, {}), meshes[0], profiles[0], args.network[0], study.options, study.training)
+            return answer(study, case, about, RANKS if args.ranks is None else args.ranks)
+        measured = {} if args.measured is None else load_measured(args.measured)
+        return study.explain(meshes[0], profiles[0], args.network[0], measured=measured)
+    rows: list[Explanation] = []
+    left_out: list[str] = []
+    for shape in shapes or [()]:
+        inputs = given if given is not None else _inputs(shape, args.inputs)
+        setting = {**_options(args, inputs), **training, "symbols": symbols}
+        settings = {}
+        for (saved, activation), pipeline in itertools.product(activations.items(), args.pipeline):
+            named = (saved if len(activations) > 1 else "", pipeline if len(args.pipeline) > 1 else "")
+            label = ", ".join(filter(None, (",".join(map(str, shape)), *named)))
+            settings[label] = {**setting, "activation": activation, "pipeline": pipeline}
+        found = explain_grid(
+            model,
+            [mesh[0] if degrees and isinstance(mesh, list) and len(mesh) == 1 else mesh for mesh in meshes],
+            example_inputs=inputs,
+            hardware=profiles,
+            network=args.network,
+            settings=settings,
+            degrees=degrees,
+            workers=args.workers,
+            **common,
+        )
+        rows += found.rows
+        left_out += found.left_out
+    return Grid(tuple(rows), tuple(dict.fromkeys(left_out)))
+
+
+def output(args: argparse.Namespace, found: Explanation | Grid | WhatIf) -> int:
+    """Print a prediction, and write the files that are asked for."""
+    say(found.ranking(args.best) if isinstance(found, Grid) and args.best is not None else found)
+    if args.json is not None:
+        write_given("--json", args.json, found.to_json() + "\n")
+    if not isinstance(found, Grid):
+        if args.html is not None:
+            found.save_html(args.html)
+        if args.trace is not None:
+            (found if isinstance(found, Explanation) else found.base).save_trace(args.trace)
+    return 0
+
+
+def _given(*values: str | None) -> bool:
+    return any(value is not None for value in values)
+
+
+def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """The options of `explain` that flags choose, for calls with such inputs."""
+    return {
+        "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
+        "offload_policy": CPUOffloadPolicy() if args.offload else None,
+        "reshard_after_forward": _reshard(args.reshard),
+        "units": args.units,
+        "backend": args.backend,
+        "memory_limit": args.memory_limit,
+        "dynamic_shapes": tuple(dict.fromkeys(args.dynamic, Dim.AUTO) for _ in inputs) if args.dynamic else None,
+    }
+
+
+def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """The model that a factory makes on the meta device, and its inputs if it returns them."""
+    factory = function_at("factory", path)
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except Exception as error:
+        raise ArgumentError(f"{path}() failed on the meta device with {type(error).__name__}: {error}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module) or not (inputs is None or isinstance(inputs, (tuple, list))):
+        raise ArgumentError(
+            f"{path}() must return an nn.Module, or one and a tuple of inputs, got {type(made).__name__}"
+        )
+    return model, None if inputs is None else tuple(inputs)
+
+
+def function_at(option: str, path: str) -> Callable[..., Any]:
+    """What an option names, such as file.py:name or module:name; it is imported."""
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise ArgumentError(f"{option} must be module:name or file.py:name, got {brief(path)}")
+    module = _run_file(option, where) if where.endswith(".py") else import_module(where, option)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ArgumentError(f"{path}: {where} has no function or class {name}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _run_file(option: str, where: str) -> object:
+    """The module of a file, which is run once."""
+    file = path_of(option, where, "a file with a function")
+    before = sys.modules.get(file.stem)
+    if before is not None and getattr(before, "__file__", None) == str(file):
+        return before
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ArgumentError(f"{option}: there is no file {brief(where)}. Give file.py:name, or module:name.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the file does when it is run
+        if sys.modules[file.stem] is module:
+            del sys.modules[file.stem]
+        raise ArgumentError(f"{option}: {where} cannot be imported: {failure(error)}") from error
+    return module
+
+
+def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=torch.long) for _ in range(count))
+
+
+def _mesh(text: str) -> MeshLike:
+    """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]
+    if "=" not in text:
+        return sizes
+    if not all(names) or len(set(names)) < len(names):
+        raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {brief(text)}")
+    return dict(zip(names, sizes))
+
+
+def _degrees(text: str) -> tuple[str, list[int]]:
+    name, _, sizes = text.partition("=")
+    found = [_whole(size) for size in sizes.split(",")]
+    if not name or not all(found):
+        raise ArgumentError(f"--degrees must be axes and their sizes such as pp=1,2,4 tp=1,8, got {brief(text)}")
+    return name, [size for size in found if size]
+
+
+def _symbol(text: str) -> tuple[str, int]:
+    name, _, dim = text.partition("=")
+    if not name.isidentifier() or _whole(dim) is None:
+        raise ArgumentError(f"--symbols must be names and dims of the inputs such as batch=0 seq=1, got {brief(text)}")
+    return name, int(dim)
+
+
+def _whole(text: str) -> int | None:
+    """The number that some digits are; None if they are none, or more than Python reads."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def _reshard(text: str) -> bool | int | None:
+    words = {"default": None, "always": True, "never": False}
+    if text not in words and _whole(text) is None:
+        raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {brief(text)}")
+    return words[text] if text in words else _whole(text)
+
+
+def _activation(text: str | None) -> Activation | None:
+    """ "none", "full", "auto", a number, or names of operators with commas between them."""
+    if text is None or text == "none":
+        return None
+    if text == "full":
+        return "full"
+    if text == "auto":
+        return "auto"
+    if text.replace(".", "", 1).isdecimal():
+        return float(text)
+    return tuple(map(_operator, text.split(",")))
+
+
+def _operator(name: str) -> OpOverload:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, OpOverload):
+        raise ArgumentError(
+            "--activation must be full, auto, a share from 0 to 1 or operators such as aten.mm.default, got "
+            f"{brief(name)}"
+        )
+    return found
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(_int(part, "--batch", text) for part in text.split(","))
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise ArgumentError(f"--batch must have at most {_MOST_ELEMENTS} elements, got {brief(text)}")
+    return shape
+
+
+def _int(part: str, option: str, text: str) -> int:
+    number = _whole(part)
+    if not number:
+        example = "8" if option == "--mesh" else "1,4096"
+        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {brief(text)}")
+    return number
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    dtype = getattr(torch, name, None) if name else None
+    if name and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"--param-dtype or --reduce-dtype: torch has no dtype {brief(name)}; bfloat16 is one")
+    return dtype

@@ -1,0 +1,415 @@
+"""HTML report of one compiled program: one file that opens without a network.
+
+Tables are written by the template, so they can be read and printed without scripts. Anything that depends on a choice
+or on the zoom (the diff of two stages, the timeline, the memory curve) is drawn by the page from data it carries.
+Stages' texts are carried compressed: at 126 layers they are megabytes each, and few of them are ever opened.
+
+Times are in seconds and sizes in bytes, here and in the page's data; only the rendered page has other units.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
+from graphshard.ir.files import file_name
+from graphshard.ir.printer import dtype_name
+from graphshard.ir.program import Program
+from graphshard.ir.text import format_bytes, format_count, format_seconds
+from graphshard.ir.version import own_version
+from graphshard.passes import InsertCollectives
+from graphshard.schedule.memory import Memory, memory_of
+from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
+
+# Colors by kind of step, for the kinds that share one.
+COLORS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
+# Lanes by link.
+LANES = {
+    "": "compute",
+    "node": "communication",
+    "network": "communication between nodes",
+    "host": "copies from the host",
+    "to_host": "copies to the host",
+}
+# How many causes of delay a wait lists.
+_DELAYS = 3
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Least, median and most of a number measured on all ranks, in seconds or bytes."""
+
+    least: float
+    median: float
+    most: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """Summarize one value per rank."""
+        ordered = sorted(values)
+        return Spread(ordered[0], median(ordered), ordered[-1])
+
+
+@dataclass(frozen=True)
+class StageView:
+    """The program after one pass.
+
+    Attributes:
+        exact: False if the pass says that it may change numerics.
+        folded: the text with repeated blocks folded; `full` is the whole text.
+        file: relative link to the text, or "".
+    """
+
+    name: str
+    rewrites: int
+    seconds: float
+    nodes: int
+    exact: bool
+    folded: str
+    full: str
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """Tensors that travel in one collective.
+
+    Attributes:
+        name: equals the `name` of the bucket's spans in the timeline.
+        kind: "gather", "reduce" or "all_reduce".
+        phase: "forward" or "backward".
+        params: parameters sent as separate tensors; those in `packed` share one flat buffer.
+        start, wait: where the collective is launched and waited for, in words.
+        hidden_by: names of the regions in between, or "".
+        exposed_seconds: how much of `seconds` the compute stream waits.
+        slack_seconds: by how much it could be later or longer without lengthening the step.
+        in_flight: measured time from launch to the end of the wait, an upper bound; None if not measured.
+        waited: measured wait of compute.
+    """
+
+    name: str
+    kind: str
+    phase: str
+    params: tuple[str, ...]
+    packed: tuple[str, ...]
+    num_bytes: int
+    dtype: str
+    axis: str
+    start: str
+    wait: str
+    hidden_by: str
+    seconds: float
+    exposed_seconds: float
+    slack_seconds: float
+    in_flight: Spread | None = None
+    waited: Spread | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time on one lane, such as "compute" or "communication".
+
+    `kind` is "compute", "gather", "reduce" or "exposed" (the compute lane is idle, waiting for a bucket). `slack` is
+    None for a wait. The `critical` spans follow each other without a gap: the step is as long as they are.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    detail: str = ""
+    slack: float | None = None
+    critical: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step as it ran on all ranks; `spans` are those of `rank`, `exposed` is the total wait of compute."""
+
+    rank: int
+    num_ranks: int
+    spans: tuple[Span, ...]
+    step: Spread
+    compute: Spread
+    exposed: Spread
+    memory: Spread | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step as the cost model sees it.
+
+    `phases` are (name, start, end); `critical_seconds` is the communication on the critical path; `assumptions` is one
+    sentence; `measured` is the step as it ran, if it was measured.
+    """
+
+    spans: tuple[Span, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    critical_seconds: float
+    assumptions: str
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True)
+class RegionView:
+    """A distinct compiled region.
+
+    `seconds` is for one call, `measured` for all calls of a step; `file` and `kernels` are relative links, or "".
+    `resources` are registers and the like of kernels compiled for an absent GPU.
+    """
+
+    name: str
+    key: str
+    calls: int
+    ops: int
+    modules: str
+    seconds: float
+    file: str = ""
+    kernels: str = ""
+    resources: str = ""
+    measured: Spread | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Contents of a report. `error` is the traceback of the pass that failed; later parts may be missing then."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    stages: tuple[StageView, ...]
+    buckets: tuple[BucketView, ...] = ()
+    timeline: Timeline | None = None
+    memory: Memory | None = None
+    regions: tuple[RegionView, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class MeasuredProgram:
+    """Measurements of one program, for its report.
+
+    Attributes:
+        regions: seconds of all calls, by region name.
+        in_flight, waits: by bucket name, as in `BucketView`.
+    """
+
+    step: Measured
+    regions: Mapping[str, Spread]
+    in_flight: Mapping[str, Spread]
+    waits: Mapping[str, Spread]
+
+
+def template_environment() -> Environment:
+    """Return the jinja environment of both HTML pages; `asset(name)` includes a style sheet or a script."""
+    loader = PackageLoader("graphshard.debug", "")
+    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.globals["asset"] = lambda name: Markup(loader.get_source(env, name)[0])
+    return env
+
+
+def render(data: Report) -> str:
+    """Return the report as the text of one HTML file; equal data give equal text."""
+    env = template_environment()
+    env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
+    env.globals |= {"format_bytes": format_bytes, "format_seconds": format_seconds}
+    groups = Counter[str]()
+    for value in data.memory.alive if data.memory else ():
+        groups[value.what] += value.num_bytes
+    return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups.most_common())
+
+
+def _pack(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def _script_data(data: Report) -> dict[str, Any]:
+    """Return the data that the page's scripts need, apart from stages' texts."""
+    texts = [stage.full for stage in data.stages]
+    differ = [i for i in range(1, len(texts)) if texts[i - 1] != texts[i]]
+    telling = [i for i in differ if data.stages[i].name == InsertCollectives.name]
+    after = (telling or differ or [len(texts) - 1])[-1]
+    return {
+        "compare": [max(after - 1, 0), after],
+        "timeline": data.timeline and asdict(data.timeline),
+        "memory": data.memory and asdict(replace(data.memory, alive=())),
+    }
+
+
+def report_of(
+    program: Program,
+    *,
+    error: str = "",
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    costs: Costs | None = None,
+    measured: MeasuredProgram | None = None,
+    files: bool = True,
+) -> Report:
+    """Build the report of a program; before it is lowered, only its stages.
+
+    Args:
+        error: traceback of the error that ended compilation.
+        kernels: by name of a region that has a file of generated kernels, their resources for each kind of GPU.
+        costs: of the estimated timeline; None is an H100 node.
+        measured: shown next to the estimate.
+        files: the report is in a dump, and links to its files.
+    """
+    costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
+    stages = tuple(
+        StageView(
+            *(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text),
+            f"{i:02d}-{file_name(s.name)}.txt" if files else "",
+        )
+        for i, s in enumerate(program.history)
+    )
+    facts = [
+        ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.mesh.every_axis)),
+        ("device", program.device.type),
+        ("torch", str(torch.__version__)),
+        ("times and memory", f"estimated for {costs.profile.title}"),
+        ("plan", program.plan.hash[:12] if program.plan else "none"),
+    ]
+    if program.reason:  # a program that was not called has none
+        facts.insert(0, ("captured because", program.reason))
+    count = format_count(sum(math.prod(row.shape) for row in program.params))
+    title = f"{program.title}, {count} parameters, graphshard {own_version()}"
+    if not program.regions or error:
+        return Report(title, tuple(facts), stages, error=error)
+    found = estimate(program, costs)
+    return Report(
+        title=title,
+        facts=tuple(facts),
+        stages=stages,
+        buckets=_buckets(program, found, measured),
+        timeline=_timeline(found, costs, measured),
+        memory=memory_of(program, found),
+        regions=_regions(program, found, costs, kernels, measured, files=files),
+    )
+
+
+def _buckets(program: Program, found: Estimate, measured: MeasuredProgram | None) -> tuple[BucketView, ...]:
+    if program.plan is None:
+        return ()
+    exposed = defaultdict[str, float](float)
+    for step in found.steps:
+        if step.kind == "exposed":
+            exposed[step.name] += step.seconds
+    views = []
+    for step in found.steps:
+        if step.kind not in ("gather", "reduce", "all_reduce"):
+            continue
+        bucket = program.plan.bucket(step.name)
+        calls = [s for s in found.steps if s.kind == "compute" and s.phase == step.phase]
+        waited = found.waits[step.name]
+        views.append(
+            BucketView(
+                name=bucket.name,
+                kind=bucket.kind,
+                phase=bucket.phase,
+                params=bucket.params,
+                packed=bucket.packed,
+                num_bytes=bucket.num_bytes,
+                dtype=dtype_name(program.params[bucket.members[0]].sent_dtype(bucket.kind)),
+                axis=bucket.axis,
+                start=_place(calls, step.order),
+                wait=_place(calls, waited),
+                hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
+                seconds=step.seconds,
+                exposed_seconds=exposed[step.name],
+                slack_seconds=found.dag.slack[step.event],
+                in_flight=measured.in_flight.get(bucket.name) if measured else None,
+                waited=measured.waits.get(bucket.name) if measured else None,
+            )
+        )
+    return tuple(views)
+
+
+def _place(calls: list[Step], order: int) -> str:
+    """Return a point between two region calls, in words."""
+    following = calls[order].where if order < len(calls) else "the end"
+    return f"after {order} of {len(calls)} regions, before {following or 'the root'}"
+
+
+def _timeline(found: Estimate, costs: Costs, measured: MeasuredProgram | None) -> Timeline:
+    critical = {step.event for step in found.critical}
+    spans = tuple(
+        Span(
+            lane=LANES[step.link],
+            kind=COLORS.get(step.kind, step.kind),
+            name=f"{step.name} {step.where}".strip(),
+            start=step.start,
+            end=step.end,
+            detail=_detail(step, found),
+            slack=None if step.kind == "exposed" else found.dag.slack[step.event],
+            critical=step.event in critical,
+        )
+        for step in found.steps
+    )
+    return Timeline(
+        spans=spans,
+        phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
+        seconds=found.seconds,
+        compute_seconds=found.total("compute"),
+        communication_seconds=found.communication,
+        exposed_seconds=found.total("exposed"),
+        critical_seconds=sum(step.seconds for step in found.critical if step.kind != "compute"),
+        assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
+        f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
+        "collective. Optimizer not included.",
+        measured=measured.step if measured else None,
+    )
+
+
+def _detail(step: Step, found: Estimate) -> str:
+    if step.why:
+        reason = f"{WHY[step.why]}{f', behind {step.behind}' if step.behind else ''}"
+        delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
+        return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
+    return format_bytes(step.num_bytes) if step.num_bytes else ""
+
+
+def _regions(
+    program: Program,
+    found: Estimate,
+    costs: Costs,
+    kernels: Mapping[str, Sequence[str]],
+    measured: MeasuredProgram | None,
+    *,
+    files: bool,
+) -> tuple[RegionView, ...]:
+    views = []
+    for name, key in program.region_names.items():
+        region = program.regions[key]
+        where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
+        views.append(
+            RegionView(
+                name=name,
+                key=key,
+                calls=program.region_calls.count(key),
+                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
+                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
+                seconds=costs.region(region),
+                file=f"regions/{name}.py" if files else "",
+                kernels=f"regions/{name}.kernels.py" if name in kernels else "",
+                resources="; ".join(kernels.get(name, ())),
+                measured=measured.regions.get(name) if measured else None,
+            )
+        )
+    return tuple(views)

@@ -1,0 +1,264 @@
+"""Sizes that depend on values, for estimates: experts get equally many tokens, and ranks send and receive as many.
+
+exchanged(f32[24, 8], [u0, u1], [u2, u3], ep) -> f32[u0 + u1, 8]        12 from each of two ranks
+split_with_sizes(f32[u0 + u1, 8], [u4, u5])                             12 for each of two experts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph
+
+from graphshard.codec.joint_reader import joint_program
+from graphshard.cost.multiplications import flop_of
+from graphshard.errors import ArgumentError
+from graphshard.frontend.capture import capture_example
+from graphshard.frontend.graph_breaks import raise_break, traced_or_break
+from graphshard.frontend.inputs import apart, moved_to, stand_in
+from graphshard.frontend.signature import CaptureSpec
+from graphshard.ir.driver_internals import stand_in as stand_in_for
+from graphshard.ir.given import check_choice, check_count, is_int
+from graphshard.ir.gpus import USUAL
+from graphshard.ir.graph import aten, fake
+from graphshard.ir.graph_break import GraphBreak
+from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
+from graphshard.ir.operators import EXCHANGED
+from graphshard.ir.params import ParamTable
+from graphshard.ir.program import Program
+from graphshard.ir.repeats import TEMPLATE, Repeats
+from graphshard.ir.text import brief
+from graphshard.ir.windows import flop_of_all
+from graphshard.options.mesh_axes import axes_of, dims_of
+from graphshard.options.options import Options
+from graphshard.options.resolve import capture_spec
+from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, pretended, shape_of
+from graphshard.pipeline.observe import Level, Observer
+from graphshard.predict.symbolic_cost import Inputs, symbolize
+from graphshard.runtime.groups import make_groups, whole_mesh
+from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.symbolic_sizes import assume_total, hint
+
+
+def assume_even(graph: Graph) -> None:
+    """Let estimates assume of a graph's exchanges and splits that parts are equal."""
+    for node in graph.nodes:
+        if node.target is EXCHANGED:
+            given, made = fake(node.all_input_nodes[0]).shape[0], fake(node).shape[0]
+            assume_total([given], hint(made))
+            assume_total([made], hint(given))
+        elif node.target is aten.split_with_sizes.default:
+            dim = node.args[2] if len(node.args) > 2 else 0
+            parts = [part.shape[dim] for part in node.meta["val"]]
+            assume_total(parts, hint(fake(node.all_input_nodes[0]).shape[dim]))
+
+
+# Data axes that need not exist; a mesh that does; or sizes by name of one that need not exist and for which the model
+# is parallelized.
+Place = Mesh | DeviceMesh | tuple[tuple[str, int], ...]
+
+
+def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
+    """The mesh of the ranks of one stage, and the axis of stages if there is one, wherever it stands.
+
+    Raises:
+        ArgumentError: there are two, its size is none, or the mesh exists.
+    """
+    names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else mesh if isinstance(mesh, Mapping) else ()
+    found = [name for name in names if name in PIPELINE]
+    if not found:
+        return mesh, None
+    if isinstance(mesh, DeviceMesh):
+        others = ", ".join(repr(name) for name in names if name not in found)
+        raise ArgumentError(
+            f"mesh has a pipeline axis, {found[0]!r}, and is a DeviceMesh, whose model is one stage. Give sizes by "
+            f"name, such as {{'pp': 4, 'dp': 16}}, and the whole model; or explain a stage on its "
+            f"own ranks: mesh[{others}]."
+        )
+    assert isinstance(mesh, Mapping)
+    if len(found) > 1:
+        raise ArgumentError(f"mesh has {len(found)} pipeline axes: {', '.join(map(repr, found))}. Give one.")
+    size = mesh[found[0]]
+    check_count(f"mesh[{found[0]!r}]", size, what="number of stages such as 4")
+    if math.prod(filter(is_int, mesh.values())) > MOST_RANKS:
+        raise ArgumentError(f"mesh must have at most {MOST_RANKS} ranks, got {brief(mesh)}.")
+    rest = {name: size for name, size in mesh.items() if name not in found}
+    return rest or {"dp": 1}, Axis(found[0], size, "pipeline")
+
+
+def has_stages(mesh: Any) -> bool:
+    """Whether a mesh that need not exist has a pipeline axis of several ranks."""
+    return isinstance(mesh, Mapping) and any(name in PIPELINE and size != 1 for name, size in mesh.items())
+
+
+def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
+    """What a mesh is to a study.
+
+    Raises:
+        ArgumentError: it is none to study the model on.
+    """
+    if parallelize is not None:
+        return tuple(shape_of(mesh).items())
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if needs_parallelize(mesh):
+        shape = shape_of(mesh)
+        raise ArgumentError(
+            f"mesh {shape}: a model communicates along some of these axes, and is made for them by parallelize=, a "
+            "function of (model, mesh) such as one that calls parallelize_module(model, mesh['tp'], plan). Give it."
+        )
+    return Mesh.of_shape(mesh)
+
+
+def named_sizes(place: DeviceMesh | tuple[tuple[str, int], ...]) -> dict[str, int] | None:
+    """Sizes by axis, as given; None for axes without names."""
+    if isinstance(place, DeviceMesh):
+        return dict(zip(place.mesh_dim_names, place.shape)) if place.mesh_dim_names else None
+    return dict(place)
+
+
+def sizes_of(place: Place) -> dict[str, int]:
+    """Sizes by axis; axes without names have numbers."""
+    if isinstance(place, Mesh):
+        return place.shape
+    return named_sizes(place) or {str(axis): size for axis, size in enumerate(place.shape)}  # type: ignore[union-attr]
+
+
+@contextmanager
+def at_place(
+    model: nn.Module, options: Options, place: Place, parallelize: Parallelize | None, device: torch.device
+) -> Iterator[tuple[nn.Module, CaptureSpec]]:
+    """In the block there is such a mesh: the model to capture, and what else the capture depends on."""
+    if isinstance(place, Mesh):
+        yield model, capture_spec(model, options, place, device)
+    elif isinstance(place, DeviceMesh):
+        if device.type != "cpu":
+            raise ArgumentError(
+                f"device={device.type!r}: a program is captured for a GPU on meshes that need not exist, and mesh is a "
+                "DeviceMesh. Give its shape by name, and parallelize=; or leave device out."
+            )
+        yield model, _spec_on(model, options, place, device)
+    else:
+        assert parallelize is not None
+        with pretended(model, dict(place), parallelize, device.type) as (parallelized, mesh):
+            chosen = options_for(parallelized, model, options)
+            yield parallelized, _spec_on(parallelized, chosen, mesh, device, dims_of(dict(place)))
+
+
+def _spec_on(
+    model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
+) -> CaptureSpec:
+    """What a capture depends on where process groups exist."""
+    data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options, dims)
+    spec = capture_spec(model, options, mesh, device, {}, tensor, experts, answers)
+    return replace(spec, groups=make_groups(spec.mesh, whole_mesh(data, tensor), experts))
+
+
+def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
+    """All rows, with what a capture found of how gradients are to be added up over a tensor axis.
+
+    Blocks that were left out are like one that was captured.
+    """
+    found = {row.name: row.split for row in captured}
+    named = [
+        (row, row.name if repeats is None or row.name in found else repeats.name_at(TEMPLATE, row.name)) for row in rows
+    ]
+    return ParamTable(tuple(replace(row, split=found[name]) for row, name in named))
+
+
+def device_given(device: Any) -> torch.device:
+    """What a program is captured for; None is a CPU.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+def standing_in(device: torch.device) -> AbstractContextManager[None]:
+    """In the block programs are captured for a GPU, also where there is none."""
+    there = device.type == "cpu" or torch.cuda.is_available()
+    return contextlib.nullcontext() if there else stand_in_for(USUAL)
+
+
+@dataclass
+class Subject:
+    """What was captured of a model, once.
+
+    Attributes:
+        inputs: args and kwargs of a call.
+        repeats: equal blocks of which a few are captured; None captures all.
+        symbols: dims of the inputs by the names that they have in formulas.
+        level: when rules are verified.
+        show: told what is being done.
+        device: that the program is captured for.
+        lists: of the model, lists of modules by name, with their lengths.
+        program: what was captured; None before.
+        flop: of the model, by dtype.
+        at: the value of each symbol.
+    """
+
+    inputs: Inputs
+    repeats: Repeats | None
+    symbols: Mapping[str, int]
+    level: Level
+    show: Callable[[str], None]
+    device: torch.device
+    lists: Mapping[str, int]
+    program: Program | None = None
+    flop: dict[str, float] = field(default_factory=dict)
+    at: dict[str, int] = field(default_factory=dict)
+
+    def _traced(self, model: nn.Module, inputs: Inputs, spec: CaptureSpec) -> Program:
+        """Capture all blocks, or those that stand for them.
+
+        Raises:
+            CaptureError: forward cannot be traced.
+        """
+        trace = functools.partial(capture_example, model, *inputs, spec, self.repeats)
+        try:
+            return traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+        except GraphBreak as error:
+            raise_break(error)
+
+    def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
+        """The program of the first mesh; the graph is the same on all."""
+        if self.program is None:
+            self.show("capture")
+            repeats = self.repeats
+            leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
+            inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
+
+            def trace(inputs: Inputs) -> Program:
+                program = joint_program(model, *inputs, spec.params, spec.mesh, spec.device, grad=True)
+                if program is None or repeats is not None:
+                    program = self._traced(model, inputs, spec)
+                (phase,) = program.phases.values()
+                assume_even(phase.module.graph)
+                return program
+
+            start = time.perf_counter()
+            self.program = trace(inputs)
+            Observer(self.level).after(self.program, "capture", 0, time.perf_counter() - start)
+            if self.symbols:
+                self.show("capture at other sizes")
+                self.at = symbolize(self.program, inputs, self.symbols, trace)
+            (phase,) = self.program.phases.values()
+            self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
+        return self.program
+
+    def every_block(self) -> None:
+        """Forget what was captured, and capture all blocks from now on."""
+        self.repeats, self.program = None, None

@@ -1,0 +1,274 @@
+"""Predict a training step on a machine that is not here: `graphshard.explain`.
+
+No process group, no GPU, and no memory for parameters: the model may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from typing_extensions import Unpack
+
+from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.errors import ArgumentError
+from graphshard.ir.given import check_count, check_function
+from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
+from graphshard.ir.text import brief
+from graphshard.options.options import Options, check_known, check_names, takes_options
+from graphshard.options.simulated_mesh import Parallelize
+from graphshard.predict.capture_target import has_stages
+from graphshard.predict.explanation import Explanation
+from graphshard.predict.search import Grid, Task, Telling, outcomes
+from graphshard.predict.study import Study, changed, is_same
+from graphshard.predict.training_config import ExplainArguments, Training, chosen
+
+# What only a mesh with stages depends on.
+_OF_PIPELINES = ("pipeline", "stages_per_rank")
+# What a setting of a grid may choose.
+_SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
+
+
+@functools.partial(takes_options, also=(Training,))
+def explain(
+    model: nn.Module,
+    mesh: MeshLike,
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    hardware: Hardware = "h100",
+    network: str = "isolated",
+    measured: Mapping[str, float] | None = None,
+    symbols: Mapping[str, int] | None = None,
+    every_block: bool = False,
+    parallelize: Parallelize | None = None,
+    device: str | None = None,
+    **options: Unpack[ExplainArguments],
+) -> Explanation:
+    """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
+
+    Arguments that are not described here are those of `graphshard.compile`. In a prediction, `activation` changes what
+    is saved and what backward computes again. `offload_policy` copies on a link of its own and takes state off the
+    device; pinned or not is the same, and the optimizer's time stays the device's. `backend="eager"` runs the same plan
+    with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at those of the example.
+    `verify` checks rules only if it is given. `max_captures` and `fullgraph` change nothing, as there is one program.
+
+    Args:
+        model: any module, on the CPU or on the meta device, or an exported program of one, as for `compile`; its
+            example inputs are used if none are given.
+        mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
+            replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
+            `compile` knows them. Of a DeviceMesh any axes that `compile` takes. An axis "pp" beside others has the
+            stages of a pipeline: the model's blocks are dealt out to them. It lies outside of the others, wherever it
+            stands.
+        example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
+        hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
+            or a `Profile`.
+        network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
+        measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
+        symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
+            in the number of ranks. The model is captured at a few more sizes.
+        every_block: capture every block of a model, also where many are equal and five stand for all of them. The
+            result is the same.
+        parallelize: makes the model for a mesh along which it communicates itself. It is called with a copy of the
+            model on the meta device and the `DeviceMesh`, of which this process is then rank 0, and changes the copy
+            (`parallelize_module(model, mesh["tp"], plan)`, or experts as DTensors on `mesh["ep"]`), or returns a
+            model. There must be no process group.
+        optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
+        foreach: the optimizer runs one operation after the other over all parameters, as torch's do by default on
+            GPUs; False is one fused kernel.
+        clip_norm: gradients are clipped to it, as by `clip_grad_norm_`; None clips nothing. How large it is makes no
+            difference to the prediction.
+        accumulate: microbatches of a step, each of which gathers, computes and reduces; one optimizer step.
+        global_batch: of the first dim of the inputs, what all ranks process in a step together: as many microbatches as
+            that takes. None leaves it to `accumulate`.
+        tokens: of the whole training: the result's `cost` has its days and GPU hours.
+        price: of one GPU for an hour, in any currency: `cost` has the money, too.
+        pipeline: the schedule of a mesh with a pipeline axis: "1f1b", "gpipe" or "interleaved", as
+            `torch.distributed.pipelining` has them.
+        stages_per_rank: of `pipeline="interleaved"`.
+        device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
+            none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: their
+            kernels and bytes are those of its scheduler. Regions that were measured on a GPU have its keys. None and
+            "cpu" capture as for a CPU, which takes no package, with rules about fusion that mostly say the same.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        InfeasibleError: no schedule fits in memory_limit; it says the least that one needs. It is an ArgumentError.
+        CaptureError: the module cannot be captured from the example inputs.
+    """
+    check_names(explain, options)
+    program, training = chosen(options)
+    study = Study(
+        model,
+        example_inputs,
+        example_kwargs,
+        program,
+        training,
+        symbols,
+        every_block=every_block,
+        parallelize=parallelize,
+        device=device,
+    )
+    return study.explain(mesh, load_profile(hardware), network, measured={} if measured is None else measured)
+
+
+@functools.partial(takes_options, also=(Training,))
+def explain_grid(
+    model: nn.Module,
+    meshes: Sequence[MeshLike],
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    hardware: Sequence[Hardware] = ("h100",),
+    network: Sequence[str] = ("isolated",),
+    settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({"": {}}),
+    degrees: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    show: Callable[[str], None] = lambda _: None,
+    workers: int | None = None,
+    symbols: Mapping[str, int] | None = None,
+    every_block: bool = False,
+    parallelize: Parallelize | None = None,
+    device: str | None = None,
+    **options: Unpack[ExplainArguments],
+) -> Grid:
+    """Every combination of meshes, machines, networks and settings, in one table.
+
+    The model is captured once for all settings of which a capture is the same, and scheduled as `compile` would on each
+    mesh and machine. Arguments that are not described here are those of `explain`, for all settings.
+
+    Args:
+        model, example_inputs, example_kwargs: as for `explain`.
+        meshes, hardware, network: several of what `explain` takes one of.
+        settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
+            `accumulate` and the like. They replace those for all settings.
+        degrees: sizes to try of axes, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is a number of ranks
+            then, and stands for all meshes with these sizes that it can be divided into; "dp" is what is left.
+        show: told what is being done.
+        workers: processes that predict side by side, forked from this one; 1 predicts in this process alone. None takes
+            one for each core, up to eight of about a gigabyte each, if the table takes longer than some seconds, on
+            Linux, and neither CUDA, a process group nor another Python thread is in this process.
+        symbols, every_block, parallelize, device: as for `explain`, for all settings.
+        global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
+            for which no schedule fits in memory_limit, or of which the model cannot be cut into the stages:
+            `Grid.left_out` says why.
+
+    Raises:
+        ArgumentError: an argument is wrong, or everything is left out.
+        GraphshardError: one of the workers ended.
+        CaptureError: the module cannot be captured from the example inputs.
+    """
+    check_names(explain_grid, options)
+    for name, value in (("meshes", meshes), ("hardware", hardware), ("network", network)):
+        if isinstance(value, (str, bytes, os.PathLike, Profile, Mapping)) or not isinstance(value, Sequence):
+            raise ArgumentError(
+                f"{name} of a grid must be a list, got {brief(value)}. Pass a list of it, or use explain."
+            )
+        if not value:
+            raise ArgumentError(f"{name} of a grid must not be empty, got {brief(value)}. Give at least one.")
+    _check_settings(settings)
+    if not isinstance(degrees, Mapping) or degrees:
+        meshes = meshes_of(meshes, degrees)
+    check_function("show", show, "print")
+    profiles = [load_profile(item) for item in hardware]
+    shared: dict[str, Any] = {"symbols": symbols, **options}
+    telling = Telling(show)
+    groups: list[list[Task]] = []
+    first: Study | None = None
+    tried: list[dict[str, Any]] = []
+    for label, setting in settings.items():
+        check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
+        own = {**shared, **setting}
+        own_symbols = own.pop("symbols")
+        program, training = chosen(own)
+        if first is not None and own_symbols == first.symbols:
+            study = changed(first, program, training, label)
+        else:
+            study = first = Study(
+                model,
+                example_inputs,
+                example_kwargs,
+                program,
+                training,
+                own_symbols,
+                label=label,
+                show=telling,
+                every_block=every_block,
+                parallelize=parallelize,
+                device=device,
+            )
+        own["symbols"] = own_symbols
+        again = any(_differ_in(before, own, _OF_PIPELINES) for before in tried)
+        tried.append(own)
+        for mesh in meshes:
+            if again and not has_stages(mesh):
+                continue  # the schedule of stages makes no difference
+            groups.append([Task(study, mesh, profile, name) for profile in profiles for name in network])
+    found: list[Explanation] = []
+    refused: list[ArgumentError] = []
+    for outcome in outcomes(groups, workers, telling):
+        if isinstance(outcome, Explanation):
+            found.append(outcome)
+        else:
+            refused.append(outcome)
+    if not found:
+        raise refused[0]
+    return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
+
+
+def _differ_in(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether two settings differ, and in these arguments only."""
+    different = {name for name in {**one, **other} if not is_same(one.get(name), other.get(name))}
+    return bool(different) and different <= set(names)
+
+
+def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of stages and replicas.
+
+    Raises:
+        ArgumentError: an argument is no such thing, or nothing divides the ranks.
+    """
+    if not isinstance(degrees, Mapping) or not all(map(_is_text, degrees)):
+        raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
+    known = (*PIPELINE, *TENSOR, *CONTEXT, *EXPERT, *REPLICATING)
+    for name, sizes in degrees.items():
+        if name not in known:
+            raise ArgumentError(f"degrees has an axis {brief(name)}. Use {', '.join(map(repr, known))}.")
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
+            raise ArgumentError(f"degrees[{name!r}] must be a list of sizes such as (1, 2, 4), got {brief(sizes)}.")
+        for size in sizes:
+            check_count(f"degrees[{name!r}]", size, most=MOST_RANKS, what="list of sizes such as (1, 2, 4)")
+    found = []
+    for count in ranks:
+        check_count("meshes", count, most=MOST_RANKS, what="list of numbers of ranks, beside degrees")
+        for tried in itertools.product(*degrees.values()):
+            if count % math.prod(tried) == 0:
+                by_name = dict(zip(degrees, tried))
+                outer = {name: size for name, size in by_name.items() if name in (*PIPELINE, *REPLICATING)}
+                found.append({**outer, "dp": count // math.prod(tried), **by_name})
+    if not found:
+        raise ArgumentError(f"degrees {brief(dict(degrees))}: none divides {brief(list(ranks))} ranks. Give others.")
+    return found
+
+
+def _check_settings(settings: Any) -> None:
+    """Raise ArgumentError for what is no dict of options by the names of settings."""
+    if not isinstance(settings, Mapping) or not settings:
+        raise ArgumentError(f"settings must be a dict of options by a name, got {brief(settings)}.")
+    for label, setting in settings.items():
+        if not isinstance(label, str) or not isinstance(setting, Mapping) or not all(map(_is_text, setting)):
+            raise ArgumentError(
+                'settings must be such as {"keep": {"reshard_after_forward": False}}, got '
+                f"{brief({label: setting})}."
+            )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

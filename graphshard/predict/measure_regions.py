@@ -1,0 +1,106 @@
+"""Time the regions of a compiled model, one by one, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from graphshard.errors import ArgumentError
+from graphshard.ir.classes import users_class
+from graphshard.ir.files import read_file
+from graphshard.ir.given import check_function, check_number, check_seconds, path_of, write_given
+from graphshard.ir.graph import fake
+from graphshard.ir.program import Region
+from graphshard.ir.text import brief
+from graphshard.module.compiled_module import CompiledModule
+from graphshard.predict.microbenchmarks import seconds_of
+
+# Of a file of times: no model has so many regions.
+_MOST_BYTES = 64 << 20
+
+
+def measure_regions(
+    model: nn.Module,
+    *,
+    budget: float = 0.2,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """Seconds of one call of each distinct region of a compiled model, by key, for `explain(..., measured=...)`.
+
+    A region runs alone, on random inputs of its shapes: the times are those of a machine that does nothing else, and
+    collectives that run at the same time would slow them down. Ranks that call this together measure that.
+
+    Args:
+        model: compiled, and called or compiled with example inputs before.
+        budget: seconds to spend on each region.
+        show: told what is being measured.
+
+    Raises:
+        ArgumentError: the model is not compiled, or has no program yet.
+    """
+    check_number("budget", budget, positive=True)
+    check_function("show", show, "print")
+    if not isinstance(model, CompiledModule) or not model._graphshard.programs:
+        raise ArgumentError(
+            f"model: {brief(model)} has no program to measure. Call graphshard.compile(model, mesh, "
+            "example_inputs=...) first, or the compiled model once."
+        )
+    if model._graphshard.library is not None:
+        raise ArgumentError(
+            f"model: {users_class(model).__name__} runs programs of a file. Measure a model that "
+            "graphshard.compile compiled: its regions are the same."
+        )
+    compiled = model._graphshard.tracer.compiled
+    regions = {key: region for program in model._graphshard.programs for key, region in program.regions.items()}
+    found = {}
+    for done, (key, region) in enumerate(regions.items()):
+        show(f"region {done + 1} of {len(regions)}")
+        values = inputs_of(region)
+        device = next((value.device.type for value in values), "cpu")
+        with torch.no_grad():
+            found[key] = seconds_of(lambda key=key, values=values: compiled[key](list(values)), device, budget)  # type: ignore[misc]
+    return found
+
+
+def inputs_of(region: Region) -> list[torch.Tensor]:
+    """Random inputs of a region's shapes and strides; integers are zero, which is a valid index."""
+    return [_like(fake(node)) for node in region.module.graph.find_nodes(op="placeholder")]
+
+
+def _like(traced: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
+    if traced.is_floating_point():
+        return empty.uniform_(-1, 1)
+    return empty.zero_()
+
+
+def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
+    """Write times of regions as JSON: seconds by key.
+
+    Raises:
+        ArgumentError: they are none, or the file cannot be written.
+    """
+    check_seconds("measured", measured)
+    write_given("path", path, json.dumps(dict(measured), indent=1) + "\n")
+
+
+def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
+    """Inverse of `save_measured`.
+
+    Raises:
+        ArgumentError: the file holds something else.
+    """
+    where = path_of("path", path, "a file that graphshard.save_measured wrote")
+    try:
+        data = json.loads(read_file(where, _MOST_BYTES))
+        check_seconds("it", data)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"path: {where} holds no measured regions, seconds by region key: {error} Give a file that "
+            "graphshard.save_measured wrote."
+        ) from None
+    return {key: float(value) for key, value in data.items()}

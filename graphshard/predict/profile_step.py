@@ -1,0 +1,229 @@
+"""Measure one real step of a compiled model on all ranks: `graphshard.profile_step`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Hardware, load_profile
+from graphshard.errors import ArgumentError
+from graphshard.ir.classes import users_class
+from graphshard.ir.given import answer_of, check_count, check_function
+from graphshard.ir.text import brief
+from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.module.runner import Runner
+from graphshard.options.resolve import profile_here
+from graphshard.options.validate import check_examples
+from graphshard.predict.step_profile import RankStep, StepProfile, measured_spans, profile_of
+from graphshard.runtime.groups import is_fake
+from graphshard.runtime.recording import Recording, clock_of, recording
+from graphshard.torch_compat.autograd_state import is_profiling
+from graphshard.torch_compat.operators import pytree
+
+# What is predicted for where no profile is known, as in the report of a dump.
+_ANY_HARDWARE = "h100"
+_MOST_WARMUPS = 1000
+
+
+def profile_step(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    warmup: int = 2,
+    hardware: Hardware | None = None,
+) -> StepProfile:
+    """Measure a forward and a backward of a compiled model: regions, collectives, what compute waits for, and memory.
+
+    Call it on all ranks of the mesh, with inputs of a call as in training; all get the same result. Where gradients are
+    off (`torch.no_grad()`), it measures a forward alone. Submodules and methods that the loss calls are measured, too.
+
+    Gradients are computed and let go of, so that those of the parameters stay as they are, and hooks that step an
+    optimizer do not run. Parameters do not change. Inputs, buffers, what microbatches have accumulated and the state of
+    random number generators are put back. What forward leaves elsewhere, such as a counter in Python, is as after so
+    many calls.
+
+    On CPUs times are the host's. On CUDA they are events in the stream of the compute, so that a wait is as long as the
+    stream stands still. Memory is what PyTorch's allocator says on CUDA, whose peak is reset for that. On CPUs it is
+    shards, buffers, inputs, and what `torch.profiler` sees allocated beyond them in one more step; None while another
+    profiler runs.
+
+    Args:
+        model: compiled.
+        args, kwargs: inputs of this rank's call.
+        loss: makes of the call's result the scalar that backward starts from; None takes the result itself.
+        warmup: steps that run before, unmeasured; the first compiles, if that has not happened yet.
+        hardware: the profile of the prediction, as for `explain`; None takes the one that `compile` planned with, or
+            an H100 where there is none.
+
+    Raises:
+        ArgumentError: an argument is wrong, the model is not compiled, runs programs of a file or has parameters that
+            were gathered by hand. Nothing has run then. Or there is no scalar to start backward from.
+    """
+    model = compiled_module(model)
+    check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
+    if loss is not None:
+        check_function("loss", loss, "lambda output: output.loss")
+    check_count("warmup", warmup, most=_MOST_WARMUPS)
+    runner = model._graphshard
+    options, device = runner.tracer.options, runner.tracer.spec.device
+    found = load_profile(hardware) if hardware is not None else profile_here(device, options.hardware)
+    profile = found if found is not None else load_profile(_ANY_HARDWARE)
+    _check_state(model)
+    costs = Costs(profile, mesh=runner.tracer.spec.mesh, fused=options.backend != "eager")
+    step = _Step(model, tuple(args), dict(kwargs or {}), loss)
+    with _restored(model, step.tensors), recording(clock_of(device)) as record:
+        for _ in range(warmup):
+            step.run()
+        record.runs.clear()
+        mine = _measure(step, record, runner.whole_mesh, device)
+        runs = list(record.runs)
+    return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
+
+
+def _check_state(model: CompiledModule) -> None:
+    name, runner = users_class(model).__name__, model._graphshard
+    if runner.library is not None:
+        raise ArgumentError(
+            f"model: {name} runs programs of a file, which have nothing to predict from. Profile a model that "
+            "graphshard.compile compiled: its steps are the same."
+        )
+    by_hand = sorted(runner.unsharded.by_hand)
+    if by_hand:
+        raise ArgumentError(
+            f"model: {name} has parameters that were gathered by hand ({brief(by_hand[0])}), which a backward would "
+            "free. Call model.reshard() first."
+        )
+
+
+@dataclass
+class _Step:
+    """One step, as often as it is asked for; it works on detached inputs, so that graphs behind them are not freed."""
+
+    model: CompiledModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], torch.Tensor] | None
+    tensors: list[torch.Tensor] = field(init=False)
+    _sums: dict[Any, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        detached: dict[int, torch.Tensor] = {}
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in detached:
+                detached[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+            return detached[id(leaf)]
+
+        self.args, self.kwargs = pytree.tree_map(own, (self.args, self.kwargs))
+        self.tensors = list(detached.values())
+        self._sums = dict(self._runner.accumulation.sums)
+
+    @property
+    def _runner(self) -> Runner:
+        return self.model._graphshard
+
+    def run(self) -> None:
+        """Forward and backward; where gradients are off, forward."""
+        accumulation = self._runner.accumulation
+        accumulation.measured = True
+        try:
+            output = self.model(*self.args, **self.kwargs)
+            if torch.is_grad_enabled():
+                given = [*self.model.parameters(), *self.tensors]
+                wanted = [tensor for tensor in given if tensor.requires_grad]
+                torch.autograd.grad(self._scalar(output), wanted, allow_unused=True)
+        finally:
+            accumulation.measured = False
+            accumulation.sums.clear()
+            accumulation.sums.update(self._sums)
+
+    def _scalar(self, output: Any) -> torch.Tensor:
+        value = output if self.loss is None else answer_of("loss", self.loss, output)
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad:
+            return value.reshape(())
+        given = "loss returned" if self.loss is not None else f"{users_class(self.model).__name__} returned"
+        raise ArgumentError(
+            f"loss: {given} {brief(value)}, and backward starts from a scalar that has a gradient. Give loss=, such as "
+            "lambda output: output.loss, or measure a forward alone under torch.no_grad()."
+        )
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """At the end, inputs and buffers that were written to are as before, and so are random numbers."""
+    written = [tensor for tensor in (*model.buffers(), *inputs) if not tensor.is_inference()]
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in written]
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, version, value in before:
+                    if tensor._version != version:
+                        tensor.copy_(value)
+
+
+def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.device) -> RankStep:
+    """The step on this rank; all begin it together."""
+    clock, on_cuda = record.clock, device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    for group in mesh.get_all_groups():
+        dist.barrier(group, device_ids=[device.index] if on_cuda and device.index is not None else None)
+    clock.finish()
+    began = clock.stamp()
+    step.run()
+    ended = clock.stamp()
+    clock.finish()
+    spans, seconds = tuple(measured_spans(record, began)), clock.seconds(began, ended)
+    runs = list(record.runs)
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else _peak_on_host(step)
+    record.runs[:] = runs  # without those of the step for its memory
+    return RankStep(dist.get_rank(), seconds, spans, peak)
+
+
+def _peak_on_host(step: _Step) -> int | None:
+    """Bytes of what there is before the step, and of the most that is allocated beyond it at once, in one more step."""
+    if is_profiling():
+        step.run()  # as on the other ranks
+        return None
+    held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    # torch 2.11 warns of events that it clears unless they are to be added up.
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        step.run()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text("utf-8"))["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return sum(tensor.nbytes for tensor in local) + max(itertools.accumulate((c for _, c in changes), initial=0))
+
+
+def _gathered(mine: RankStep, mesh: DeviceMesh) -> list[RankStep]:
+    """The step on all ranks of the mesh, in the order of ranks; those of a fake group do not exist."""
+    found = [mine]
+    if is_fake(mesh):
+        return found
+    for group in mesh.get_all_groups():
+        others: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(others, found, group)
+        found = [step for steps in others for step in steps]
+    return sorted(found, key=lambda step: step.rank)

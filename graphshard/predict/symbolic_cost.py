@@ -1,0 +1,476 @@
+"""Sizes of a captured graph as expressions of a batch, a sequence length, or any other dim of the inputs.
+
+    captured with (2, 128), (2, 64), (3, 128), (3, 64)      ->      %7: f32[batch*seq, 512]
+
+A graph is captured at a few sizes; where the captures agree but for sizes, each size is the polynomial of the symbols,
+linear in each, that goes through them. One more capture checks it. Nothing is asked of the model: it need not be
+exportable with dynamic shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.model_collectives import model_collective
+from graphshard.cost.multiplications import sizes
+from graphshard.errors import ArgumentError
+from graphshard.ir.graph import base_of, is_alias
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.params import ParamRow
+from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.sizes import SYMBOLS
+from graphshard.predict.training_config import Training
+from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, events_of, run
+from graphshard.schedule.timeline import sent_bytes
+from graphshard.torch_compat.operators import pytree
+
+# The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
+RANKS = sympy.Symbol("ranks", integer=True, positive=True)
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def symbolize(
+    program: Program, inputs: Inputs, dims: Mapping[str, int], capture: Callable[[Inputs], Program]
+) -> dict[str, int]:
+    """Write symbolic sizes on the nodes of a captured program, in place.
+
+    Args:
+        program: captured from `inputs`.
+        inputs: args and kwargs of the call.
+        dims: by the name of a symbol the dim of the tensor inputs that it is the size of.
+        capture: captures again, at other sizes.
+
+    Returns:
+        The value that each symbol has in the program.
+
+    Raises:
+        ArgumentError: no input has the dim, the captures differ in more than sizes, or sizes are no such polynomials.
+    """
+    here = {name: _size(inputs, name, dim) for name, dim in dims.items()}
+    others = {name: _others(size) for name, size in here.items()}
+    corners = list(itertools.product(*((here[name], others[name][0]) for name in dims)))
+    check = tuple(others[name][1] for name in dims)
+    symbols = [sympy.Symbol(name, integer=True, positive=True) for name in dims]
+
+    def nodes_at(values: Sequence[int]) -> list[Node]:
+        if list(values) == list(here.values()):
+            return _nodes(program)
+        return _nodes(capture(resized(inputs, dims, here, dict(zip(dims, values)))))
+
+    captures = [nodes_at(values) for values in (*corners, check)]
+    for values, nodes in zip((*corners, check), captures):
+        _check_equal(captures[0], nodes, dict(zip(dims, values)))
+    fitted = _Fit(symbols, corners, check)
+    for node, *same in zip(*captures):
+        shapes = [sizes(other) for other in (node, *same)]
+        if any(shape != shapes[0] for shape in shapes):
+            node.meta[SYMBOLS] = fitted.shape(shapes, node)
+    return here
+
+
+class _Fit:
+    """Polynomials through sizes at the corners, kept: a graph has few different ones."""
+
+    def __init__(self, symbols: list[sympy.Symbol], corners: list[tuple[int, ...]], check: tuple[int, ...]) -> None:
+        self.terms = [sympy.Mul(*term) for n in range(len(symbols) + 1) for term in itertools.combinations(symbols, n)]
+        points = [dict(zip(symbols, corner)) for corner in corners]
+        self.inverse = sympy.Matrix([[term.subs(point) for term in self.terms] for point in points]).inv()
+        self.check = dict(zip(symbols, check))
+        self.known: dict[tuple[int, ...], sympy.Expr] = {}
+
+    def shape(self, shapes: list[Any], node: Node) -> Any:
+        """A shape, or a list of the shapes of parts."""
+        if isinstance(shapes[0], list):
+            return [None if parts[0] is None else self.shape(list(parts), node) for parts in zip(*shapes)]
+        return tuple(self.size(values, node) for values in zip(*shapes))
+
+    def size(self, values: tuple[int, ...], node: Node) -> Any:
+        """One size, from its values at the corners and at the check."""
+        if all(value == values[0] for value in values):
+            return values[0]
+        if values not in self.known:
+            found = sympy.expand((self.inverse * sympy.Matrix(values[:-1])).dot(sympy.Matrix(self.terms)))
+            if found.subs(self.check) != values[-1]:
+                raise ArgumentError(
+                    f"symbols: a size of {node.name} ({node.target}) is {list(values)} at the sizes tried, which no "
+                    "polynomial that is linear in each symbol gives. Leave symbols out."
+                )
+            self.known[values] = found
+        return self.known[values]
+
+
+def symbolic(node: Node) -> Any:
+    """The sizes of a node with symbols, as far as it has any."""
+    return node.meta.get(SYMBOLS, sizes(node))
+
+
+def num_shards_of(row: ParamRow, mesh: Mesh) -> sympy.Expr:
+    """The ranks that a parameter is sharded over: as large a part of all as on this mesh."""
+    return RANKS * sympy.Rational(row.on(mesh).shard.size, mesh.shard.size)
+
+
+def mesh_of_ranks(mesh: Mesh) -> Mesh:
+    """A mesh of any number of ranks; what lies inside of the axis that shards stays as large as it is."""
+    found = mesh.resized("shard", RANKS)
+    if mesh.experts is None:
+        return found
+    part = sympy.Rational(mesh.experts.shard.size, mesh.shard.size)
+    return found.with_experts(mesh.experts.resized("shard", RANKS * part))
+
+
+def spread_ranks(program: Program) -> None:
+    """Give shards their size in the number of ranks, and what follows from them without another shape.
+
+    To be called when the passes are done: what they inserted gets the sizes of what it was made from.
+    """
+    for phase in program.phases.values():
+        slots = phase.slot_of()
+        for node in phase.module.graph.nodes:
+            if node in slots and slots[node].kind == "param" and program.params[slots[node].name].num_shards > 1:
+                row = program.params[slots[node].name]
+                shape = list(row.padded_shape)
+                shape[row.dim] = sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, program.mesh))
+                node.meta[SYMBOLS] = tuple(shape)
+            elif node.op == "call_function" and SYMBOLS not in node.meta:
+                source = next((n for n in node.all_input_nodes if SYMBOLS in n.meta and sizes(n) == sizes(node)), None)
+                if source is not None:
+                    node.meta[SYMBOLS] = source.meta[SYMBOLS]
+
+
+def _nodes(program: Program) -> list[Node]:
+    (phase,) = program.phases.values()
+    return list(phase.module.graph.nodes)
+
+
+def _size(inputs: Inputs, name: str, dim: int) -> int:
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    size = next((leaf.shape[dim] for leaf in leaves if leaf.dim() > dim), None)
+    if size is None:
+        raise ArgumentError(f"symbols: no input has a dim {dim} for {name!r}.")
+    return int(size)
+
+
+def _others(size: int) -> tuple[int, int]:
+    """Two more sizes: smaller ones where there is room, as models have limits."""
+    return (size // 2, size // 4) if size >= 8 else (size + 1, size + 2)
+
+
+def resized(inputs: Inputs, dims: Mapping[str, int], here: Mapping[str, int], new: Mapping[str, int]) -> Inputs:
+    """Tensor inputs with other sizes where they have those of `here`."""
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        for name, dim in dims.items():
+            if dim < len(shape) and tensor.shape[dim] == here[name]:
+                shape[dim] = new[name]
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, inputs)
+    return args, kwargs
+
+
+def _check_equal(nodes: list[Node], others: list[Node], at: Mapping[str, int]) -> None:
+    """The same operators in the same order on the same values."""
+    order = {node: i for i, node in enumerate(nodes)}, {node: i for i, node in enumerate(others)}
+
+    def look(node: Node, index: int) -> tuple[Any, ...]:
+        return (
+            node.op,
+            node.target if node.op == "call_function" else "",
+            [order[index][n] for n in node.all_input_nodes],
+        )
+
+    for a, b in itertools.zip_longest(nodes, others):
+        if a is None or b is None or look(a, 0) != look(b, 1):
+            what = f"{(a or b).name}" if a or b else ""
+            sizes_tried = ", ".join(f"{name} {size}" for name, size in at.items())
+            raise ArgumentError(
+                f"symbols: the model computes something else at {sizes_tried}, from {what} on. Leave symbols out, or "
+                "explain other sizes one by one."
+            )
+
+
+# Of the numbers in a printed formula; costs are not known better.
+_DIGITS = 4
+
+Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From where communication takes no longer than compute.
+
+    Attributes:
+        symbol: what is varied; the rest is `at`.
+        value: of the symbol.
+        formula: the value in the other symbols, with the branches of every maximum that hold there.
+    """
+
+    symbol: str
+    value: int
+    formula: sympy.Expr
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Seconds and bytes of a step.
+
+    Attributes:
+        at: values of the symbols that were explained.
+        definitions: what results are made of, in an order in which they can be evaluated.
+        results: step_time_s, compute_s, optimizer_s, communication_s, exposed_comm_s, communication_bytes (of full
+            tensors), state_bytes (shards, gradients and optimizer state), saved_bytes (from forward to backward).
+    """
+
+    at: Mapping[str, int]
+    definitions: Definitions
+    results: Mapping[str, sympy.Expr]
+
+    @cached_property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """By name."""
+        return {name: sympy.Symbol(name, integer=True, positive=True) for name in self.at}
+
+    @cached_property
+    def _function(self) -> Callable[..., list[float]]:
+        expressions = list(self.results.values())
+        straight = lambda _: (self.definitions, expressions)  # noqa: E731
+        return sympy.lambdify(list(self.symbols.values()), expressions, "math", cse=straight)
+
+    def evaluate(self, **values: int) -> dict[str, float]:
+        """All results, with other values for some symbols.
+
+        Raises:
+            ArgumentError: there is no such symbol, or a value is not positive.
+        """
+        for name, value in values.items():
+            if name not in self.at:
+                raise ArgumentError(f"there is no symbol {name!r}; there are {', '.join(self.at)}.")
+            if value <= 0:
+                raise ArgumentError(f"{name} must be positive, got {value}.")
+        return dict(zip(self.results, self._function(*{**self.at, **values}.values())))
+
+    def smooth(self, name: str, **values: int) -> sympy.Expr:
+        """A result in symbols alone, as it holds around a point.
+
+        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: what is left says how
+        the result grows.
+
+        Args:
+            name: of the result.
+            values: of symbols, where they are not those that were explained.
+        """
+        point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
+        needed = dict(self.definitions)
+        known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
+        return sympy.expand(_branch(self.results[name], known, needed)[0]).evalf(_DIGITS)
+
+    def crossover(self, symbol: str, **values: int) -> Crossover | None:
+        """The smallest value of a symbol at which communication takes no longer than compute.
+
+        Args:
+            symbol: what to vary, such as "batch"; one of the inputs'.
+            values: of other symbols, where they are not those that were explained.
+
+        Returns:
+            None if communication is never hidden, up to 2**40.
+
+        Raises:
+            ArgumentError: the symbol is none of the inputs'.
+        """
+        if symbol not in self.at or symbol == RANKS.name:
+            inputs = ", ".join(name for name in self.at if name != RANKS.name)
+            raise ArgumentError(f"communication is hidden by more work, not by {symbol!r}: vary one of {inputs}.")
+
+        def excess(value: int) -> float:
+            found = self.evaluate(**{**values, symbol: value})
+            return found["communication_s"] - found["compute_s"]
+
+        low, high = 0, 1
+        while excess(high) > 0:
+            low, high = high, 2 * high
+            if high > 2**40:
+                return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        return Crossover(symbol, high, self._solved(symbol, {**self.at, **values, symbol: high}))
+
+    def _solved(self, symbol: str, at: Mapping[str, int]) -> sympy.Expr:
+        """Where both times are equal, with the branches that hold at a point; nan if that is no quadratic equation."""
+        times = (self.smooth(name, **at) for name in ("communication_s", "compute_s"))
+        unknown = self.symbols[symbol]
+        equation = sympy.Poly(sympy.fraction(sympy.together(sympy.Add(next(times), -next(times))))[0], unknown)
+        if equation.degree() not in (1, 2):
+            return sympy.nan
+        point = {self.symbols[name]: value for name, value in at.items()}
+        roots = sympy.roots(equation)
+        real = [root for root in roots if abs(sympy.im(complex(root.subs(point)))) < 1e-6]
+        best = min(real, key=lambda root: abs(complex(root.subs(point)) - at[symbol]), default=sympy.nan)
+        return best.evalf(_DIGITS)
+
+    def __str__(self) -> str:
+        """The results, in terms of regions and buckets, and what those are."""
+        lines = [f"{name} = {value}" for name, value in (*self.definitions, *self.results.items())]
+        return "\n".join(lines)
+
+
+def _branch(
+    expression: sympy.Expr, known: dict[sympy.Symbol, tuple[sympy.Expr, float]], definitions: dict[Any, sympy.Expr]
+) -> tuple[sympy.Expr, float]:
+    """An expression without maxima and roundings, each replaced by the argument it takes, and its exact value.
+
+    Args:
+        known: the same of symbols; definitions are added as they are met.
+    """
+    if expression in known:
+        return known[expression]
+    if expression in definitions:
+        known[expression] = _branch(definitions[expression], known, definitions)
+        return known[expression]
+    if not expression.args:
+        return expression, float(expression)
+    pairs = [_branch(argument, known, definitions) for argument in expression.args]
+    values = [value for _, value in pairs]
+    if isinstance(expression, (sympy.Max, sympy.Min)):
+        choose = max if isinstance(expression, sympy.Max) else min
+        return choose(pairs, key=lambda pair: pair[1])
+    if isinstance(expression, (sympy.ceiling, sympy.floor)):
+        return pairs[0][0], (math.ceil if isinstance(expression, sympy.ceiling) else math.floor)(values[0])
+    if isinstance(expression, sympy.log):
+        value = math.log(values[0])
+    elif isinstance(expression, sympy.Add):
+        value = math.fsum(values)
+    elif isinstance(expression, sympy.Mul):
+        value = math.prod(values)
+    else:
+        assert isinstance(expression, sympy.Pow), expression
+        value = values[0] ** values[1]
+    return expression.func(*(smooth for smooth, _ in pairs)), value
+
+
+def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, training: Training) -> Formulas:
+    """Formulas of a lowered program whose nodes have symbolic sizes.
+
+    Args:
+        at: values of the symbols of the inputs.
+        training: the optimizer, and what it follows.
+    """
+    definitions: Definitions = []
+
+    def define(name: str, value: Any) -> Any:
+        if not isinstance(value, sympy.Expr) or value.is_Atom:
+            return value
+        # Numbered, because names of buckets may become equal when they are made identifiers.
+        symbol = sympy.Symbol(f"{re.sub(r'[^0-9a-zA-Z]+', '_', name).strip('_')}_{len(definitions)}", positive=True)
+        definitions.append((symbol, value))
+        return symbol
+
+    mesh = mesh_of_ranks(program.mesh)
+    anywhere = replace(costs, mesh=mesh)  # how many ranks wait for each other is a symbol, too
+    regions = {
+        name: define(name, anywhere.region(_symbolic_region(program.regions[key])))
+        for name, key in program.region_names.items()
+    }
+    events = _events(program, costs, mesh, regions, define)
+    times = run(events, costs.profile.contention, define)
+    step = times.step(events)
+    calls = [event.name for event in events if isinstance(event, Call)]
+    compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), *times.slower)
+    collectives = [event for event in events if isinstance(event, Launch) and event.link not in HOST_LINKS]
+    state, trained = _state(program, training.optimizer_states)
+    optimizer = training.update_seconds(anywhere, mesh, trained)
+    results = {
+        "step_time_s": step + optimizer,
+        "compute_s": compute,
+        "optimizer_s": optimizer,
+        "communication_s": sympy.Add(*(event.seconds for event in collectives)),
+        "exposed_comm_s": step - compute,
+        "communication_bytes": sympy.Add(*(event.num_bytes for event in collectives)),
+        "state_bytes": state,
+        "saved_bytes": sum((_saved(phase) for phase in program.phases.values()), sympy.Integer(0)),
+    }
+    everything = {**at, RANKS.name: program.mesh.shard.size}
+    return Formulas(everything, definitions, {name: sympy.sympify(value) for name, value in results.items()})
+
+
+def _events(
+    program: Program, costs: Costs, mesh: Mesh, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
+) -> list[Event]:
+    """What the program does, with expressions; seconds of collectives and copies have names."""
+    priced = Costs(costs.profile, costs.network, mesh)
+    model = functools.partial(model_collective, size_of=_copied)
+    sizes = Sizes(priced, mesh, regions, functools.partial(_sent, program), _copied, model)
+    events = events_of(program, costs, sizes)
+    return [
+        replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
+        for event in events
+    ]
+
+
+def _copied(node: Node) -> Any:
+    """Bytes of a value that is copied to or from the host, or that the model communicates."""
+    return math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize
+
+
+def _symbolic_region(region: Region) -> Region:
+    """A copy whose nodes have their symbolic sizes."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(region.module.graph, copies))
+    for node, copy in copies.items():
+        copy.meta = {**node.meta, "sizes": symbolic(node)}
+    return Region(region.key, region.text, GraphModule(region.module, graph))
+
+
+def _sent(program: Program, launch: Node) -> Any:
+    """Bytes of the full tensors of a bucket, padding included; an all-reduce has shards."""
+    assert program.plan is not None
+    planned = program.plan.bucket(launch.meta["bucket"])
+    rows = [program.params[name] for name in planned.members]
+    parts, shards = num_shards_of(rows[0], program.mesh), rows[0].on(program.mesh).shard.size
+    if planned.kind == "all_reduce":
+        parts, shards = 1, 1
+    sizes = [(row, row.sent_dtype(planned.kind).itemsize) for row in rows]
+    here = sent_bytes(launch) // shards
+    if here != sum(math.prod(row.padded_shape) * itemsize for row, itemsize in sizes):
+        # A pass sends elements of another size, and something with each shard: a scale, for instance.
+        itemsize, rest = divmod(here, sum(math.prod(row.padded_shape) for row in rows))
+        return parts * (itemsize * sympy.Add(*(_shard_numel(row, program.mesh) for row in rows)) + rest)
+    return sympy.Add(*(parts * _shard_numel(row, program.mesh) * itemsize for row, itemsize in sizes))
+
+
+def _shard_numel(row: ParamRow, mesh: Mesh) -> Any:
+    """Elements of a padded shard."""
+    if row.num_shards == 1:
+        return math.prod(row.shape)
+    rest = math.prod(row.shape) // max(row.shape[row.dim], 1)
+    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, mesh))
+
+
+def _state(program: Program, states: int) -> tuple[Any, Any]:
+    """Bytes of shards, gradients and optimizer state; of trained shards alone."""
+    sizes = [(row, _shard_numel(row, program.mesh) * row.dtype.itemsize) for row in program.params]
+    held = sympy.Add(*(size * (2 + states if row.trainable else 1) for row, size in sizes))
+    return held, sympy.Add(*(size for row, size in sizes if row.trainable))
+
+
+def _saved(phase: Phase) -> Any:
+    """Bytes that forward leaves for backward, without parameters, inputs, and numbers of tokens."""
+    pairs = zip(phase.results, phase.outputs)
+    saved = (base_of(node, is_alias) for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node))
+    distinct = filter(symbolic, dict.fromkeys(saved))
+    return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in distinct))

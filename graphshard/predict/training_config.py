@@ -1,0 +1,218 @@
+"""How a model is trained, as far as its program does not say it: the optimizer's step, microbatches, tokens and price.
+
+    Training(accumulate=8, foreach=True, clip_norm=1.0, tokens=2e12, price=2.50)
+
+A new argument of this kind is a field here and the same key of `TrainingArguments`; `explain`, `explain_grid` and
+`what_if` take it then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+import torch
+
+from graphshard.cost.costs import Costs
+from graphshard.cost.multiplications import Scalar
+from graphshard.errors import ArgumentError, BatchError
+from graphshard.ir.given import check_bool, check_choice, check_count, check_number
+from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
+from graphshard.ir.text import format_amount
+from graphshard.options.options import OptionArguments, Options
+from graphshard.schedule.stages import PIPELINE_SCHEDULES, PipelineSchedule
+from graphshard.torch_compat.operators import pytree
+
+# No optimizer keeps more tensors like a parameter, and no step has more microbatches.
+_MOST_STATES, _MOST_MICROBATCHES = 1000, 1_000_000
+# No rank of a pipeline has more stages.
+_MOST_STAGES = 1000
+# The norm of all gradients, in float32.
+_NORM_BYTES = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What `explain` is told of a training; its docstring says what each field means.
+
+    Raises:
+        ArgumentError: one of them is wrong, or two do not fit together.
+    """
+
+    optimizer_states: int = 2
+    foreach: bool = False
+    clip_norm: float | None = None
+    accumulate: int = 1
+    global_batch: int | None = None
+    tokens: float | None = None
+    price: float | None = None
+    pipeline: PipelineSchedule = "1f1b"
+    stages_per_rank: int = 2
+
+    def __post_init__(self) -> None:
+        check_count(
+            "optimizer_states",
+            self.optimizer_states,
+            least=0,
+            most=_MOST_STATES,
+            what="number of tensors such as 2 for Adam",
+        )
+        check_bool("foreach", self.foreach)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, positive=True)
+        check_count("accumulate", self.accumulate, most=_MOST_MICROBATCHES, what="number of microbatches such as 8")
+        if self.global_batch is not None:
+            check_count("global_batch", self.global_batch, what="number of sequences of a step such as 1024")
+            if self.accumulate > 1:
+                raise ArgumentError(
+                    f"accumulate={self.accumulate} and global_batch={self.global_batch} both say how many microbatches "
+                    "a step has. Give one of them."
+                )
+        if self.tokens is not None:
+            check_number("tokens", self.tokens, positive=True, example="2e12, of the whole training")
+        if self.price is not None:
+            check_number("price", self.price, positive=True, example="2.50, of one GPU for an hour")
+            if self.tokens is None:
+                raise ArgumentError(
+                    f"price={self.price} is of a GPU hour, and tokens, which say how many hours there are, are not "
+                    "given. Give tokens such as 2e12."
+                )
+
+        check_choice("pipeline", self.pipeline, PIPELINE_SCHEDULES)
+        check_count("stages_per_rank", self.stages_per_rank, most=_MOST_STAGES, what="number of stages such as 2")
+
+    def update_seconds(self, costs: Costs, mesh: Mesh, trained: Scalar) -> Scalar:
+        """What follows the last backward of a step: clipping, and the optimizer.
+
+        Args:
+            trained: bytes of the shards of trained parameters.
+        """
+        seconds = costs.optimizer(trained, self.optimizer_states, foreach=self.foreach)
+        if self.clip_norm is not None:
+            seconds += costs.clipping(trained) + costs.collective("all_reduce", _NORM_BYTES, 1, mesh.shard)
+        return seconds
+
+    def temporary_bytes(self, trained: int) -> int:
+        """What the optimizer allocates while it runs: with `foreach` Adam has the roots of its second moments."""
+        return trained if self.foreach and self.optimizer_states > 1 else 0
+
+
+class TrainingArguments(TypedDict, total=False):
+    """The fields of `Training` as keyword arguments."""
+
+    optimizer_states: int
+    foreach: bool
+    clip_norm: float | None
+    accumulate: int
+    global_batch: int | None
+    tokens: float | None
+    price: float | None
+    pipeline: PipelineSchedule
+    stages_per_rank: int
+
+
+class ExplainArguments(OptionArguments, TrainingArguments, total=False):
+    """What `explain` takes of `compile`, and of a training."""
+
+
+def chosen(given: Mapping[str, Any]) -> tuple[Options, Training]:
+    """What a function was given of `ExplainArguments`, as values.
+
+    Raises:
+        ArgumentError: one of them is wrong.
+    """
+    names = {field.name for field in fields(Training)}
+    training = Training(**{name: value for name, value in given.items() if name in names})
+    return Options(**{name: value for name, value in given.items() if name not in names}), training
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What it takes to train on so many tokens, at the predicted step.
+
+    Attributes:
+        tokens: of the whole training.
+        steps: of the optimizer.
+        days: from begin to end, without checkpoints, failures and what else is beside steps.
+        gpu_hours: of all ranks.
+        price: of one GPU for an hour, as given; None if it was not.
+        money: `gpu_hours` times `price`, in its currency.
+        range: of the predicted step, as shares of it: from the tenth to the ninetieth percentile.
+    """
+
+    tokens: float
+    steps: float
+    days: float
+    gpu_hours: float
+    price: float | None
+    money: float | None
+    range: tuple[float, float]
+
+    def __str__(self) -> str:
+        low, high = self.range
+        between = f" ({format_amount(self.days * low)} to {format_amount(self.days * high)})" if low < high else ""
+        money = "" if self.money is None else f", {format_amount(self.money)} at {self.price:,.2f} for each"
+        return (
+            f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps, {format_amount(self.days)} days{between}, "
+            f"{format_amount(self.gpu_hours)} GPU hours{money}"
+        )
+
+
+def training_cost(
+    training: Training, *, step_tokens: int, seconds: float, between: tuple[float, float], ranks: int
+) -> TrainingCost | None:
+    """What a training costs; None if it is not said how many tokens it has.
+
+    Args:
+        step_tokens: of all ranks.
+        seconds: of a step.
+        between: which seconds a step lies.
+    """
+    if training.tokens is None:
+        return None
+    steps = training.tokens / step_tokens
+    hours = steps * seconds / 3600 * ranks
+    return TrainingCost(
+        tokens=training.tokens,
+        steps=steps,
+        days=steps * seconds / 86400,
+        gpu_hours=hours,
+        price=training.price,
+        money=None if training.price is None else hours * training.price,
+        range=(between[0] / seconds, between[1] / seconds),
+    )
+
+
+def microbatches_of(sizes: Mapping[str, int], inputs: Any, training: Training) -> int:
+    """Forwards and backwards of a step.
+
+    Args:
+        sizes: of the mesh, by axis.
+        inputs: of one rank's call; the first dim of the first tensor is the batch.
+        training: says how many there are, or how many sequences all ranks process in a step.
+
+    Raises:
+        BatchError: the mesh is larger than the batch, or does not divide it.
+    """
+    global_batch = training.global_batch
+    if global_batch is None:
+        return training.accumulate
+    leaves = pytree.tree_leaves(inputs)
+    batch = next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+    # Ranks of a tensor axis and stages have the same inputs, those of a context axis parts of the same sequences.
+    ranks = math.prod(size for name, size in sizes.items() if name not in (*TENSOR, *CONTEXT, *PIPELINE))
+    together = batch * ranks
+    mesh = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    if together > global_batch:
+        raise BatchError(
+            f"mesh {mesh} is larger than the batch: {ranks} ranks with inputs of their own, {batch} each, have "
+            f"{together}, and global_batch is {global_batch}. Give fewer data ranks, smaller inputs or a larger batch."
+        )
+    if global_batch % together:
+        raise BatchError(
+            f"mesh {mesh} does not divide the batch: {ranks} ranks with inputs of their own, {batch} each, have "
+            f"{together}, and global_batch is {global_batch}. Give a multiple of {together}."
+        )
+    return global_batch // together
