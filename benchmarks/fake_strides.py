@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from graphshard.ir.surroundings import vendor
+from graphshard.utils.environment_fingerprint import vendor
 
 _SECONDS = 0.05  # of each of two
 

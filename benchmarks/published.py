@@ -36,7 +36,7 @@ from graphshard.cost.samples import number_at, sampled, with_numbers
 from graphshard.ir.graph import is_backward, is_part, is_view, with_parts
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
-from graphshard.ir.recomputed import SAVE
+from graphshard.ir.recompute import SAVE
 from graphshard.options.options import Options
 from graphshard.options.resolve import pipeline_of
 from graphshard.passes import ActivationCheckpointing, Pass

@@ -174,7 +174,7 @@ class _Package(ModuleType):
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
         elif name == "__version__":
-            value = importlib.import_module(f"{__name__}.ir.version").own_version()
+            value = importlib.import_module(f"{__name__}.utils.version").own_version()
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         else:

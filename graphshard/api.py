@@ -18,11 +18,8 @@ from graphshard.cache.kept import cache_at
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import flat_call
-from graphshard.ir.classes import users_class
-from graphshard.ir.given import path_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
-from graphshard.ir.text import brief
 from graphshard.lower.backends import begin_compiling
 from graphshard.module.compiled_module import (
     CudaGraphsChoice,
@@ -49,6 +46,8 @@ from graphshard.options.options import (
 from graphshard.options.resolve import resolve_model
 from graphshard.options.validate import check_examples, check_model, default_mesh
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.text import brief, users_class
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")

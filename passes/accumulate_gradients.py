@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from graphshard.ir.graph import aten, behind, emit, erase_dead, fake, is_backward
 from graphshard.ir.mesh import Axis
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
@@ -111,7 +111,7 @@ class _Gradient:
     """
 
     phase: Phase
-    spec: ParamRow
+    spec: ParamSpec
     axes: tuple[Axis, ...]
     value: Node | None
     device: torch.device

@@ -23,7 +23,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import PassError
 from graphshard.ir.graph import fake, is_backward, is_communication, is_random, with_parts
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.recomputed import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
+from graphshard.ir.recompute import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass, check_joint
 from graphshard.torch_compat.aot_autograd import min_cut_partition

@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Collective, collectives
 from graphshard.ir.graph import calls_of
-from graphshard.ir.layout import Collective, collectives
 from graphshard.ir.operators import BEGINS, BEGUN
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import landing
 
@@ -76,21 +76,21 @@ def check_before(step: Pass, program: Program, other: str = "plan") -> None:
         raise PassError(f"{step.name}: insert this pass after 'partition' and before {other!r}")
 
 
-def gathers_of(phase: Phase, program: Program) -> Iterator[tuple[Collective, ParamRow]]:
+def gathers_of(phase: Phase, program: Program) -> Iterator[tuple[Collective, ParamSpec]]:
     """Yield the all-gathers of a phase that carry one parameter, each with the parameter."""
     for collective in collectives(phase):
         if collective.kind == "gather":
             yield collective, program.params[collective.params[0]]
 
 
-def gradients_of(phase: Phase, program: Program) -> Iterator[tuple[Node, ParamRow]]:
+def gradients_of(phase: Phase, program: Program) -> Iterator[tuple[Node, ParamSpec]]:
     """Yield the gradients that a phase returns, each with its parameter."""
     for value, slot in zip(phase.results, phase.outputs, strict=True):
         if slot.kind == "grad" and slot.of == "param" and isinstance(value, Node):
             yield value, program.params[slot.name]
 
 
-def full_parameter(gather: Collective, spec: ParamRow) -> Node | None:
+def full_parameter(gather: Collective, spec: ParamSpec) -> Node | None:
     """Return the node that the model reads, the last of a gather's epilogue; None if an earlier one has other users."""
     (node,) = gather.waits
     for _ in landing(spec):

@@ -23,9 +23,9 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import COMPUTE, Collective, Layout, collectives
 from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, made_once, start_together
-from graphshard.ir.layout import COMPUTE, Collective, Layout, collectives
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass, check_planned

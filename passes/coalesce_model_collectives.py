@@ -25,8 +25,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.cost.multiplications import is_multiplication
+from graphshard.ir.collective_regions import Layout, with_inputs
 from graphshard.ir.graph import OWN, arrange, emit, fake, is_part, is_random, module_of, writes
-from graphshard.ir.layout import Layout, with_inputs
 from graphshard.ir.operators import TOGETHER
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
-from graphshard.ir.params import memory_order
+from graphshard.ir.param_table import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
 from graphshard.ir.strides import laid_out, restride

@@ -37,7 +37,7 @@ from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, c10d, calls_of, emit, fake, is_communication, rewrite_gradients
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import JOIN
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.transport import carrier, gather, reduce, reduced_over
 from graphshard.passes.base import Pass
@@ -107,7 +107,7 @@ def _replace_join(join: Node, program: Program) -> None:
     graph.erase_node(join)
 
 
-def _gathered(write: _Write, tensors: list[Node], spec: ParamRow, axis: Axis) -> list[Node]:
+def _gathered(write: _Write, tensors: list[Node], spec: ParamSpec, axis: Axis) -> list[Node]:
     """Gather tensors in one collective."""
     assert spec.extension is not None
     dtype = carrier(spec.extension.dtype)
@@ -131,7 +131,7 @@ def _gathered(write: _Write, tensors: list[Node], spec: ParamRow, axis: Axis) ->
     return wholes
 
 
-def _along_dim(write: _Write, whole: Node, spec: ParamRow) -> Node:
+def _along_dim(write: _Write, whole: Node, spec: ParamSpec) -> Node:
     """Concatenate gathered shards along another dim than 0, as memory of the full parameter."""
     dim, shape = spec.dim, list(fake(whole).shape)
     ranks = write(aten.view.default, whole, [spec.num_shards, *spec.padded_shape])

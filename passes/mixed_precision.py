@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
 
@@ -47,7 +47,7 @@ class MixedPrecision(Pass):
         return count
 
 
-def _cast_shard(shard: Node, spec: ParamRow) -> int:
+def _cast_shard(shard: Node, spec: ParamSpec) -> int:
     if fake(shard).dtype == spec.dtype:
         return 0
     users = list(shard.users)

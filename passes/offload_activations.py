@@ -28,8 +28,8 @@ from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Layout, saved_values
 from graphshard.ir.graph import base_of, emit, fake, module_of
-from graphshard.ir.layout import Layout, saved_values
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of

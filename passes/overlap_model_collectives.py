@@ -22,8 +22,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.cost.multiplications import is_multiplication
+from graphshard.ir.collective_regions import Layout, with_inputs
 from graphshard.ir.graph import arrange, emit, is_random, writes
-from graphshard.ir.layout import Layout, with_inputs
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass, check_partitioned

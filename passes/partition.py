@@ -21,9 +21,9 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from graphshard.ir.graph import base_of, erase_dead, fake, is_communication, is_idle_draw, is_part, is_view
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.recomputed import IN_FORWARD, RANDOM_STATE, SAVE
+from graphshard.ir.recompute import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import give_attributes, take_attributes

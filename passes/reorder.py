@@ -20,8 +20,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Collective, Layout, collectives
 from graphshard.ir.graph import arrange, with_parts
-from graphshard.ir.layout import Collective, Layout, collectives
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.program import Phase, Program

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from graphshard.ir.graph import WAIT, aten, is_backward, is_view
 from graphshard.ir.operators import REDUCED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import landing
 from graphshard.passes.base import Pass, check_joint, gathers_of
@@ -81,7 +81,7 @@ def _views(values: Sequence[Node]) -> list[Node]:
     return [*found, *_views(found)] if found else []
 
 
-def until_landed(shard: Node, spec: ParamRow) -> list[Node]:
+def until_landed(shard: Node, spec: ParamSpec) -> list[Node]:
     """Return the nodes that graphshard inserted between a shard and the model's uses of the full parameter."""
     if spec.num_shards == 1 or not shard.users:
         return []
@@ -95,7 +95,9 @@ def until_landed(shard: Node, spec: ParamRow) -> list[Node]:
     return chain[1:]
 
 
-def _around_subclass_gathers(phase: Phase, program: Program) -> Iterator[tuple[ParamRow, list[Node], Node, list[Node]]]:
+def _around_subclass_gathers(
+    phase: Phase, program: Program
+) -> Iterator[tuple[ParamSpec, list[Node], Node, list[Node]]]:
     """Yield each parameter with `fsdp_pre_all_gather`, the nodes before its gather, its wait, and the nodes after it.
 
     The nodes after the wait read gathered and stored parameters alone, in forward. The nodes before the gather do not

@@ -29,10 +29,9 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class
 from graphshard.ir.graph import WAIT, fake, is_collective
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED, TOGETHER
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.units import find_units
@@ -255,7 +254,7 @@ def _of_the_model(operator: Any, args: Any, tensors: list[Any]) -> list[Any]:
     return [torch.cat(pieces) for pieces in zip(*(tensor.chunk(len(tensors)) for tensor in tensors))]
 
 
-def padded_shard(param: torch.Tensor, row: ParamRow, rank: int) -> torch.Tensor:
+def padded_shard(param: torch.Tensor, row: ParamSpec, rank: int) -> torch.Tensor:
     """A rank's piece of a full parameter, padded with NaN, which must not reach any result."""
     start, length = row.local_range(rank)
     shard = torch.empty_strided(row.padded_shape, row.stride_of(row.padded_shape), dtype=row.dtype)

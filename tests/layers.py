@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("errors",),
     ("torch_compat",),
+    ("utils",),
     ("ir",),
     ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats"),
     ("frontend", "passes"),

@@ -27,7 +27,7 @@ from typing import Any
 
 from graphshard.artifact.signing import Signer, check_signature
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.files import read_file, replacing
+from graphshard.utils.files import read_file, replacing
 
 FORMAT = 11
 MANIFEST = "manifest.json"

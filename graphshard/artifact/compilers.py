@@ -12,9 +12,9 @@ from graphshard.artifact.exporter import operators_only
 from graphshard.errors import ArgumentError
 from graphshard.ir.driver_internals import package, stand_in
 from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
-from graphshard.ir.text import brief
 from graphshard.lower.kernels import dotted
 from graphshard.lower.regions import Compiler
+from graphshard.utils.text import brief
 
 
 def capabilities_given(capability: Any, device: torch.device) -> list[Capability]:

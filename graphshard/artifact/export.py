@@ -31,10 +31,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import apart
-from graphshard.ir.given import check_bool, check_choice, check_count, is_int, path_of
 from graphshard.ir.mesh import Mesh, MeshLike
-from graphshard.ir.progress import progress
-from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.module.compiled_module import prepare
 from graphshard.module.tracer import Tracer
@@ -44,6 +41,9 @@ from graphshard.options.simulated_mesh import Parallelize, shape_of
 from graphshard.options.validate import check_containers, check_examples, check_model
 from graphshard.schedule.agreed import Share
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import check_bool, check_choice, check_count, is_int, path_of
+from graphshard.utils.progress import progress
+from graphshard.utils.text import brief
 
 Mode = Literal["training", "inference", "both"]
 

@@ -22,9 +22,8 @@ from graphshard.errors import ArgumentError
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.params import even_pieces
+from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.ir.text import brief
 from graphshard.lower.operators import runs_as_it_is
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import Compiled, Compiler, lower
@@ -37,6 +36,7 @@ from graphshard.predict.training_config import Training
 from graphshard.runtime.accumulation import Accumulation
 from graphshard.schedule.agreed import Share, agreed
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 
 @dataclass

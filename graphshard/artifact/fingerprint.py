@@ -15,10 +15,10 @@ from torch import nn
 
 from graphshard.codec.values import encode, short_name
 from graphshard.errors import ArtifactError
-from graphshard.ir.classes import users_class
-from graphshard.ir.params import ParamTable
-from graphshard.ir.surroundings import instruction_set
-from graphshard.ir.version import own_version
+from graphshard.ir.param_table import ParamTable
+from graphshard.utils.environment_fingerprint import instruction_set
+from graphshard.utils.text import users_class
+from graphshard.utils.version import own_version
 
 # Fields of a parameter's row that the model decides, in the order in which they are compared, and what they are called.
 MODEL_FIELDS = {

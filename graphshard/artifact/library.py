@@ -28,7 +28,6 @@ from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.printer import number, print_program
 from graphshard.ir.program import Program, Region
-from graphshard.ir.text import brief
 from graphshard.lower.kernels import GpuRegion
 from graphshard.lower.operators import compile_eager, compile_operators
 from graphshard.lower.packages import PackagedRegion
@@ -39,6 +38,7 @@ from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.graph_rules import Checked
 from graphshard.runtime.step import BackwardFactory, Strides, Variant
+from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
 

@@ -32,11 +32,8 @@ from graphshard.artifact.stored_options import check_same_options, restored_opti
 from graphshard.codec.converter import read
 from graphshard.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.exported.exported_program import module_of
-from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.given import path_of
-from graphshard.ir.make_table import build_table, named_parameters
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.mesh import ExpertMeshes, Mesh
+from graphshard.ir.param_table import ParamTable, build_table, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
@@ -45,6 +42,7 @@ from graphshard.options.mesh_axes import axes_of
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
 from graphshard.options.validate import check_model, default_mesh
 from graphshard.runtime.groups import ranks_of, whole_mesh
+from graphshard.utils.argument_validation import path_of
 
 log = logging.getLogger(__name__)
 

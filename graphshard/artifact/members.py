@@ -35,7 +35,7 @@ from graphshard.codec.lowered import encode_region
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Region
 from graphshard.lower.kernels import dotted
 from graphshard.lower.packages import Package, check_package

@@ -22,7 +22,7 @@ from graphshard.artifact.members import MeshPrograms
 from graphshard.cost.model_collectives import model_collective
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
-from graphshard.ir.params import even_pieces
+from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Program
 from graphshard.module.compiled_module import prepare
 from graphshard.module.tracer import Tracer

@@ -15,13 +15,13 @@ from graphshard.artifact.exporter import in_mode
 from graphshard.errors import ArgumentError
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import apart
-from graphshard.ir.files import replacing
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.make_table import places_of
+from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer
 from graphshard.pipeline.observe import Observer
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.files import replacing
 
 
 def export_plain(tracer: Tracer, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.files import read_file
-from graphshard.ir.given import path_of
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.files import read_file
+from graphshard.utils.text import brief
 
 # Signs a digest.
 Signer = Callable[[bytes], bytes]

@@ -24,13 +24,12 @@ from graphshard.artifact.fingerprint import differences, refuse, table_differenc
 from graphshard.codec.passes import encode_pass
 from graphshard.codec.values import Decoder, encode
 from graphshard.errors import ArtifactError
-from graphshard.ir.make_table import places_of
-from graphshard.ir.params import ParamTable
-from graphshard.ir.text import brief
+from graphshard.ir.param_table import ParamTable, places_of
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, OffloadParameters, Pass
 from graphshard.schedule.by_cost import PlanByCost
+from graphshard.utils.text import brief
 
 # Fields of a parameter's row, in the order in which they are compared, and the options that decide them.
 ROWS = {

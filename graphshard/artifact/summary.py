@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphshard.ir.text import format_bytes
+from graphshard.utils.text import format_bytes
 
 _CODES = {
     "native": "compiled",

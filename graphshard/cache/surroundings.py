@@ -14,14 +14,14 @@ from graphshard.artifact.fingerprint import environment
 from graphshard.artifact.stored_options import describe_options
 from graphshard.codec.converter import PASSES, class_name, write
 from graphshard.frontend.signature import Signature
-from graphshard.ir.classes import users_class
-from graphshard.ir.surroundings import instruction_set, own_files, settings, variables
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.torch_compat.autograd_state import modes_of_functions
 from graphshard.torch_compat.operators import kernels_in_python
+from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables
+from graphshard.utils.text import users_class
 
 
 def problem_of(model: nn.Module, tracer: Tracer) -> str:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.make_table import places_of
-from graphshard.ir.params import chunk_range
+from graphshard.ir.param_table import chunk_range, places_of
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
 from graphshard.torch_compat.operators import OpOverload, TorchDispatchMode
 

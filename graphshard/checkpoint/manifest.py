@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from graphshard.errors import ArgumentError, CheckpointError, visible
-from graphshard.ir.files import read_file, write_text
-from graphshard.ir.given import path_of
 from graphshard.ir.plain import read
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.files import read_file, write_text
+from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
 

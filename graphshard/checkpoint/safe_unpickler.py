@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from graphshard.errors import CheckpointError
-from graphshard.ir.text import brief
 from graphshard.torch_compat.checkpoint_files import MemoryFormatEncoding, StorageInfo
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 

@@ -21,10 +21,7 @@ from torch.export import Dim
 from graphshard.cost.profile import load_profile
 from graphshard.debug.show import failure, import_module
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import check_count, path_of, write_given
 from graphshard.ir.mesh import MeshLike
-from graphshard.ir.terminal import say
-from graphshard.ir.text import brief
 from graphshard.options.options import Activation, Options
 from graphshard.predict.answers import WhatIf
 from graphshard.predict.explain import explain_grid
@@ -36,6 +33,8 @@ from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
 from graphshard.predict.what_if import RANKS, answer
 from graphshard.torch_compat.operators import OpOverload
+from graphshard.utils.argument_validation import check_count, path_of, write_given
+from graphshard.utils.text import brief, say
 
 # Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
 _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18

@@ -34,16 +34,16 @@ from graphshard.codec.partitioned import decode_partitioned
 from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
-from graphshard.ir.given import check_count, path_of
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
-from graphshard.ir.progress import progress
-from graphshard.ir.terminal import say
 from graphshard.lower.kernels import dotted
 from graphshard.lower.packages import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.utils.argument_validation import check_count, path_of
+from graphshard.utils.progress import progress
+from graphshard.utils.text import say
 
 WRITTEN = "a file that graphshard.export wrote"
 

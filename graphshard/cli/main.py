@@ -88,7 +88,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from importlib.metadata import version
 
-        from graphshard.ir.version import own_version
+        from graphshard.utils.version import own_version
 
         print(f"graphshard {own_version()}, torch {version('torch')}, Python {platform.python_version()}")
         parser.exit()
@@ -270,7 +270,7 @@ def _add_explain(add: Callable[..., Any]) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from graphshard.ir.progress import progress
+    from graphshard.utils.progress import progress
 
     with progress("graphshard explain", lines=True) as show:
         show("import")
@@ -333,9 +333,8 @@ def _cache(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from graphshard.cache import entries
-    from graphshard.ir.given import path_of
-    from graphshard.ir.terminal import plain_table, say
-    from graphshard.ir.text import format_bytes
+    from graphshard.utils.argument_validation import path_of
+    from graphshard.utils.text import format_bytes, plain_table, say
 
     directory = entries.directory_of(True if args.dir is None else path_of("--dir", args.dir, "a directory"))
     assert directory is not None

@@ -36,13 +36,13 @@ from graphshard.frontend.signature import Signature
 from graphshard.ir import plain
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
-from graphshard.ir.text import brief
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.utils.text import brief
 
 T = TypeVar("T")
 

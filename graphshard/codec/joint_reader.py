@@ -18,11 +18,11 @@ from graphshard.errors import ArgumentError, InputError
 from graphshard.exported.exported_program import OURS, facts_of, joint_of
 from graphshard.frontend.phase import lift_subgraphs
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plain import typed
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.text import brief
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 
 def joint_program(

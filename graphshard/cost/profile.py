@@ -19,10 +19,10 @@ from graphshard.cost.builtin import builtin_profiles, builtin_text
 from graphshard.cost.profile_checks import check_profile
 from graphshard.cost.schemas import SCHEMA, present
 from graphshard.errors import ArgumentError
-from graphshard.ir.files import read_file
-from graphshard.ir.given import path_of
 from graphshard.ir.plain import read, write
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.files import read_file
+from graphshard.utils.text import brief
 
 _REMEDY = "Write it with `graphshard calibrate`."
 # A profile has some kilobytes.

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.classes import users_class
-from graphshard.ir.given import check_number
 from graphshard.ir.graph import fake
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.transport import reduced_over
@@ -39,6 +37,8 @@ from graphshard.runtime.groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import check_number
+from graphshard.utils.text import users_class
 
 # Rounding of sums in another order, relative to the largest element, by the precision of the computation.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -261,7 +261,7 @@ class _Inputs:
         factor = row.divide_factor or math.prod(axis.size for axis in axes)
         return row.piece(mean / factor, rank).to(row.dtype)
 
-    def _full(self, ref: ParamRef, row: ParamRow) -> torch.Tensor:
+    def _full(self, ref: ParamRef, row: ParamSpec) -> torch.Tensor:
         """A parameter, or what a rank of the axes along which the model communicates has of it."""
         param = ref.param
         if not isinstance(param, DTensor):

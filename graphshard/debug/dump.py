@@ -28,15 +28,15 @@ from graphshard.codec.stage import program_to_json
 from graphshard.debug.html_report import render, report_of
 from graphshard.debug.standalone import executor_source, region_source
 from graphshard.errors import ArgumentError, GraphshardError, visible
-from graphshard.ir.aid import Aid
-from graphshard.ir.files import file_name, read_file, replacing, write_text
-from graphshard.ir.given import path_of
 from graphshard.ir.plain import read, write
 from graphshard.ir.program import Program, Stage
-from graphshard.ir.text import brief
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Recorder
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.best_effort_writer import BestEffort
+from graphshard.utils.files import file_name, read_file, replacing, write_text
+from graphshard.utils.text import brief
 
 SUMMARY = "summary.json"
 # The captured program as torch's `ExportedProgram`, and its text; neither is a stage.
@@ -148,7 +148,7 @@ def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
 
     It writes nothing without a directory, or after an OSError: a full disk must not stop training.
     """
-    aid = Aid(f"the dump to {directory}")
+    aid = BestEffort(f"the dump to {directory}")
 
     def make(name: str) -> Recorder | None:
         dump = None if directory is None else aid(Dump, directory / _folder(name))
@@ -168,7 +168,7 @@ class _BestEffortDump:
     """Recorder that ignores errors of the disk."""
 
     dump: Dump
-    aid: Aid
+    aid: BestEffort
 
     def stage(self, program: Program, stage: Stage, next_pass: Pass | None) -> None:
         self.aid(self.dump.stage, program, stage, next_pass)

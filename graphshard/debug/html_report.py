@@ -25,14 +25,14 @@ from markupsafe import Markup
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.ir.files import file_name
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
-from graphshard.ir.text import format_bytes, format_count, format_seconds
-from graphshard.ir.version import own_version
 from graphshard.passes import InsertCollectives
 from graphshard.schedule.memory import Memory, memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
+from graphshard.utils.files import file_name
+from graphshard.utils.text import format_bytes, format_count, format_seconds
+from graphshard.utils.version import own_version
 
 # Colors by kind of step, for the kinds that share one.
 COLORS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}

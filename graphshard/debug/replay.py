@@ -16,11 +16,10 @@ from graphshard.debug.show import StageFile, import_all, import_module, print_di
 from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold
 from graphshard.ir.program import Program
-from graphshard.ir.terminal import say
-from graphshard.ir.text import brief
 from graphshard.passes import Pass
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
+from graphshard.utils.text import brief, say
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,14 +24,13 @@ from graphshard.codec.stage import plan_of, program_from_json
 from graphshard.debug.dump import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
 from graphshard.errors import ArgumentError
 from graphshard.exported.pt2_reader import read_program
-from graphshard.ir.files import read_file
 from graphshard.ir.fold import fold
-from graphshard.ir.given import path_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
-from graphshard.ir.terminal import say, styled
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.files import read_file
+from graphshard.utils.text import brief, say, styled
 
 _SUFFIXES = (".txt", ".json")
 # A stage of a large model has some megabytes.

@@ -17,7 +17,7 @@ from graphshard.errors import visible
 from graphshard.ir.graph import OWN
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.ir.recomputed import RANDOM_STATE
+from graphshard.ir.recompute import RANDOM_STATE
 from graphshard.lower.executor import lines_of
 from graphshard.lower.lines import print_lines
 from graphshard.runtime.groups import bind_groups

@@ -19,7 +19,7 @@ from torch.export.graph_signature import OutputKind
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.program_module import HOME, module_from, state_of
 from graphshard.exported.pt2_reader import read_program
-from graphshard.ir.classes import users_class
+from graphshard.utils.text import users_class
 
 # Class of the module that `graphshard.export` exports to a .pt2 file.
 _OF_INFERENCE = "graphshard.artifact.plain._Plain"

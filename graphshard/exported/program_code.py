@@ -30,8 +30,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import place_of
-from graphshard.ir.text import brief
 from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload, pytree
+from graphshard.utils.text import brief
 
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Asserts what the dtype was at export; with a mixed-precision policy it is another one.

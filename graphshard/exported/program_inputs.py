@@ -18,8 +18,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from graphshard.errors import InputError, UnsupportedError
 from graphshard.exported.program_code import is_name
-from graphshard.ir.text import brief
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 # Guards of torch.export that sizes say already: two sizes are equal, or a size is a number.
 _OF_SIZES = re.compile(r"L(\[[^\]]*\])+\.size\(\)\[\d+\] == (L(\[[^\]]*\])+\.size\(\)\[\d+\]|\d+)")

@@ -25,10 +25,9 @@ from torch.fx import GraphModule, Node
 from graphshard.errors import ArgumentError, InputError, UnsupportedError
 from graphshard.exported.program_code import ProgramCode, module_names
 from graphshard.exported.program_inputs import ProgramInputs, forward_function
-from graphshard.ir.classes import users_class
-from graphshard.ir.text import brief
 from graphshard.torch_compat.fake_tensors import FakeTensor
 from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.utils.text import brief, users_class
 
 _SEQUENTIAL = "torch.nn.modules.container.Sequential"
 # Module of the classes that are made.

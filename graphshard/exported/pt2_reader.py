@@ -28,8 +28,8 @@ import torch
 from torch.export import ExportedProgram
 
 from graphshard.errors import ArgumentError, visible
-from graphshard.ir.given import path_of
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.text import brief
 
 # Of messages that torch writes while it loads a file.
 _LOADERS = ("torch.export", "torch._export", "torch.export.pt2_archive._package")

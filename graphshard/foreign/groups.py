@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import check_count, is_int
 from graphshard.ir.mesh import MOST_RANKS, Axis, Mesh
-from graphshard.ir.text import brief
 from graphshard.torch_compat.dtensor import process_group
+from graphshard.utils.argument_validation import check_count, is_int
+from graphshard.utils.text import brief
 
 _EXAMPLE = "{'group name': 8}, {'group name': graphshard.Group(8, apart=2)} or a DeviceMesh"
 

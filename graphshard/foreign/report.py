@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule
 
 from graphshard.foreign.groups import Group
-from graphshard.ir.text import format_bytes, format_seconds
+from graphshard.utils.text import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)

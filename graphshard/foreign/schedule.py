@@ -25,10 +25,10 @@ from graphshard.foreign.report import GraphBucket, ScheduledGraph
 from graphshard.foreign.rewrite import Writer
 from graphshard.foreign.search import frugal, search
 from graphshard.foreign.windows import windows
-from graphshard.ir.given import check_choice, check_count
-from graphshard.ir.text import brief
 from graphshard.schedule.budget import Budget
 from graphshard.schedule.solve import STEPS
+from graphshard.utils.argument_validation import check_choice, check_count
+from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
 

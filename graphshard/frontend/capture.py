@@ -43,13 +43,12 @@ from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.graph_break import Untraceable
-from graphshard.ir.kernel_strides import new_tracing_mode
-from graphshard.ir.make_table import named_parameters
-from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
+from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU, new_tracing_mode
+from graphshard.ir.param_table import named_parameters
 from graphshard.ir.program import Program, Size, Slot
+from graphshard.ir.recompute import write_again
 from graphshard.ir.repeats import Repeats, Uneven, captured_rows
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
-from graphshard.ir.written_again import write_again
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
 from graphshard.subclasses.results import Layout

@@ -14,9 +14,9 @@ import torch
 from torch.export import Dim
 
 from graphshard.errors import ArgumentError, InputError
-from graphshard.ir.text import brief
 from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
 # All that torch.export leaves on tensors for hints.

@@ -37,11 +37,9 @@ from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
-from graphshard.ir.classes import users_class
 from graphshard.ir.graph import place_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.repeats import Repeats
-from graphshard.ir.wanted import still_wanted
 from graphshard.repeats.block_guards import guards_of_blocks
 from graphshard.torch_compat.dynamo import (
     AttributeMutationExisting,
@@ -65,6 +63,8 @@ from graphshard.torch_compat.dynamo import (
 from graphshard.torch_compat.fake_tensors import FakeTensor
 from graphshard.torch_compat.operators import pytree, replaced
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.utils.progress import check_cancelled
+from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ def _print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> An
 
 def _create_proxy(self: SubgraphTracer, *args: Any, **kwargs: Any) -> Any:
     """Ask at each node whether another rank has failed: a trace may take minutes."""
-    still_wanted()
+    check_cancelled()
     return _make_proxy(self, *args, **kwargs)
 
 

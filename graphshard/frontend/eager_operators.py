@@ -30,10 +30,9 @@ from torch.fx.traceback import get_current_meta
 from graphshard.errors import CaptureError
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations, place_in, place_of
-from graphshard.ir.params import inverse_of, memory_order
+from graphshard.ir.param_table import inverse_of, memory_order
 from graphshard.ir.program import Slot
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.wanted import still_wanted
 from graphshard.torch_compat.aot_autograd import torch_decompositions
 from graphshard.torch_compat.fake_tensors import keep_strides
 from graphshard.torch_compat.operators import (
@@ -47,6 +46,7 @@ from graphshard.torch_compat.operators import (
     replaced,
     written_by,
 )
+from graphshard.utils.progress import check_cancelled
 
 _OTHERS = (torch.ops.aten.multi_margin_loss.default, *WRONG_IN_PYTHON)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -189,7 +189,7 @@ class OperatorWatch(TorchDispatchMode):
         self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        still_wanted()
+        check_cancelled()
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)

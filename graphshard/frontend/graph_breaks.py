@@ -23,7 +23,6 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from graphshard.errors import CaptureError, GraphshardError
 from graphshard.ir.graph_break import GraphBreak, Untraceable
-from graphshard.ir.source_lines import is_users, source_line, source_of, user_frame
 from graphshard.torch_compat.dynamo import ObservedException, TorchDynamoException, TorchRuntimeError
 from graphshard.torch_compat.fake_tensors import (
     DataDependentOutputException,
@@ -31,6 +30,7 @@ from graphshard.torch_compat.fake_tensors import (
     UnsupportedOperatorException,
     quiet_tracing,
 )
+from graphshard.utils.source_lines import is_users, source_line, source_of, user_frame
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

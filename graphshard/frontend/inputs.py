@@ -14,10 +14,10 @@ from graphshard.errors import InputError
 from graphshard.frontend.dynamic_shapes import WITHOUT_VALUES, marks_of
 from graphshard.ir.driver_internals import stands_in
 from graphshard.ir.subclasses import overrides_operators
-from graphshard.ir.values import PLAIN
 from graphshard.subclasses.results import Layout
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
 from graphshard.torch_compat.operators import distinct, pytree
+from graphshard.utils.plain_values import PLAIN
 
 
 class LocalInput:

@@ -22,10 +22,9 @@ from torch.fx.traceback import preserve_node_meta
 from graphshard.errors import CaptureError
 from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
 from graphshard.ir.checks import Check, Condition
-from graphshard.ir.classes import users_class
 from graphshard.ir.graph import place_of
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.missing_kernels import MISSING, WITHOUT_GPU
+from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU
 from graphshard.ir.program import Slot
 from graphshard.subclasses.results import in_parts
 from graphshard.subclasses.tensor_parallel import OneCast
@@ -40,6 +39,7 @@ from graphshard.torch_compat.aot_autograd import (
 from graphshard.torch_compat.autograd_state import leave_modes_on_error
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, is_traced, quiet_tracing
 from graphshard.torch_compat.operators import memory_of, pytree
+from graphshard.utils.text import users_class
 
 Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]]
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from graphshard.errors import CaptureError
-from graphshard.ir.classes import users_class
 from graphshard.ir.entry import is_compiled, without_entries
-from graphshard.ir.params import REPLACED, ParamTable
+from graphshard.ir.param_table import REPLACED, ParamTable
 from graphshard.ir.program import Slot
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
+from graphshard.utils.text import users_class
 
 
 @dataclass

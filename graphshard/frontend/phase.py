@@ -20,7 +20,7 @@ from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.printer import print_graph
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.recomputed import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
+from graphshard.ir.recompute import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
 from graphshard.ir.sizes import expression
 from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
 from graphshard.torch_compat.aot_autograd import (

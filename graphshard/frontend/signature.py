@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable, Settings
+from graphshard.ir.mesh import ExpertMeshes, Mesh, axes_of_mesh
+from graphshard.ir.param_table import ParamTable, Settings
 from graphshard.ir.precision import Precision
 from graphshard.ir.repeats import Repeats, Uneven
 from graphshard.subclasses.extensions import Extended

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.precision import Precision
 from graphshard.ir.repeats import Uneven
 from graphshard.ir.units import modules_of

@@ -32,7 +32,6 @@ from torch.torch_version import TorchVersion
 
 from graphshard.errors import CaptureError
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.source_lines import is_users, source_line
 from graphshard.torch_compat.dynamo import (
     RandomValueSource,
     dict_version,
@@ -41,6 +40,7 @@ from graphshard.torch_compat.dynamo import (
     numpy_to_tensor_wrapper,
 )
 from graphshard.torch_compat.operators import set_grad_enabled
+from graphshard.utils.source_lines import is_users, source_line
 
 # Flags of classes whose attributes may be set.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8

@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.checkpoint.save_load import Ranks, shown
 from graphshard.errors import CheckpointError
-from graphshard.ir.classes import users_class
-from graphshard.ir.given import path_of
-from graphshard.ir.text import brief
 from graphshard.module.compiled_module import compiled_module
+from graphshard.utils.argument_validation import path_of
+from graphshard.utils.text import brief, users_class
 
 
 def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.graph import is_collective, is_gathered
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
 from graphshard.ir.unfold import Frame

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.files import read_file, replacing
+from graphshard.utils.files import read_file, replacing
 
 FORMAT = 1
 _LONGEST = 4 << 30

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.ir.sentinel import MISSING
+from graphshard.utils.plain_values import MISSING
 
 # Where a unit of a compiled model keeps what belongs to graphshard.
 OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})

@@ -1,27 +1,4 @@
-"""The mesh: named axes, each with a role that says what happens along it.
-
-    Mesh.of(init_device_mesh("cuda", (2, 8), mesh_dim_names=("nodes", "gpus"))).with_regather(4)
-
-    Axis("nodes", 2, "replicate")       parameters are equal along it: gradients are reduced over it, too
-    Axis("gpus", 8, "shard")            parameters are cut along it: gathered before use, gradients reduce-scattered
-    Axis("gpus/4", 4, "regather")       neighbours on the sharding axis, among which backward gathers again
-    Axis("gpus/2", 2, "inner")          neighbours on the sharding axis, among which the model itself communicates
-    Axis("tp", 2, "tensor")             the model itself communicates along it: parameters are DTensors there
-    Axis("pp", 4, "pipeline")           other parts of the model are along it: known to predictions, not to programs
-
-There is always an axis that shards. Where data axes only replicate, it is one of size 1 that no user has named:
-
-    Axis("dp", 8, "replicate")          all that `DataParallelMeshDims(replicate="dp")` names: FSDP2's DDP
-    Axis("dp/1", 1, "shard")            each rank by itself: it cuts nothing, and nothing is communicated along it
-
-Some parameters may lie otherwise on the same ranks, as those of experts do. The mesh has a second one for them, with
-roles of its own:
-
-    Mesh.of(mesh["dp_ep"]).with_experts(Mesh.of(mesh["dp"]).with_tensor("ep", 4))
-
-A mesh is plain data without ranks and process groups. Whoever decides what is communicated asks it by role; graphs and
-plans name axes, and `runtime/groups.py` puts process groups in the place of the names when a program is installed.
-"""
+"""Meshes of devices beside the one that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -30,17 +7,84 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.errors import ArgumentError
-from graphshard.ir.given import is_int
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.split import Split
-from graphshard.ir.text import brief
-from graphshard.torch_compat.dtensor import cut_of_pieces
+from graphshard.torch_compat.dtensor import cut_of_pieces, joined_mesh, root_of, split_mesh
+from graphshard.utils.argument_validation import is_int
+from graphshard.utils.text import brief
+
+
+class ExpertMeshes(NamedTuple):
+    """Where parameters are that lie otherwise than the others on the ranks.
+
+    Attributes:
+        data: the axes that they are sharded and replicated over.
+        axis: along which the model itself communicates, and they are DTensors before they are sharded; it may be
+            several; None if they are plain tensors.
+        params: first names of those that are no part's.
+    """
+
+    data: DeviceMesh
+    axis: DeviceMesh | None
+    params: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> DeviceMesh:
+        """All of its axes."""
+        return self.data if self.axis is None else joined_mesh(self.data, self.axis)
+
+    @property
+    def axis_name(self) -> str:
+        """The name of the outermost axis along which the model communicates."""
+        (name, *_) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
+        return name
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its axes by name and role."""
+        own = Mesh.of(self.data)
+        return own if self.axis is None else own.with_tensors(self.axis)
+
+
+def only_replicating(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one axis that replicates, with one that shards inside of it; all ranks must call this together."""
+    (name,) = mesh.mesh_dim_names or ("replicate",)
+    one = by_itself(name)
+    return split_mesh(mesh, (name, one.name), one.size)
+
+
+def seen_axes(data: DeviceMesh) -> DeviceMesh:
+    """The data axes that the user knows: those without the one that is there because there must be one that shards."""
+    return data[(data.mesh_dim_names or ())[:-1]] if Mesh.of(data).only_replicates else data
+
+
+def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Some axes of a mesh, or all."""
+    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
+
+
+def axes_around(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Some axes of a mesh, or of the one that it was made of.
+
+    Raises:
+        UnsupportedError: it was made of another one.
+    """
+    if set(names) <= set(mesh.mesh_dim_names or ()):
+        return axes_of_mesh(mesh, names)
+    root = root_of(mesh)
+    if not set(names) <= set(root.mesh_dim_names or ()):
+        raise UnsupportedError(
+            f"parameters of {mesh} are shown gathered as DTensors on {', '.join(names)}, and {root} has other axes. "
+            "Make all axes by one init_device_mesh, or do not call unshard()."
+        )
+    return axes_of_mesh(root, names)
+
 
 Role = Literal["replicate", "shard", "regather", "inner", "tensor", "pipeline"]
 

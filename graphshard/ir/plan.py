@@ -17,7 +17,7 @@ from typing import Literal
 
 from graphshard.errors import ArgumentError
 from graphshard.ir.plain import read, write
-from graphshard.ir.text import brief
+from graphshard.utils.text import brief
 
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 

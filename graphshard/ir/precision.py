@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.torch_version import TorchVersion
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.given import check_bool
-from graphshard.ir.text import brief
 from graphshard.ir.units import unit_of, units_within
+from graphshard.utils.argument_validation import check_bool
+from graphshard.utils.text import brief
 
 # How many names of units a message lists.
 _SHOWN = 20

@@ -23,8 +23,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import visible
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.graph import is_collective, module_of
-from graphshard.ir.layout import collectives
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename

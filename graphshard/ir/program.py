@@ -1,8 +1,4 @@
-"""The program: FX graphs with the meaning of their inputs and outputs, the parameter table, and the history.
-
-A program starts as one joint forward/backward graph (or one forward graph, for inference), is rewritten by
-passes, split by `partition`, and lowered. It holds no rank, no process group and no device index.
-"""
+"""What was captured, of a program that passes have rewritten since."""
 
 from __future__ import annotations
 
@@ -15,15 +11,47 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from graphshard.ir.captured import Captured
+from graphshard.errors import ArgumentError
 from graphshard.ir.checks import Check, Condition
 from graphshard.ir.fold import fold
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import Few
 from graphshard.torch_compat.fx_code import uncompiled
 from graphshard.torch_compat.operators import pytree
+
+
+class Captured:
+    """Base of `Program`: makes the captured program again when it is asked for."""
+
+    def keep_captured(self, captured: Callable[[], Any]) -> None:
+        """Remember how to make the program again that was captured, as an `ExportedProgram`."""
+        self.__dict__["_captured"] = captured
+
+    @property
+    def exported(self) -> Any:
+        """The captured program, before all passes, as an `ExportedProgram` of torch with a joint signature.
+
+        Its outputs are BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER and GRADIENT_TO_USER_INPUT; tangents are
+        user inputs. It holds no weights. `torch.export.save` writes it, and `graphshard.compile` takes it.
+
+        A program of the cache, and one of a few equal blocks that stand for all, is captured once more for this.
+
+        Raises:
+            ArgumentError: the program is of a file of `graphshard.export`, or the model is in another mode now.
+            UnsupportedError: the program takes or returns what torch has no signature for.
+        """
+        if "_captured" not in self.__dict__:
+            title = getattr(self, "title", "")
+            raise ArgumentError(
+                f"exported: the program {title} was read from a file of graphshard.export, and what was captured is "
+                "not in it. Compile the model, without artifact=, to capture it."
+            )
+        if "_exported" not in self.__dict__:
+            self.__dict__["_exported"] = self.__dict__["_captured"]()
+        return self.__dict__["_exported"]
+
 
 Extent = int | torch.SymInt  # a size or a stride
 SlotKind = Literal[

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 
 # Groups that are captured: two at the begin, three at the end. Backward begins with those at the end, and of what it
 # reduces there one more is under way than later.

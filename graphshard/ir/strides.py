@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, is_view
-from graphshard.ir.params import memory_order
+from graphshard.ir.param_table import memory_order
 from graphshard.ir.sizes import expression
 from graphshard.torch_compat.operators import OpOverload
 

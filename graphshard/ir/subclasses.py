@@ -1,19 +1,10 @@
-"""Parameters that are tensor subclasses, and FSDP2's protocol for them.
-
-A subclass takes part in sharding by two methods, on its class or on the shard itself:
-
-    fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy])     on the shard
-        -> the tensors that travel, metadata
-    fsdp_post_all_gather(gathered tensors, metadata, param_dtype, *, out=None)   on the shard
-        -> the parameter that the model uses, the tensors it is made of
-
-A subclass is taken for what its attributes hold: its parts are the tensors among them. `rebuilt` makes one like it of
-other parts, which is how a program sees it. It needs no `__tensor_flatten__`, which FSDP2 does not need either.
-"""
+"""What is gathered of a parameter that decides it itself: see `graphshard.ir.subclasses`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -24,6 +15,34 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import CaptureError
 from graphshard.torch_compat.fake_tensors import FakeTensor, FunctionalTensor
 from graphshard.torch_compat.operators import make_wrapper_subclass
+
+# Shape and dtype of a tensor.
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A parameter that decides itself what is gathered of it: by FSDP2's protocol.
+
+    Attributes:
+        sent: of each tensor that is gathered, what one rank sends.
+        stored_bytes: of all tensors that a padded shard holds.
+    """
+
+    sent: tuple[Layout, ...]
+    stored_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What travels: the tensors' dtype if it is one, bytes otherwise."""
+        dtypes = {dtype for _, dtype in self.sent}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one rank sends."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sent)
+
 
 # Those that stand for plain tensors while something is traced among them.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from graphshard.ir.graph import aten, behind, c10d, emit, fake
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import REDUCED, SCATTERED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.torch_compat.operators import OpOverload
 
@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENDABLE = frozenset({*_BITS.values(), torch.float32, torch.float64, torch.bfloat16, torch.int8})
 
 
-def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
+def gather(graph: Graph, shard: Node, row: ParamSpec, axis: Axis) -> None:
     """Make the placeholder a shard and replace its uses by the gathered parameter."""
     users = list(shard.users)
     shard.meta["val"] = fake(shard).new_empty_strided(row.padded_shape, row.stride_of(row.padded_shape))
@@ -49,7 +49,7 @@ def gather(graph: Graph, shard: Node, row: ParamRow, axis: Axis) -> None:
 Steps = list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]
 
 
-def prologue(row: ParamRow) -> Steps:
+def prologue(row: ParamSpec) -> Steps:
     """How a shard in the compute dtype becomes what travels in a gather."""
     steps: Steps = []
     if row.order:
@@ -59,7 +59,7 @@ def prologue(row: ParamRow) -> Steps:
     return steps
 
 
-def landing(row: ParamRow) -> Steps:
+def landing(row: ParamSpec) -> Steps:
     """How a gathered buffer, the ranks' shards one behind another, becomes the parameter.
 
     Nothing is known of it where the parameter decides itself what is gathered: see `passes/insert_collectives.py`.
@@ -93,21 +93,21 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _SENDABLE else _BITS[dtype.itemsize]
 
 
-def reduced_over(row: ParamRow, program: Program) -> tuple[Axis, ...]:
+def reduced_over(row: ParamSpec, program: Program) -> tuple[Axis, ...]:
     """The axes that a parameter's gradient is reduced over: the sharding one first."""
     mesh = row.on(program.mesh)
     axes = (mesh.shard, mesh.replicate)
     return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
 
 
-def reduce(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+def reduce(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
     if not axes and row.divide_factor is None and not (row.split and row.split.sums):
         return grad
     return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes)
 
 
-def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+def over_shards(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """The first half of `reduce`: this rank's padded shard of the sum over the ranks that share a parameter."""
     then = _Chain(graph, grad)
     how = division(row, axes)
@@ -143,12 +143,12 @@ def over_shards(graph: Graph, grad: Node, row: ParamRow, axes: tuple[Axis, ...])
     return then.node
 
 
-def _in_reduce_dtype(then: _Chain, row: ParamRow) -> None:
+def _in_reduce_dtype(then: _Chain, row: ParamSpec) -> None:
     if fake(then.node).dtype != row.reduce_dtype:
         then(aten._to_copy.default, dtype=row.reduce_dtype)
 
 
-def over_replicas(graph: Graph, shard: Node, row: ParamRow, axes: tuple[Axis, ...]) -> Node:
+def over_replicas(graph: Graph, shard: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """The second half of `reduce`: the mean over all ranks of what the first half made."""
     then = _Chain(graph, shard)
     how = division(row, axes)
@@ -192,7 +192,7 @@ class Division:
     over_replicas: str = "sum"
 
 
-def division(row: ParamRow, axes: tuple[Axis, ...]) -> Division:
+def division(row: ParamSpec, axes: tuple[Axis, ...]) -> Division:
     """FSDP2's rule: float32 and bfloat16 have the exponent range for a sum, so the collective averages.
 
     Others are summed, with about sqrt(divisor) divided away before and the rest after, to keep float16 in range. A

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import nn
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import answer_of
-from graphshard.ir.text import brief
+from graphshard.utils.argument_validation import answer_of
+from graphshard.utils.text import brief
 
 MODULE_SEPARATOR = ", "
 

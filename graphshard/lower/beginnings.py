@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from graphshard.ir.wanted import still_wanted
+from graphshard.utils.progress import check_cancelled
 
 ASKS_EVERY = 0.5
 """Seconds between questions whether what is waited for is still wanted."""
@@ -44,4 +44,4 @@ class Beginning:
         """Wait for the end, which is begun if it was not; raises what ends the work that needs it."""
         done = self.begin()
         while not done.wait(ASKS_EVERY):
-            still_wanted()
+            check_cancelled()

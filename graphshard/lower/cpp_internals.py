@@ -23,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from graphshard.ir.wanted import still_wanted
 from graphshard.lower.beginnings import ASKS_EVERY
 from graphshard.lower.damage import RemovedError, check_whole
 from graphshard.lower.together import Compilers, Job, compile_together
@@ -37,6 +36,7 @@ from graphshard.torch_compat.inductor import (
     is_gcc,
 )
 from graphshard.torch_compat.operators import replaced
+from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Pending:
     def wait(self) -> None:
         """Wait until it is compiled, or could not be; raises what ends the work."""
         while self.unit is not None and not wait([self.unit], ASKS_EVERY).done:
-            still_wanted()
+            check_cancelled()
 
     def result(self) -> Any:
         """The kernel, which is compiled by itself if it was not with others, or is damaged."""

@@ -23,12 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations
-from graphshard.ir.params import memory_order
+from graphshard.ir.param_table import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.ir.wanted import still_wanted
 from graphshard.lower import kept_dims
 from graphshard.lower.cache import writable_cache
 from graphshard.lower.cpp_internals import Batch, load, pending_in
@@ -60,6 +59,7 @@ from graphshard.torch_compat.inductor import (
 )
 from graphshard.torch_compat.inductor_settings import inductor_config
 from graphshard.torch_compat.operators import distinct
+from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
             for name in claim.names:
                 show(f"compile {name}, {next(numbers)} of {len(regions)}")
                 functions[name] = _kept_or_generated(store, regions[name], name, batch)
-                still_wanted()
+                check_cancelled()
             batch.submit()
             return claim, functions
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from graphshard.ir.codes import codes_of
 from graphshard.torch_compat.inductor_settings import data_pointer
+from graphshard.utils.source_lines import codes_of
 
 # What generated code calls of torch, by the names that Inductor gives it.
 EXTERN_KERNELS: Mapping[str, Any] = {

@@ -19,9 +19,9 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.graph import aten
-from graphshard.ir.surroundings import vendor
 from graphshard.torch_compat.inductor import LinearUnary, TensorBox, V, lowerings
 from graphshard.torch_compat.inductor_settings import inductor_config
+from graphshard.utils.environment_fingerprint import vendor
 
 LEAST = 1 << 24
 """Multiplications of a product that is worth it."""

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.ir.collector import collector_paused
 from graphshard.ir.graph import (
     OWN,
     aten,
@@ -39,10 +38,10 @@ from graphshard.ir.printer import describe, print_graph, print_subgraphs
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.units import unit_of
-from graphshard.ir.wanted import still_wanted
 from graphshard.lower.executor import Boxed, Executor
 from graphshard.lower.region_call import RegionCall
 from graphshard.torch_compat.fx_code import uncompiled
+from graphshard.utils.progress import check_cancelled, collector_paused
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def lower(
     new = {names[key]: region for key, region in program.regions.items() if key not in known}
     with contextlib.closing(compiler(new, show)) as made:  # a compiler may hold locks, and have others run
         for name, fn in made:
-            still_wanted()
+            check_cancelled()
             is_dynamic = bool(size_inputs(new[name].module.graph))
             compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
     with collector_paused():

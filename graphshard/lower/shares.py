@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
 
-from graphshard.ir.wanted import still_wanted
+from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _waited_for(lock: BaseFileLock, name: str) -> bool:
     """Wait for a lock; False if it takes too long."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        still_wanted()
+        check_cancelled()
         try:
             lock.acquire(timeout=_ASKS_EVERY)
         except Timeout:

@@ -27,9 +27,9 @@ from torch.fx import Node
 from graphshard.ir.checked_files import read, remove, remove_left_behind, remove_oldest, touch, write
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
-from graphshard.ir.surroundings import instruction_set, own_files, settings, variables, vendor
 from graphshard.lower.libraries import KeptRegion, Kernels
 from graphshard.torch_compat.inductor_settings import inductor_cache, keeps_code
+from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables, vendor
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from graphshard.ir.files import replacing
+from graphshard.utils.files import replacing
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.pipeline.pipeline import Pipeline
@@ -181,7 +181,7 @@ def agreed_text(program: Program) -> str:
     return json.dumps([parameters, program.communication])
 
 
-def _described(row: ParamRow) -> str:
+def _described(row: ParamSpec) -> str:
     shape = f"{dtype_name(row.dtype)}[{', '.join(map(str, row.shape))}]"
     if row.split is not None:
         shape = f"{shape}, of {list(row.split.shape)} {' and '.join(map(str, row.split.cuts))},"

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from graphshard.errors import MaterializationError, ParameterError, UnsupportedError
-from graphshard.ir.classes import users_class
-from graphshard.ir.make_table import places_of
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable, places_of
 from graphshard.runtime.shards import ParamRef, aliases
 from graphshard.torch_compat.autograd_state import transform_of
+from graphshard.utils.text import users_class
 
 _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 

@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_optimizers
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.given import check_bool, check_count, check_function, check_number
 from graphshard.ir.subclasses import is_extended, shard_in
-from graphshard.ir.text import brief
 from graphshard.module.compiled_module import CompiledModule, compiled_module
 from graphshard.runtime.ahead import Ahead
 from graphshard.runtime.arrivals import Arrival, Taker
@@ -23,6 +21,8 @@ from graphshard.runtime.clipping import Clipping, placed_alike
 from graphshard.runtime.graphs import trained_by_one_call
 from graphshard.runtime.shown_parameter import behind
 from graphshard.runtime.updates import ELEMENTWISE, Updates, is_elementwise, is_whole
+from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
+from graphshard.utils.text import brief
 
 # Whose updates fail on parameters that are sharded.
 _NOT_ON_DTENSORS = (torch.optim.Adafactor, torch.optim.Rprop)

@@ -20,12 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from graphshard.checkpoint.initialize import shard_values
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
-from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.entry import OF_UNITS, Entry, install_entries
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, even_pieces
-from graphshard.ir.sentinel import MISSING
-from graphshard.ir.text import brief
+from graphshard.ir.mesh import ExpertMeshes, Mesh
+from graphshard.ir.param_table import ParamSpec, even_pieces
 from graphshard.module.agreement import Agreement
 from graphshard.module.fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
@@ -39,6 +36,8 @@ from graphshard.runtime.groups import make_groups, whole_mesh
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.replays import Arena, Replaying
 from graphshard.runtime.shards import Storage, aliases, copy_of, param_refs, shard_module
+from graphshard.utils.plain_values import MISSING
+from graphshard.utils.text import brief
 
 
 class CompiledModule(GraphshardFSDPModule):
@@ -172,7 +171,7 @@ def prepare(
     options: Options,
     mesh: Mesh,
     device: torch.device,
-    known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
     tensor: DeviceMesh | None = None,
     experts: ExpertMeshes | None = None,
     answers: Mapping[str, Any] | None = None,

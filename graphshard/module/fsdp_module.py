@@ -13,15 +13,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
-from graphshard.ir.classes import MADE_OF, users_class
-from graphshard.ir.given import check_bool, check_count, check_function, check_number, check_texts
-from graphshard.ir.text import brief
 from graphshard.ir.units import modules_of
 from graphshard.module.runner import Runner, customize, finish, limit_reductions, prefetch, separate
 from graphshard.options.resolve import Direction
 from graphshard.runtime.custom import Comm, Custom, Hook, Used
 from graphshard.runtime.unsharded import UnshardHandle
 from graphshard.torch_compat.dtensor import register_as
+from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number, check_texts
+from graphshard.utils.text import MADE_OF, brief, users_class
 
 
 class Unsupported:

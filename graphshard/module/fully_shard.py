@@ -22,13 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.classes import users_class
-from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.entry import without_entries
-from graphshard.ir.given import is_int
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow
-from graphshard.ir.text import brief
+from graphshard.ir.mesh import ExpertMeshes, Mesh
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
 from graphshard.module.fsdp_module import GraphshardFSDPModule
@@ -41,13 +37,15 @@ from graphshard.options.validate import check_ignored, check_mesh, placements_of
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.dtensor import is_part, mesh_of_both
+from graphshard.utils.argument_validation import is_int
+from graphshard.utils.text import brief, users_class
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
 
 # What became of parameters that somebody still holds, as others may be tied to them: owner, attribute, row, data axes.
 # A DTensor may be its own shard, so nothing here keeps the owner.
-_sharded_as: MutableMapping[nn.Parameter, tuple[weakref.ref[nn.Module], str, ParamRow, DeviceMesh]]
+_sharded_as: MutableMapping[nn.Parameter, tuple[weakref.ref[nn.Module], str, ParamSpec, DeviceMesh]]
 _sharded_as = WeakIdKeyDictionary()
 
 
@@ -75,7 +73,7 @@ class Part:
         """The name of one of its units in the model."""
         return MODULE_SEPARATOR.join(self.units[unit])
 
-    def rows(self, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow]:
+    def rows(self, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpec]:
         """Its rows in a model over a mesh, by parameter; on another one it is as experts are.
 
         As FSDP2 does it, what nobody chose is gathered again where it is no root.
@@ -114,9 +112,9 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     return tuple(found.values())
 
 
-def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamRow]:
+def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpec]:
     """Let what is still tied to a parameter that another call has sharded mean the shards; their rows."""
-    known: dict[nn.Parameter, ParamRow] = {}
+    known: dict[nn.Parameter, ParamSpec] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             found = None if param is None else _sharded_as.get(param)

@@ -18,7 +18,6 @@ from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
-from graphshard.ir.progress import progress
 from graphshard.ir.sizes import conditions_of
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
@@ -34,6 +33,7 @@ from graphshard.runtime.unsharded import Unsharded
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.fx_code import forget_sources
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.progress import progress
 
 if TYPE_CHECKING:
     from graphshard.module.installed_programs import Installed

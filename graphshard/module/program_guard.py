@@ -18,16 +18,15 @@ from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
 from graphshard.guards.unguarded_state import read
 from graphshard.guards.value_branches import WARNING
-from graphshard.ir.classes import users_class
 from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.program import Program
-from graphshard.ir.recomputed import is_in_checkpoint
-from graphshard.ir.sentinel import MISSING
-from graphshard.ir.text import brief
+from graphshard.ir.recompute import is_in_checkpoint
 from graphshard.runtime.apart import span_of
 from graphshard.runtime.step import Executable
 from graphshard.torch_compat.dtensor import is_checkpointed
 from graphshard.torch_compat.operators import memory_of, pytree
+from graphshard.utils.plain_values import MISSING
+from graphshard.utils.text import brief, users_class
 
 
 class BufferMemory:

@@ -24,18 +24,18 @@ from graphshard.errors import UnsupportedError
 from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.ir.classes import users_class
 from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.precision import Precision
-from graphshard.ir.recomputed import checkpoint_region, is_in_checkpoint, is_recomputing
-from graphshard.ir.sentinel import MISSING
+from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module.tracer import Tracer
 from graphshard.runtime.shards import Alias, ParamRef, param_refs
 from graphshard.runtime.shown import places_of
 from graphshard.runtime.unsharded import Unsharded
+from graphshard.utils.plain_values import MISSING
+from graphshard.utils.text import users_class
 
 # Name of the program, after the module's.
 _NAME = "parameters()"

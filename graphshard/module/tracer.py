@@ -34,9 +34,7 @@ from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
 from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
 from graphshard.ir.alike import few_of
-from graphshard.ir.classes import users_class
-from graphshard.ir.collector import collector_paused
-from graphshard.ir.params import ParamRow, ParamTable, Settings
+from graphshard.ir.param_table import ParamSpec, ParamTable, Settings
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import Few, Repeats, Uneven
@@ -59,6 +57,8 @@ from graphshard.schedule.known import within_one_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.progress import collector_paused
+from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)
 
@@ -415,7 +415,7 @@ class Tracer:
         rows = tuple(extended[row.name].described() if row.name in extended else row for row in rows)
         return replace(self.spec, params=ParamTable(rows), extended=tuple(extended.values()))
 
-    def _extended(self, rows: Sequence[ParamRow]) -> dict[str, Extended]:
+    def _extended(self, rows: Sequence[ParamSpec]) -> dict[str, Extended]:
         """The parameters that decide themselves what is gathered of them, by name."""
         mesh = None if self.mesh is None else sharding_mesh(self.mesh)
         return {

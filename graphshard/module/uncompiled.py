@@ -20,11 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.classes import users_class
 from graphshard.ir.entry import OF_UNITS, Entry, install_entries, without_entries
-from graphshard.ir.given import check_bool
 from graphshard.ir.operators import copied_to
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.units import modules_of
@@ -36,6 +34,8 @@ from graphshard.runtime.shown import Places, Shown, places_of
 from graphshard.runtime.shown_parameter import WholeParameter
 from graphshard.runtime.unsharded import start_gathering
 from graphshard.torch_compat.operators import cast_tensors, pytree
+from graphshard.utils.argument_validation import check_bool
+from graphshard.utils.text import users_class
 
 # Models that are so now.
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -110,7 +110,7 @@ class _Whole:
         check_materialized(model, tracer.params, tracer.spec.device, tracer.storage.device)
 
     @functools.cached_property
-    def _rows(self) -> dict[str, ParamRow]:
+    def _rows(self) -> dict[str, ParamSpec]:
         """Rows of all parameters as they are when the block begins, and not anew for each call of each unit."""
         return {row.name: row for row in self._runner.tracer.current_spec().params}
 

@@ -20,15 +20,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.device_meshes import ExpertMeshes, axes_of_mesh, only_replicating, seen_axes
-from graphshard.ir.make_table import named_parameters
-from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, OTHERS, REPLICATING, SHARDING, TENSOR, Mesh, seen_shape
-from graphshard.ir.params import chunk_range
+from graphshard.ir.mesh import (
+    CONTEXT,
+    DATA,
+    EXPERT,
+    OTHERS,
+    REPLICATING,
+    SHARDING,
+    TENSOR,
+    ExpertMeshes,
+    Mesh,
+    axes_of_mesh,
+    only_replicating,
+    seen_axes,
+    seen_shape,
+)
+from graphshard.ir.param_table import chunk_range, named_parameters
 from graphshard.ir.subclasses import is_subclass
-from graphshard.ir.text import brief
 from graphshard.options.options import Options
 from graphshard.options.validate import check_ignored, check_mesh, placements_of
 from graphshard.torch_compat.dtensor import ShardPlacementResult, flattened_mesh, is_part, joined_mesh, mesh_of_both
+from graphshard.utils.text import brief
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -23,15 +23,15 @@ from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import answer_of
 from graphshard.ir.precision import PolicySpec
-from graphshard.ir.text import brief
 from graphshard.ir.units import UnitSpec
 from graphshard.lower.backends import Backend
 from graphshard.options.validate import check_options, level_of
 from graphshard.pipeline.observe import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.torch_compat.operators import OpOverload
+from graphshard.utils.argument_validation import answer_of
+from graphshard.utils.text import brief
 
 # Or a ShardPlacementResult, which torch has from 2.12 on.
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]

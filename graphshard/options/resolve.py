@@ -28,13 +28,9 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.signature import CaptureSpec
-from graphshard.ir.device_meshes import ExpertMeshes
-from graphshard.ir.given import is_int
-from graphshard.ir.make_table import build_table
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.mesh import ExpertMeshes, Mesh
+from graphshard.ir.param_table import ParamSpec, ParamTable, build_table
 from graphshard.ir.precision import precision_of
-from graphshard.ir.text import brief
 from graphshard.ir.units import MODULE_SEPARATOR, find_units
 from graphshard.options.options import Activation, Options
 from graphshard.options.validate import check_ignored, check_params, check_placements, placements_of
@@ -52,6 +48,8 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.utils.argument_validation import is_int
+from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +230,7 @@ def capture_spec(
     options: Options,
     mesh: Mesh,
     device: torch.device,
-    known: Mapping[nn.Parameter, ParamRow] = MappingProxyType({}),
+    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
     tensor: DeviceMesh | None = None,
     experts: ExpertMeshes | None = None,
     answers: Mapping[str, Any] | None = None,

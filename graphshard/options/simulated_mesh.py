@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import answer_of, check_function, is_int
-from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR, seen_shape
-from graphshard.ir.text import brief
+from graphshard.ir.param_table import named_parameters
 from graphshard.options.options import Options
 from graphshard.options.validate import check_model
 from graphshard.torch_compat.dtensor import fake_world, track_draws
+from graphshard.utils.argument_validation import answer_of, check_function, is_int
+from graphshard.utils.text import brief
 
 # Called with a copy of the model on the meta device and the mesh; changes the model in place, or returns another one.
 Parallelize = Callable[[nn.Module, DeviceMesh], Any]

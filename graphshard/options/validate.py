@@ -16,14 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.export import Dim
 
 from graphshard.errors import ArgumentError, UnsupportedError, visible
-from graphshard.ir.classes import users_class
 from graphshard.ir.entry import OF_UNITS, Entry, is_compiled
-from graphshard.ir.given import answer_of, check_bool, check_choice, check_count, is_int
-from graphshard.ir.make_table import named_parameters
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import named_parameters
 from graphshard.ir.precision import check_policy
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
-from graphshard.ir.text import brief
 from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.observe import Level
@@ -31,6 +28,8 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.shown_parameter import WholeParameter
 from graphshard.torch_compat.dtensor import ShardPlacementResult, is_replicated
 from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.utils.argument_validation import answer_of, check_bool, check_choice, check_count, is_int
+from graphshard.utils.text import brief, users_class
 
 _VERIFY = "GRAPHSHARD_VERIFY"
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.params import even_pieces
+from graphshard.ir.param_table import even_pieces
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, MakePlan, OffloadActivations, Pass

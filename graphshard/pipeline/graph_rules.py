@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, is_collective, is_communication, question
-from graphshard.ir.missing_kernels import MISSING
+from graphshard.ir.kernel_shapes import MISSING
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from graphshard.errors import PassError
-from graphshard.ir.liveness import units_gathered
+from graphshard.ir.collective_regions import units_gathered
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import Lines, number, print_communication, print_program
 from graphshard.ir.program import Program, Stage

@@ -11,13 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from graphshard.errors import ArgumentError, GraphshardError, PassError
-from graphshard.ir.collector import collector_paused
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import Uneven
 from graphshard.ir.strides import restride
-from graphshard.ir.text import brief
-from graphshard.ir.wanted import still_wanted
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -36,6 +33,8 @@ from graphshard.passes import (
 from graphshard.pipeline.decide import decide, same_share
 from graphshard.pipeline.observe import Observer
 from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.utils.progress import check_cancelled, collector_paused
+from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +225,7 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
     Raises:
         PassError: addressed to the author of the pass.
     """
-    still_wanted()
+    check_cancelled()
     observer = observer or Observer("each")
     observer.show(step.name)
     start = time.perf_counter()

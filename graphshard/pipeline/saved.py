@@ -13,8 +13,8 @@ from collections import Counter
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
+from graphshard.ir.collective_regions import saved_values
 from graphshard.ir.graph import base_of, is_alias, is_part, module_of
-from graphshard.ir.layout import saved_values
 from graphshard.ir.program import Program, UnitMemory
 from graphshard.ir.units import unit_of
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graphshard.ir.collective_regions import collectives, peak_gathered_bytes
 from graphshard.ir.graph import WAIT, fake, is_collective, is_reduced, launch_of
-from graphshard.ir.layout import collectives
-from graphshard.ir.liveness import peak_gathered_bytes
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.ir.transport import ROWS_REDUCED, reduced_over

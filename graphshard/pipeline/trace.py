@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from graphshard.ir.aid import Aid
 from graphshard.ir.program import Program, Stage
 from graphshard.torch_compat.fx_code import trace_structured
+from graphshard.utils.best_effort_writer import BestEffort
 
 # One for the process, as torch's trace is.
-_aid = Aid("TORCH_TRACE")
+_aid = BestEffort("TORCH_TRACE")
 
 
 def trace_stage(program: Program, stage: Stage) -> None:

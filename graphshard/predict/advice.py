@@ -16,9 +16,9 @@ import torch
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.ir.program import Program
-from graphshard.ir.text import format_bytes, format_seconds
 from graphshard.schedule.clock import Call, Wait
 from graphshard.schedule.timeline import Estimate, Step
+from graphshard.utils.text import format_bytes, format_seconds
 
 # Of the critical path: up to this share of communication, compute is what limits a step.
 HIDDEN = 0.1

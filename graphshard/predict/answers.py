@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.debug.summary_page import Point, Row, Summary, Tile, render_summary
-from graphshard.ir.given import path_of, write_given
 from graphshard.ir.plain import write
-from graphshard.ir.terminal import plain_table
-from graphshard.ir.text import format_amount, format_bytes, format_count, format_seconds
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.search import seconds_by_part
 from graphshard.predict.training_config import TrainingCost
+from graphshard.utils.argument_validation import path_of, write_given
+from graphshard.utils.text import format_amount, format_bytes, format_count, format_seconds, plain_table
 
 # Shares of a step below which a difference is not worth a word, and how many parts have one.
 _NEGLIGIBLE, _PARTS = 0.001, 3

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, load_profile
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import check_count, path_of, write_given
-from graphshard.ir.progress import progress
-from graphshard.ir.terminal import say
 from graphshard.predict.microbenchmarks import Chip, Links, measure_chip, measure_links
+from graphshard.utils.argument_validation import check_count, path_of, write_given
+from graphshard.utils.progress import progress
+from graphshard.utils.text import say
 
 # That one machine can start.
 _MOST_RANKS = 1024

@@ -28,16 +28,14 @@ from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.driver_internals import stand_in as stand_in_for
-from graphshard.ir.given import check_choice, check_count, is_int
 from graphshard.ir.gpus import USUAL
 from graphshard.ir.graph import aten, fake
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.operators import EXCHANGED
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
-from graphshard.ir.text import brief
 from graphshard.ir.windows import flop_of_all
 from graphshard.options.mesh_axes import axes_of, dims_of
 from graphshard.options.options import Options
@@ -48,6 +46,8 @@ from graphshard.predict.symbolic_cost import Inputs, symbolize
 from graphshard.runtime.groups import make_groups, whole_mesh
 from graphshard.torch_compat.operators import pytree
 from graphshard.torch_compat.symbolic_sizes import assume_total, hint
+from graphshard.utils.argument_validation import check_choice, check_count, is_int
+from graphshard.utils.text import brief
 
 
 def assume_even(graph: Graph) -> None:

@@ -19,9 +19,7 @@ from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
-from graphshard.ir.text import brief
 from graphshard.options.options import Options, check_known, check_names, takes_options
 from graphshard.options.simulated_mesh import Parallelize
 from graphshard.predict.capture_target import has_stages
@@ -29,6 +27,8 @@ from graphshard.predict.explanation import Explanation
 from graphshard.predict.search import Grid, Task, Telling, outcomes
 from graphshard.predict.study import Study, changed, is_same
 from graphshard.predict.training_config import ExplainArguments, Training, chosen
+from graphshard.utils.argument_validation import check_count, check_function
+from graphshard.utils.text import brief
 
 # What only a mesh with stages depends on.
 _OF_PIPELINES = ("pipeline", "stages_per_rank")

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.classes import users_class
-from graphshard.ir.files import read_file
-from graphshard.ir.given import check_function, check_number, check_seconds, path_of, write_given
 from graphshard.ir.graph import fake
 from graphshard.ir.program import Region
-from graphshard.ir.text import brief
 from graphshard.module.compiled_module import CompiledModule
 from graphshard.predict.microbenchmarks import seconds_of
+from graphshard.utils.argument_validation import check_function, check_number, check_seconds, path_of, write_given
+from graphshard.utils.files import read_file
+from graphshard.utils.text import brief, users_class
 
 # Of a file of times: no model has so many regions.
 _MOST_BYTES = 64 << 20

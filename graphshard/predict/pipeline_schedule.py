@@ -17,7 +17,6 @@ from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program
-from graphshard.ir.text import format_bytes
 from graphshard.options.options import Options
 from graphshard.predict.advice import HIDDEN, NEGLIGIBLE
 from graphshard.predict.explanation import Explanation, Pipelined, StageCost
@@ -27,6 +26,7 @@ from graphshard.predict.training_config import Training, training_cost
 from graphshard.schedule.clock import Event, Launch, run
 from graphshard.schedule.stages import StageSeconds, Turn, even_counts, most_alive, rounds_of, run_stages, turns_of
 from graphshard.schedule.timeline import timed_events
+from graphshard.utils.text import format_bytes
 
 # Of a stage's memory what is there all the time.
 STATE, GATHERED, ADDED = "optimizer state", "gathered parameters", "gradients of earlier microbatches"

@@ -24,7 +24,7 @@ from graphshard.cost.kernels import num_bytes
 from graphshard.cost.model_collectives import computing
 from graphshard.errors import StageError
 from graphshard.ir.graph import is_communication
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import Repeats
 from graphshard.torch_compat.fx_code import uncompiled

@@ -20,9 +20,6 @@ from torch.distributed.tensor import DTensor
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, load_profile
 from graphshard.errors import ArgumentError
-from graphshard.ir.classes import users_class
-from graphshard.ir.given import answer_of, check_count, check_function
-from graphshard.ir.text import brief
 from graphshard.module.compiled_module import CompiledModule, compiled_module
 from graphshard.module.runner import Runner
 from graphshard.options.resolve import profile_here
@@ -32,6 +29,8 @@ from graphshard.runtime.groups import is_fake
 from graphshard.runtime.recording import Recording, clock_of, recording
 from graphshard.torch_compat.autograd_state import is_profiling
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import answer_of, check_count, check_function
+from graphshard.utils.text import brief, users_class
 
 # What is predicted for where no profile is known, as in the report of a dump.
 _ANY_HARDWARE = "h100"

@@ -24,15 +24,14 @@ from rich.text import Text
 
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
-from graphshard.ir.given import check_count
 from graphshard.ir.mesh import MeshLike
-from graphshard.ir.progress import other_threads
 from graphshard.ir.repeats import Uneven
-from graphshard.ir.terminal import plain_table
-from graphshard.ir.text import format_amount, format_bytes, format_seconds
 from graphshard.lower.shares import cores_here
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
+from graphshard.utils.argument_validation import check_count
+from graphshard.utils.progress import other_threads
+from graphshard.utils.text import format_amount, format_bytes, format_seconds, plain_table
 
 # Columns of a training, if it was asked what one costs.
 _COST = ("days", "GPU hours", "money")

@@ -25,11 +25,11 @@ from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.profile import Profile, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, MeshLike
-from graphshard.ir.text import brief
 from graphshard.options.options import Options
 from graphshard.predict.symbolic_cost import Inputs, resized
 from graphshard.predict.training_config import Training
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
 
 # How many times more microbatches are tried.
 _MORE = 4

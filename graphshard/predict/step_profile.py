@@ -17,15 +17,14 @@ from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.debug.html_report import COLORS, Measured, MeasuredProgram, Span, Spread, render, report_of
 from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible
-from graphshard.ir.given import write_given
 from graphshard.ir.program import Program
-from graphshard.ir.terminal import plain_table
-from graphshard.ir.text import brief, format_bytes, format_seconds
 from graphshard.lower.lines import Call, Start, Wait
 from graphshard.runtime.gloo import as_planned
 from graphshard.runtime.recording import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import Ends, Estimate, Step, ends_of, estimate
+from graphshard.utils.argument_validation import write_given
+from graphshard.utils.text import brief, format_bytes, format_seconds, plain_table
 
 
 class Key(NamedTuple):

@@ -20,8 +20,6 @@ from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.frontend.inputs import count_tokens
 from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.alike import few_of
-from graphshard.ir.collector import collector_paused
-from graphshard.ir.given import check_bool, check_function, check_seconds, is_int
 from graphshard.ir.gpus import USUAL, Capability, capability_of
 from graphshard.ir.graph import is_alias, is_part
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
@@ -30,7 +28,6 @@ from graphshard.ir.printer import number
 from graphshard.ir.program import Program, Region
 from graphshard.ir.repeats import Few, Uneven, captured_rows
 from graphshard.ir.stamp import all_blocks, stamp
-from graphshard.ir.text import brief
 from graphshard.ir.units import find_units
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower, outline
@@ -65,6 +62,9 @@ from graphshard.schedule.build import Settings, build
 from graphshard.schedule.few import folded_plan
 from graphshard.schedule.known import Known, while_unchanged, within_one_plan
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
+from graphshard.utils.progress import collector_paused
+from graphshard.utils.text import brief
 
 if TYPE_CHECKING:
     from graphshard.lower.scheduler_internals import FusedKernel

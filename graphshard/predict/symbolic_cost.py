@@ -28,7 +28,7 @@ from graphshard.cost.multiplications import sizes
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.predict.training_config import Training
@@ -117,7 +117,7 @@ def symbolic(node: Node) -> Any:
     return node.meta.get(SYMBOLS, sizes(node))
 
 
-def num_shards_of(row: ParamRow, mesh: Mesh) -> sympy.Expr:
+def num_shards_of(row: ParamSpec, mesh: Mesh) -> sympy.Expr:
     """The ranks that a parameter is sharded over: as large a part of all as on this mesh."""
     return RANKS * sympy.Rational(row.on(mesh).shard.size, mesh.shard.size)
 
@@ -453,7 +453,7 @@ def _sent(program: Program, launch: Node) -> Any:
     return sympy.Add(*(parts * _shard_numel(row, program.mesh) * itemsize for row, itemsize in sizes))
 
 
-def _shard_numel(row: ParamRow, mesh: Mesh) -> Any:
+def _shard_numel(row: ParamSpec, mesh: Mesh) -> Any:
     """Elements of a padded shard."""
     if row.num_shards == 1:
         return math.prod(row.shape)

@@ -18,12 +18,12 @@ import torch
 from graphshard.cost.costs import Costs
 from graphshard.cost.multiplications import Scalar
 from graphshard.errors import ArgumentError, BatchError
-from graphshard.ir.given import check_bool, check_choice, check_count, check_number
 from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
-from graphshard.ir.text import format_amount
 from graphshard.options.options import OptionArguments, Options
 from graphshard.schedule.stages import PIPELINE_SCHEDULES, PipelineSchedule
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import check_bool, check_choice, check_count, check_number
+from graphshard.utils.text import format_amount
 
 # No optimizer keeps more tensors like a parameter, and no step has more microbatches.
 _MOST_STATES, _MOST_MICROBATCHES = 1000, 1_000_000

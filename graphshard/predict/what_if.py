@@ -17,9 +17,7 @@ from typing_extensions import Unpack
 
 from graphshard.cost.profile import Hardware, load_profile
 from graphshard.errors import ArgumentError, GraphshardError
-from graphshard.ir.given import check_count, check_function
 from graphshard.ir.mesh import MOST_RANKS, MeshLike
-from graphshard.ir.text import brief
 from graphshard.options.options import check_names, takes_options
 from graphshard.options.simulated_mesh import Parallelize
 from graphshard.predict.answers import Answer, Fit, Outcome, Scaled, WhatIf, outcome_of, reason_of
@@ -27,6 +25,8 @@ from graphshard.predict.explanation import Explanation
 from graphshard.predict.step_changes import Case, Change, changes_of, check_about
 from graphshard.predict.study import Study, changed
 from graphshard.predict.training_config import ExplainArguments, Training, chosen
+from graphshard.utils.argument_validation import check_count, check_function
+from graphshard.utils.text import brief
 
 # Predictions until the answer is what is known to fit; and how many times the batch is tried at most.
 _TRIES, _TIMES = 6, 1024

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.ir.entry import without_entries
 from graphshard.ir.repeats import CAPTURED, Repeats
-from graphshard.ir.values import PLAIN
+from graphshard.utils.plain_values import PLAIN
 
 # What is compared of a module apart from its other attributes.
 PARTS = ("_parameters", "_buffers", "_modules")

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
-from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.graph import is_collective
-from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.mesh import Axis, ExpertMeshes, Mesh
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.torch_compat.dtensor import joined_mesh
 

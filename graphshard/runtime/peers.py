@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import DivergenceError, PeerError
-from graphshard.ir.wanted import wanted_while
 from graphshard.runtime.groups import is_fake, ranks_of
 from graphshard.runtime.meeting import End, Look, Meeting, Tell
 from graphshard.runtime.standing import Standing
@@ -27,6 +26,7 @@ from graphshard.runtime.status import SAME_CALLS, Status, difference_of_lines, t
 from graphshard.runtime.waiting import Settings, Waiting, check_not_gone
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.dtensor import rendezvous_store
+from graphshard.utils.progress import cancelled_by
 
 # How long it takes the others to find out why a connection was closed.
 _UNTIL_FOUND = 3.0
@@ -96,7 +96,7 @@ class Peers:
         """In the block all ranks make the same program, say; if one fails, those that wait for it do, too."""
         before, self.standing.doing = self.standing.doing, doing
         try:
-            with wanted_while(self._still_wanted):
+            with cancelled_by(self._still_wanted):
                 yield
         except BaseException as error:
             if not isinstance(error, (DivergenceError, PeerError)):

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import ParameterError
-from graphshard.ir.device_meshes import ExpertMeshes, axes_around, axes_of_mesh, seen_axes
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import REPLACED, ParamRow, ParamTable
+from graphshard.ir.mesh import ExpertMeshes, Mesh, axes_around, axes_of_mesh, seen_axes
+from graphshard.ir.param_table import REPLACED, ParamSpec, ParamTable
 from graphshard.ir.subclasses import (
     carry_attributes,
     is_extended,
@@ -81,7 +80,7 @@ def shard_module(
 
 @torch.no_grad()
 def _shard(
-    param: nn.Parameter, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None, storage: Storage
+    param: nn.Parameter, row: ParamSpec, mesh: DeviceMesh, tensor: DeviceMesh | None, storage: Storage
 ) -> nn.Parameter:
     rank, whole = shard_index(mesh), shard_in(param.detach())
     if is_subclass(whole):
@@ -95,7 +94,7 @@ def _shard(
     return nn.Parameter(as_dtensor(local, row, mesh, tensor), requires_grad=param.requires_grad)
 
 
-def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tensor:
+def _stored(piece: torch.Tensor, row: ParamSpec, storage: Storage) -> torch.Tensor:
     """A dense copy of a rank's piece; with room for the padding behind it, if it is behind it that padding lies."""
     if row.memory_dim == 0 and row.shape:
         padded = _padded(piece, row, storage.device)
@@ -104,20 +103,20 @@ def _stored(piece: torch.Tensor, row: ParamRow, storage: Storage) -> torch.Tenso
     return copied.pin_memory() if storage.pinned else copied
 
 
-def _padded(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
+def _padded(piece: torch.Tensor, row: ParamSpec, device: torch.device) -> torch.Tensor:
     """A padded shard that begins with a piece; the rest is zero."""
     padded = torch.empty_strided(row.padded_shape, row.padded_stride, dtype=piece.dtype, device=device).zero_()
     padded.narrow(row.dim, 0, piece.shape[row.dim]).copy_(piece)
     return padded
 
 
-def dense(piece: torch.Tensor, row: ParamRow, device: torch.device) -> torch.Tensor:
+def dense(piece: torch.Tensor, row: ParamSpec, device: torch.device) -> torch.Tensor:
     """A copy without gaps in the parameter's memory order."""
     strides = row.stride_of(piece.shape)
     return torch.empty_strided(piece.shape, strides, dtype=piece.dtype, device=device).copy_(piece)
 
 
-def as_dtensor(local: torch.Tensor, row: ParamRow, mesh: DeviceMesh, tensor: DeviceMesh | None) -> DTensor:
+def as_dtensor(local: torch.Tensor, row: ParamSpec, mesh: DeviceMesh, tensor: DeviceMesh | None) -> DTensor:
     """A shard of a parameter as the DTensor that FSDP2 would make: on the tensor axis, too, if it is split there."""
     shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
     axes, mesh = Mesh.of(mesh), seen_axes(mesh)
@@ -144,12 +143,12 @@ def copy_of(param: nn.Parameter) -> nn.Parameter:
     return copied
 
 
-def shard_parts(param: nn.Parameter, row: ParamRow) -> list[torch.Tensor]:
+def shard_parts(param: nn.Parameter, row: ParamSpec) -> list[torch.Tensor]:
     """The tensors that the padded shard of a parameter which decides what is gathered of it is made of."""
     return parts_of(padded_to(shard_in(param), row.padded_shape, row.dim))
 
 
-def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
+def padded_shard(param: nn.Parameter, row: ParamSpec) -> torch.Tensor:
     """The padded shard that the graph reads, sharing memory with the parameter where its padding lies behind it.
 
     Whoever replaced the local tensor (`to_empty`, `load_state_dict(assign=True)`) may have left no room behind
@@ -168,7 +167,7 @@ def padded_shard(param: nn.Parameter, row: ParamRow) -> torch.Tensor:
     return local.as_strided(row.padded_shape, row.padded_stride)
 
 
-def _has_room(local: torch.Tensor, row: ParamRow) -> bool:
+def _has_room(local: torch.Tensor, row: ParamSpec) -> bool:
     numel = torch.Size(row.padded_shape).numel()
     laid_out = local.numel() == 0 or local.stride() == row.stride_of(local.shape)
     return laid_out and local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.element_size()
@@ -178,7 +177,7 @@ def _has_room(local: torch.Tensor, row: ParamRow) -> bool:
 class ParamRef:
     """Where a parameter lives; the parameter object itself may be replaced at any time."""
 
-    row: ParamRow
+    row: ParamSpec
     owner: nn.Module
     attribute: str
 

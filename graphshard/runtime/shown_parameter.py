@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.device_meshes import axes_around
-from graphshard.ir.params import ParamRow
+from graphshard.ir.mesh import axes_around
+from graphshard.ir.param_table import ParamSpec
 from graphshard.torch_compat.dtensor import dtensor_of
 from graphshard.torch_compat.operators import make_subclass
 
@@ -143,7 +143,7 @@ class WholeParameter(ShownParameter):
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-def shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamRow, path: str) -> nn.Parameter:
+def shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamSpec, path: str) -> nn.Parameter:
     """A parameter that is split over the tensor axis, as the DTensor that it was before it was sharded.
 
     Raises:

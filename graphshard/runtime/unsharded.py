@@ -11,7 +11,7 @@ import torch
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import copied_to
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
 from graphshard.ir.transport import Steps, landing, prologue
@@ -113,7 +113,7 @@ class _Gathering:
     """An all-gather under way, whose buffer small parameters share."""
 
     buffer: torch.Tensor | _Packed
-    row: ParamRow
+    row: ParamSpec
 
     def wait(self, left: int = 0) -> torch.Tensor:
         """The parameter, but for steps of its landing that are left to do."""
@@ -122,7 +122,7 @@ class _Gathering:
         return _after(full, steps[: len(steps) - left])
 
 
-def landed(full: torch.Tensor, row: ParamRow, left: int) -> torch.Tensor:
+def landed(full: torch.Tensor, row: ParamSpec, left: int) -> torch.Tensor:
     """A parameter, after the last steps of its landing."""
     steps = landing(row)
     return _after(full, steps[len(steps) - left :])
@@ -152,7 +152,7 @@ class _Packed:
 
 @torch.no_grad()
 def start_gathering(
-    params: Iterable[tuple[ParamRow, torch.nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
+    params: Iterable[tuple[ParamSpec, torch.nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, _Gathering]:
     """Start to gather parameters, in their compute dtypes; one launch for each axis and dtype that travels.
 
@@ -162,7 +162,7 @@ def start_gathering(
     """
     params = list(params)
     shards = copied_to([padded_shard(param, row) for row, param in params], device)
-    sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamRow, torch.Tensor]]] = {}
+    sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamSpec, torch.Tensor]]] = {}
     for (row, _), shard in zip(params, shards):
         shard = shard.to(row.compute_dtype)
         for target, args, kwargs in prologue(row):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
-from graphshard.ir.device_meshes import ExpertMeshes
 from graphshard.ir.graph import base_of
+from graphshard.ir.mesh import ExpertMeshes
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import given_sizes
 from graphshard.ir.strides import strides_without_gaps

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.layout import Collective, Layout
+from graphshard.ir.collective_regions import Collective, Layout
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, even_pieces
+from graphshard.ir.param_table import ParamSpec, even_pieces
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import TEMPLATE, Uneven
@@ -214,7 +214,7 @@ def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
             yield from ((collective, repeats.name_at(group, param)) for group in repeats.missing)
 
 
-def _sent(row: ParamRow, kind: CollectiveKind, mesh: Mesh) -> str:
+def _sent(row: ParamSpec, kind: CollectiveKind, mesh: Mesh) -> str:
     if row.split is not None and not row.has_even_pieces(mesh):
         return f"{row.sent_dtype(kind)} {row.split.shape} {' and '.join(map(str, row.split.cuts))}"
     return f"{row.sent_dtype(kind)} {row.padded_shape}"

@@ -15,10 +15,9 @@ from torch.fx import Graph
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.model_collectives import computing
+from graphshard.ir.collective_regions import Collective, Layout, last_use
 from graphshard.ir.graph import with_parts
-from graphshard.ir.layout import Collective, Layout
-from graphshard.ir.liveness import last_use
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
@@ -82,7 +81,7 @@ class Atom:
 
     name: str
     unit: str
-    rows: tuple[ParamRow, ...]
+    rows: tuple[ParamSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _build(program: Program, costs: Costs, settings: Settings) -> Built:
     return Built(Problem(tuple(chains), maker.link, keepable, maker.links), maker.maps)
 
 
-def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamRow]) -> Chain:
+def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamSpec]) -> Chain:
     """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
     moved = sum(row.shard_bytes(row.dtype) for row in trained)
     seconds = float(costs.optimizer(moved, states))
@@ -263,7 +262,7 @@ class _Maker:
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
         whole = self.settings.constraints.by_unit or (kind == "reduce" and self.settings.exact_reductions)
-        groups: dict[tuple[str, ...], list[ParamRow]] = {}
+        groups: dict[tuple[str, ...], list[ParamSpec]] = {}
         order = [row for row in self.program.params.in_packing_order if row.name in at]
         place = {row.name: index for index, row in enumerate(order)}
         for row in order if whole else sorted(order, key=lambda row: at[row.name]):
@@ -280,8 +279,8 @@ class _Maker:
                 table = tuple(sorted(part, key=lambda row: place[row.name]))
                 yield Atom(name, unit, table)
 
-    def _parts(self, kind: CollectiveKind, rows: list[ParamRow]) -> list[list[ParamRow]]:
-        parts: list[list[ParamRow]] = [[]]
+    def _parts(self, kind: CollectiveKind, rows: list[ParamSpec]) -> list[list[ParamSpec]]:
+        parts: list[list[ParamSpec]] = [[]]
         latency = self._link(rows[0]).seconds(kind, 0, 1)
         for row in rows:
             if parts[-1] and self._moving(kind, parts[-1], latency) >= latency:
@@ -292,17 +291,17 @@ class _Maker:
             parts[-1] += rest
         return parts
 
-    def _moving(self, kind: CollectiveKind, rows: list[ParamRow], latency: float) -> float:
+    def _moving(self, kind: CollectiveKind, rows: list[ParamSpec], latency: float) -> float:
         num_bytes = sum(row.sent_bytes(self._sent(kind, row)) for row in rows)
         return self._link(rows[0]).seconds(kind, num_bytes, 1) - latency
 
-    def _link(self, row: ParamRow) -> Link:
+    def _link(self, row: ParamSpec) -> Link:
         return self.link.of(self._way(row))
 
-    def _way(self, row: ParamRow) -> int:
+    def _way(self, row: ParamSpec) -> int:
         return int(row.expert and bool(self.link.others))
 
-    def _sent(self, kind: CollectiveKind, row: ParamRow) -> CollectiveKind:
+    def _sent(self, kind: CollectiveKind, row: ParamSpec) -> CollectiveKind:
         """What transfers of a kind are in the plan."""
         return self.ways.of(row).reduction if kind == "reduce" else kind
 

@@ -18,17 +18,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.given import check_count, check_texts
+from graphshard.ir.collective_regions import Collective, Layout, last_use
 from graphshard.ir.graph import fake
-from graphshard.ir.layout import Collective, Layout
-from graphshard.ir.liveness import last_use
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import Uneven
-from graphshard.ir.text import brief
 from graphshard.schedule.few import folded_plan, planned_in_short, unfolded_buckets, unfolded_positions, unfolding_of
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
+from graphshard.utils.argument_validation import check_count, check_texts
+from graphshard.utils.text import brief
 
 # Buckets whose gathers start when that of another has arrived.
 Prefetch = Mapping[str, Sequence[str]]
@@ -154,7 +153,7 @@ class PlanByUnit:
         return self.pack_gathers_below if program.device.type == "cuda" else math.inf
 
     def _bucket(
-        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamRow], axis: str
+        self, program: Program, kind: CollectiveKind, name: str, phase_name: str, rows: list[ParamSpec], axis: str
     ) -> Bucket:
         limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
         packed = tuple(row.name for row in rows if row.piece_bytes(kind) < limit)

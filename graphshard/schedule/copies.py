@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.layout import Layout
+from graphshard.ir.collective_regions import Layout
 from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 
 

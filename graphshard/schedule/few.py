@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import is_view
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
 from graphshard.ir.repeats import TEMPLATE, Few, Uneven
@@ -55,7 +55,7 @@ class Part:
     def at(self) -> int:
         return self.transfer.at
 
-    def rows(self, params: ParamTable) -> tuple[ParamRow, ...]:
+    def rows(self, params: ParamTable) -> tuple[ParamSpec, ...]:
         """Its parameters."""
         return tuple(params[name] for name in self.params)
 

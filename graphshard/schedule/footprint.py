@@ -10,8 +10,8 @@ from types import MappingProxyType
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
+from graphshard.ir.collective_regions import Collective, Layout
 from graphshard.ir.graph import base_of, is_alias, is_on_host, is_part
-from graphshard.ir.layout import Collective, Layout
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program, Slot
 from graphshard.schedule.shared import Saved, first_of

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph
 
-from graphshard.ir.layout import Collective, Layout, collectives
+from graphshard.ir.collective_regions import Collective, Layout, collectives
 from graphshard.ir.program import Phase
 
 T = TypeVar("T")

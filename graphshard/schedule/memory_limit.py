@@ -10,10 +10,10 @@ from typing import TypeVar
 from graphshard.errors import InfeasibleError
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.text import format_bytes
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.peak import peak_of
+from graphshard.utils.text import format_bytes
 
 log = logging.getLogger(__name__)
 

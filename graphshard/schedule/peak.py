@@ -13,8 +13,7 @@ from itertools import pairwise
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
-from graphshard.ir.layout import Collective
-from graphshard.ir.liveness import last_use
+from graphshard.ir.collective_regions import Collective, last_use
 from graphshard.ir.plan import Bucket, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.build import seconds_between

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.model_collectives import ModelCollective, model_collective
+from graphshard.ir.collective_regions import Layout
 from graphshard.ir.graph import with_parts
-from graphshard.ir.layout import Layout
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import SETTLED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.by_unit import is_scalar
@@ -44,7 +44,7 @@ class Ways:
     reduction: CollectiveKind = "reduce"
     experts: Ways | None = None
 
-    def of(self, row: ParamRow) -> Ways:
+    def of(self, row: ParamSpec) -> Ways:
         """The axes of a parameter."""
         return self.experts if row.expert and self.experts is not None else self
 

@@ -29,11 +29,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphshard.ir.codes import codes_of
-from graphshard.ir.sentinel import MISSING
-from graphshard.ir.source_lines import is_users
 from graphshard.ir.subclasses import POST, PRE, identity_of, shard_in
-from graphshard.ir.values import PLAIN
+from graphshard.utils.plain_values import MISSING, PLAIN
+from graphshard.utils.source_lines import codes_of, is_users
 
 # How many functions that name each other are looked into, and containers in each other.
 _DEPTH = 3

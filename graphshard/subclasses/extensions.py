@@ -33,17 +33,16 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from graphshard.errors import CaptureError
-from graphshard.ir.extension import Extension
 from graphshard.ir.graph import c10d, emit, is_backward
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import JOIN, REDUCED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.precision import reduced_in
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.source_lines import line_of
 from graphshard.ir.subclasses import (
     POST,
     PRE,
+    Extension,
     is_subclass,
     method_of,
     missing_methods,
@@ -56,6 +55,7 @@ from graphshard.ir.subclasses import (
 from graphshard.subclasses.closure_variables import read_by
 from graphshard.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode
 from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.utils.source_lines import line_of
 
 COMMUNICATION = (
     "it communicates by {}. Only functional all-reduces over the mesh that it is told are supported: "
@@ -85,7 +85,7 @@ class Extended:
         device: what programs are captured for.
     """
 
-    row: ParamRow
+    row: ParamSpec
     param: nn.Parameter
     module: nn.Module
     policy: MixedPrecisionPolicy
@@ -101,7 +101,7 @@ class Extended:
             stand_in = piece_of(stand_in, row.dim, row.num_shards, 0)
         return padded_to(stand_in, row.padded_shape, row.dim)
 
-    def described(self) -> ParamRow:
+    def described(self) -> ParamSpec:
         """The row with what is gathered, and with the dtype of what is made of it.
 
         Raises:

@@ -32,7 +32,7 @@ from graphshard.ir.graph import WAIT, aten, c10d, emit
 from graphshard.ir.graph_break import Untraceable
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.split import Sum
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
@@ -99,7 +99,7 @@ class Distributed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, piece: torch.Tensor, row: ParamRow, mesh: DeviceMesh) -> DTensor:
+    def forward(ctx: Any, piece: torch.Tensor, row: ParamSpec, mesh: DeviceMesh) -> DTensor:
         assert row.split is not None
         ctx.name, ctx.placements, ctx.num_data = row.name, row.split.found_placed, len(row.split.around)
         shape = torch.Size(row.split.shape)

@@ -32,7 +32,7 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, calls_of, erase_dead, fake
 from graphshard.ir.program import Program
-from graphshard.ir.recomputed import IN_FORWARD
+from graphshard.ir.recompute import IN_FORWARD
 from graphshard.passes.base import Pass, check_joint
 from graphshard.passes.contrib.vocabulary_loss import SUM, LossRewriter, VocabularyLoss, vocabulary_loss
 

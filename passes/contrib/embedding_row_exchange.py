@@ -33,11 +33,11 @@ from typing import Any, ClassVar
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
+from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import WAIT, aten, emit, erase_dead, fake
-from graphshard.ir.layout import Collective
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import EXCHANGED, JOINED, SCATTERED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
 from graphshard.passes.accumulate_gradients import full_gradient
@@ -83,7 +83,7 @@ class EmbeddingRowExchange(Pass):
         return count
 
 
-def _applies(spec: ParamRow) -> bool:
+def _applies(spec: ParamSpec) -> bool:
     """Return whether shards are rows of the parameter."""
     plain = spec.extension is None and spec.split is None and not spec.order and not spec.ignored
     return plain and spec.num_shards > 1 and spec.dim == 0 and len(spec.shape) > 1
@@ -93,7 +93,7 @@ def _applies(spec: ParamRow) -> bool:
 class _Table:
     """A table, the ranks that have its rows, and the costs that decide."""
 
-    spec: ParamRow
+    spec: ParamSpec
     axis: Axis
     costs: Costs | None
 

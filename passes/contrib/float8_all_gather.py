@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import aten, emit, fake
-from graphshard.ir.layout import Collective
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass, check_before, gathers_of
 
@@ -53,7 +53,7 @@ class Float8AllGather(Pass):
                     count += 1
         return count
 
-    def _applies(self, spec: ParamRow) -> bool:
+    def _applies(self, spec: ParamSpec) -> bool:
         chosen = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.params)
         large = spec.compute_dtype.is_floating_point and spec.compute_dtype.itemsize > 1
         return chosen and large and spec.is_even and spec.extension is None

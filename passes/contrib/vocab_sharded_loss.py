@@ -39,12 +39,12 @@ import torch
 from torch.fx import Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import GATHERS, aten, calls_of, erase_dead, fake, is_backward
-from graphshard.ir.layout import Collective
 from graphshard.ir.operators import BEGUN, JOINING, SETTLED
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
-from graphshard.ir.recomputed import IN_FORWARD
+from graphshard.ir.recompute import IN_FORWARD
 from graphshard.passes.base import Pass, full_parameter, gathers_of
 from graphshard.passes.contrib.vocabulary_loss import LossRewriter, VocabularyLoss, same_numbers, vocabulary_loss
 
@@ -91,7 +91,7 @@ class VocabShardedLoss(Pass):
         return count
 
 
-def _applies(spec: ParamRow) -> bool:
+def _applies(spec: ParamSpec) -> bool:
     """Return whether shards are rows of the parameter, in a dtype whose gradients need no scale."""
     plain = spec.extension is None and spec.split is None and not spec.order and not spec.ignored
     wide = spec.compute_dtype != torch.float16 and spec.reduce_dtype != torch.float16
@@ -128,7 +128,7 @@ class _Chunks(LossRewriter):
     """
 
     def __init__(
-        self, found: VocabularyLoss, gather: Collective, spec: ParamRow, chunks: int, *, is_looked_up: bool
+        self, found: VocabularyLoss, gather: Collective, spec: ParamSpec, chunks: int, *, is_looked_up: bool
     ) -> None:
         super().__init__(found)
         self._gather, self._spec, self._is_looked_up = gather, spec, is_looked_up

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 from torch.export import Dim
 
 import graphshard
-from graphshard.ir.classes import users_class
 from graphshard.passes import MakePlan
+from graphshard.utils.text import users_class
 from tests import helpers
 from tests.helpers import Blocks
 

@@ -32,7 +32,7 @@ from graphshard.errors import ArtifactError
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, ParamTable
+from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
 from graphshard.ir.sizes import size_inputs
@@ -267,7 +267,7 @@ ALONE = [kind for kind in dict.fromkeys(CLASSES) if kind not in (Program, Partit
 
 def test_what_files_hold_is_found() -> None:
     """Of a few classes it is known that they are among them."""
-    known = {ParamTable, ParamRow, Plan, Bucket, Event, Prediction, Stage, Size, UnitMemory, Costs, Constraints}
+    known = {ParamTable, ParamSpec, Plan, Bucket, Event, Prediction, Stage, Size, UnitMemory, Costs, Constraints}
     assert known <= set(ALONE)
 
 
@@ -295,7 +295,7 @@ def test_every_option_of_every_pass(kind: type) -> None:
 
 
 @dataclass(frozen=True)
-class Extended(ParamRow):
+class Extended(ParamSpec):
     """A class with one more field, of types that files know."""
 
     since: Mapping[str, tuple[torch.dtype | None, ...]] = field(default_factory=dict)

@@ -23,11 +23,11 @@ from graphshard.codec.stage import program_from_json
 from graphshard.debug.dump import Dump
 from graphshard.debug.show import show_path
 from graphshard.errors import ArgumentError, PassError
-from graphshard.ir.files import write_text
 from graphshard.ir.fold import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
 from graphshard.passes import OffloadParameters
+from graphshard.utils.files import write_text
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 

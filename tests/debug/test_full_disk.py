@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard import Pass, Pipeline, Program
-from graphshard.ir.aid import Aid
 from graphshard.ir.program import Stage
 from graphshard.pipeline import trace
+from graphshard.utils.best_effort_writer import BestEffort
 from tests.helpers import Blocks, captured
 from tests.ranks import FakeWorld
 
@@ -48,7 +48,7 @@ def full_disk() -> Iterator[None]:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "graphshard.ir.aid"]
+    return [record.getMessage() for record in caplog.records if record.name == "graphshard.utils.best_effort_writer"]
 
 
 def test_full(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ def test_trace(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     """TORCH_TRACE names a directory that cannot be made."""
     program = captured(Blocks(1), BATCH)
     stage = Stage("capture", 0, 0.0, "", 1)
-    monkeypatch.setattr(trace, "_aid", Aid("TORCH_TRACE"))
+    monkeypatch.setattr(trace, "_aid", BestEffort("TORCH_TRACE"))
     handler = trace_log.LazyTraceHandler("/dev/full/trace")
     trace_log.trace_log.addHandler(handler)
     try:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard import Pass, PassError, Pipeline, Program
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.graph import aten, calls_of, replace_after
-from graphshard.ir.layout import Layout, collectives
 from graphshard.lower.regions import RegionCall
 from tests.distributed.context_parallel import ATTENTIONS, Decoder
 from tests.distributed.expert_parallel import Moe

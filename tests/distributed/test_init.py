@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
-from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.units import find_units
 from graphshard.runtime.shards import Storage, shard_module

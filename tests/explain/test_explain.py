@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import report_of
-from graphshard.ir.text import format_seconds
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan
 from graphshard.predict.advice import advise, limit_of, parts_of
@@ -25,6 +24,7 @@ from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.clock import Call, Launch, Wait, run
 from graphshard.schedule.timeline import ends_of, steps_of
+from graphshard.utils.text import format_seconds
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

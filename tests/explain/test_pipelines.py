@@ -177,7 +177,7 @@ def test_a_step_adds_up() -> None:
     assert found.advice[0].startswith("ranks wait for other stages for ")
     assert "with 8 microbatches for 4 stages" in found.advice[0]
     assert slowest.forward_s > 0
-    assert f"bubble {graphshard.ir.text.format_seconds(found.bubble_s)}; slowest stage {made.slowest}" in str(found)
+    assert f"bubble {graphshard.utils.text.format_seconds(found.bubble_s)}; slowest stage {made.slowest}" in str(found)
     assert json.loads(found.to_json())["pipeline"]["schedule"] == "1f1b"
 
 

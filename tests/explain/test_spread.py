@@ -36,7 +36,7 @@ def test_range_is_around_the_step_and_shown(study):
     low, high = found.step_range_s
     assert 0.7 * found.step_time_s < low < found.step_time_s < high < 1.5 * found.step_time_s
     text = str(found)
-    assert f"({graphshard.ir.text.format_seconds(low)} to {graphshard.ir.text.format_seconds(high)})" in text
+    assert f"({graphshard.utils.text.format_seconds(low)} to {graphshard.utils.text.format_seconds(high)})" in text
     assert found.to_dict()["step_range_s"] == [low, high]
 
 

@@ -12,11 +12,11 @@ import torch
 
 import graphshard
 from graphshard.cost.costs import Costs
-from graphshard.ir.text import format_amount
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study, changed
 from graphshard.predict.training_config import Training, TrainingArguments
+from graphshard.utils.text import format_amount
 from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 
 # One profile without ranges, so that formulas are of its numbers.

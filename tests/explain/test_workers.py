@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import graphshard
-from graphshard.ir.progress import other_threads, progress
 from graphshard.predict import search
 from graphshard.predict.study import Study
+from graphshard.utils.progress import other_threads, progress
 from tests.explain.test_explain import TOKENS, meta_net
 
 MESHES = [(8,), (1024,)]

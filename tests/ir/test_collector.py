@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from graphshard.ir.collector import collector_paused
+from graphshard.utils.progress import collector_paused
 
 
 def test_it_is_paused_and_goes_on() -> None:

@@ -20,7 +20,7 @@ from graphshard.errors import ArgumentError
 from graphshard.ir import cuda_internals
 from graphshard.ir.cuda_internals import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
 from graphshard.ir.driver_internals import stand_in
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program
 from graphshard.torch_compat.fake_tensors import fake_tensor
 from tests import helpers

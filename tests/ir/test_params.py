@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from graphshard.ir.make_table import build_table, named_parameters
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamRow, ParamTable, memory_order
+from graphshard.ir.param_table import ParamSpec, ParamTable, build_table, memory_order, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.units import find_units
 from tests.helpers import Blocks, Tied
 
 
-def _row(*shape: int, num_shards: int = 2) -> ParamRow:
+def _row(*shape: int, num_shards: int = 2) -> ParamSpec:
     f32 = torch.float32
-    return ParamRow(("w",), shape, f32, f32, f32, True, num_shards, "", False)
+    return ParamSpec(("w",), shape, f32, f32, f32, True, num_shards, "", False)
 
 
 def _table(
@@ -43,7 +42,7 @@ def _table(
 
 
 @st.composite
-def _rows(draw: st.DrawFn) -> tuple[ParamRow, torch.Tensor]:
+def _rows(draw: st.DrawFn) -> tuple[ParamSpec, torch.Tensor]:
     """A row of any shape, dim, memory order and number of shards, and a parameter of that kind."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(shape))))
@@ -59,7 +58,7 @@ def _rows(draw: st.DrawFn) -> tuple[ParamRow, torch.Tensor]:
 
 @given(_rows())
 @settings(deadline=None)
-def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamSpec, torch.Tensor]) -> None:
     """torch.chunk makes fewer chunks when elements run out; the ranks behind them hold nothing."""
     row, full = drawn
     empty = full.narrow(row.dim, 0, 0)
@@ -73,7 +72,7 @@ def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamRow, torch.Tensor]) ->
 
 @given(_rows())
 @settings(deadline=None)
-def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamRow, torch.Tensor]) -> None:
+def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamSpec, torch.Tensor]) -> None:
     """A contiguous tensor has order (); lengths of 1 leave the order open, and then the strides do not matter."""
     row, full = drawn
     assert (row.order == ()) == full.is_contiguous()

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.ir import progress as module
-from graphshard.ir.progress import progress
 from graphshard.lower import inductor
 from graphshard.lower.regions import Compiler
 from graphshard.lower.store import Store
 from graphshard.module import program_compiler
+from graphshard.utils import progress as module
+from graphshard.utils.progress import progress
 from tests.ranks import FakeWorld
 
 Capture = pytest.CaptureFixture[str]

@@ -15,13 +15,13 @@ import pytest
 import torch
 from filelock import FileLock
 
-from graphshard.ir.wanted import wanted_while
 from graphshard.lower import cpp_internals, inductor, together
 from graphshard.lower.cpp_internals import Batch, Pending
 from graphshard.lower.damage import check_whole
 from graphshard.lower.elf import damage_of
 from graphshard.lower.inductor import compile_all, compile_inductor
 from graphshard.lower.store import Store
+from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import INPUT, compute, regions_from, values
 
 
@@ -147,7 +147,7 @@ def test_compilers_are_ended_with_the_work() -> None:
             raise KeyboardInterrupt
 
     regions = regions_from(5000, 2)
-    with mock.patch.object(together.Compilers, "run", run), wanted_while(check), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(together.Compilers, "run", run), cancelled_by(check), pytest.raises(KeyboardInterrupt):
         dict(compile_all(regions, lambda told: None))
     assert ended.is_set()
     assert not any(thread.name.startswith("graphshard-compilers") for thread in threading.enumerate())

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph
 
 from graphshard.ir.graph import aten, emit
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Region
 from graphshard.lower.float_inputs import float_inputs, floats_as_tensors
 from graphshard.lower.inductor import compile_inductor

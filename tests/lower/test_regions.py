@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard.lower.inductor
 from graphshard.ir.graph import is_view
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program, Region
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.inductor import compile_inductor

@@ -12,11 +12,11 @@ import pytest
 from filelock import FileLock
 
 from graphshard.ir.program import Region
-from graphshard.ir.wanted import wanted_while
 from graphshard.lower import inductor, shares
 from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import Boxed
 from graphshard.lower.shares import Claim, Claims, place_here, shares_of
+from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import regions_from
 
 KEYS = {"region_0": "aa", "region_1": "bb", "region_2": "cc"}
@@ -105,7 +105,7 @@ def test_no_lock_is_held_while_another_is_waited_for(tmp_path: Path) -> None:
                     FileLock(locks / f"{name}.lock").acquire(timeout=0).lock.release()
                 other.kill()
 
-            with wanted_while(check):
+            with cancelled_by(check):
                 for claim in claims([["region_0", "region_1", "region_2"]], locks):
                     with claim:
                         pass
@@ -144,7 +144,7 @@ def test_the_wait_ends_when_the_work_is_not_wanted_any_more(tmp_path: Path) -> N
     with _holder(tmp_path / "locks" / "aa.lock") as other:
         try:
             start = time.monotonic()
-            with wanted_while(failed), pytest.raises(RuntimeError, match="rank 1 has ended"):
+            with cancelled_by(failed), pytest.raises(RuntimeError, match="rank 1 has ended"):
                 list(claims([["region_0"]], tmp_path / "locks"))
             assert time.monotonic() - start < 60
         finally:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.ir.graph import aten, emit
-from graphshard.ir.kernel_strides import new_tracing_mode
+from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.regions import extract
 from graphshard.lower.unknown import sums_as_sizes, unknown_in

@@ -19,7 +19,7 @@ from graphshard.codec.passes import decode_pass, encode_pass
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import ArgumentError, CaptureError
-from graphshard.ir.layout import saved_values
+from graphshard.ir.collective_regions import saved_values
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
 from graphshard.options.options import Options

@@ -13,8 +13,8 @@ from torch import nn
 from torch.fx import Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.graph import c10d, calls_of, emit, made_once
-from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase, print_program

@@ -10,9 +10,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.ir.layout import collectives
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.params import ParamTable
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes import DropUnusedTangents

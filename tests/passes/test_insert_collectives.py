@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import PassError
 from graphshard.ir.mesh import Axis
-from graphshard.ir.params import ParamRow
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.printer import print_program
 from graphshard.ir.transport import division
 from graphshard.passes import InsertCollectives
@@ -132,7 +132,7 @@ def test_divisors_are_those_of_fsdp2(
         groups = mesh.get_group("shard"), mesh.get_group("replicate") if replicas > 1 else None
         before, after, *ops = _get_gradient_divide_factors(*groups, reduce_dtype, "cpu", factor, force_sum)
         axes = (Axis("shard", size, "shard"), Axis("replicate", replicas, "replicate"))[: 1 + (replicas > 1)]
-        row = ParamRow(
+        row = ParamSpec(
             ("w",), (4,), *[reduce_dtype] * 3, True, size, "", False, divide_factor=factor, force_sum=force_sum
         )
         ours = division(row, axes)

@@ -12,7 +12,7 @@ from torch import nn
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import PassError
-from graphshard.ir.layout import collectives
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import saved_values
 from graphshard.ir.graph import calls_of, fake
-from graphshard.ir.layout import saved_values
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.errors import PassError
-from graphshard.ir.layout import collectives
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Slot
 from graphshard.passes.partition import Partition

@@ -11,8 +11,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.graph import calls_of, fake
-from graphshard.ir.layout import collectives
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.printer import print_phase, print_program

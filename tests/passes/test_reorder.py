@@ -12,8 +12,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.graph import WAIT, launch_of
-from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import collectives
 from graphshard.ir.graph import base_of, fake
-from graphshard.ir.layout import collectives
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.passes import ReshardAfterForward

@@ -16,8 +16,8 @@ from expecttest import assert_expected_inline
 from torch.fx import Node
 
 from graphshard.errors import PassError
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
-from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for

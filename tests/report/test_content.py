@@ -20,8 +20,8 @@ from graphshard.debug.html_report import (
     render,
     report_of,
 )
-from graphshard.ir.text import format_count
 from graphshard.schedule.memory import Alive
+from graphshard.utils.text import format_count
 from tests.helpers import Blocks
 from tests.reports import HOSTILE, small_report
 

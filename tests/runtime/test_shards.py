@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import build_table
 from graphshard.ir.precision import Precision
 from graphshard.runtime.shards import Storage, shard_in, shard_module
 from tests.helpers import Blocks

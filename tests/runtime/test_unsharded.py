@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard.runtime.unsharded
-from graphshard.ir.make_table import build_table
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import copied_to
+from graphshard.ir.param_table import build_table
 from graphshard.ir.precision import precision_of
 from graphshard.runtime.groups import make_groups
 from graphshard.runtime.shards import Storage, param_refs, shard_module

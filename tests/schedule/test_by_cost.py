@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.layout import Layout, collectives
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.passes import MakePlan

@@ -7,8 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from graphshard.ir.collective_regions import Layout, collectives
 from graphshard.ir.graph import base_of
-from graphshard.ir.layout import Layout, collectives
 from graphshard.ir.plan import Bucket, Plan
 from graphshard.ir.program import Program
 from graphshard.schedule.by_unit import PlanByUnit

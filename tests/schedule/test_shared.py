@@ -11,7 +11,7 @@ from torch.fx import Node
 
 import graphshard
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.layout import Layout
+from graphshard.ir.collective_regions import Layout
 from graphshard.ir.program import Program
 from graphshard.pipeline.saved import saved_by_unit
 from graphshard.schedule.footprint import base_bytes

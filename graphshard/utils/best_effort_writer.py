@@ -1,4 +1,4 @@
-"""Debugging aids that write files: one that cannot says so once and stops, and training goes on."""
+"""Debugging aids that write files: the first failure to write is logged, and training goes on without them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-class Aid:
-    """What writes something for whoever debugs.
+class BestEffort:
+    """Writer that stops at its first OSError, with a warning.
 
     Args:
-        name: what the user calls it.
+        name: what the user calls it, for the warning.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,7 +21,7 @@ class Aid:
         self._stopped = False
 
     def __call__(self, write: Callable[..., Any], *args: Any) -> Any:
-        """What `write` returns; None if the disk is full, read-only or gone, now or earlier."""
+        """Return the result of `write`, or None if it fails, or failed earlier, because of the disk."""
         if self._stopped:
             return None
         try:

@@ -1,25 +1,35 @@
-"""Lines of the user's source, for messages."""
+"""Lines of the user's source for messages: frames that are neither torch's, graphshard's nor the standard library's."""
 
 from __future__ import annotations
 
 import linecache
 import os
 import sysconfig
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
 from traceback import FrameSummary, extract_tb
 
 import torch
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)
+
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PACKAGES = os.path.dirname(os.path.dirname(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-# Characters of a line in a message.
+# Characters of a source line in a message.
 _LONGEST = 160
 
 
 def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
-    """Return where the innermost line of the model's code is, as "file:line", and the line."""
+    """Return the position of the innermost line of user code in a stack, as "file:line", and its source."""
     for frame in reversed(list(stack)):
         if is_users(frame.filename):
             source = source_of(frame)
@@ -28,23 +38,23 @@ def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a source file is neither torch's, nor graphshard's, nor the standard library's."""
+    """Return whether a source file belongs to the user."""
     in_stdlib = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
     return not (in_stdlib or file.startswith((_TORCH, _HERE, "<")))
 
 
 def line_of(error: Exception) -> str:
-    """Return where in the user's code an error was raised, as the end of a message; "" where it was elsewhere."""
+    """Return " at file:line: source" for an error raised in user code, "" for other errors."""
     frame = user_frame(error)
     return f" at {frame.filename}:{frame.lineno}: {source_of(frame)}" if frame else ""
 
 
 def source_of(frame: FrameSummary) -> str:
-    """Return the line of a frame."""
+    """Return the source line of a frame."""
     return linecache.getline(frame.filename, frame.lineno or 0).strip()
 
 
 def user_frame(error: Exception) -> FrameSummary | None:
-    """Return the innermost frame that is neither torch's, nor graphshard's, nor the standard library's."""
+    """Return the innermost frame of user code in an error's traceback."""
     user = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     return user[-1] if user else None

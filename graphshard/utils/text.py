@@ -1,21 +1,34 @@
-"""Bytes, seconds, values and foreign texts as people read them."""
+"""Text for people: bytes, seconds and counts with three digits, values in messages, and output for a terminal."""
 
 from __future__ import annotations
 
 import inspect
+import io
 import reprlib
 from pathlib import PurePath
 from typing import Any
 
-from graphshard.errors import visible
-from graphshard.ir.classes import users_class
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-# How long a value is in a message.
+from graphshard.errors import visible
+
+# Attribute of a compiled module's class: the class that it was made from.
+MADE_OF = "graphshard_made_of"
+
+
+def users_class(owner: object) -> Any:
+    """Return the class of an object, or the class that a compiled module had before it was compiled."""
+    return vars(type(owner)).get(MADE_OF, type(owner))
+
+
+# Characters of a value, and of a path, in a message.
 _LIMIT, _PATH_LIMIT = 80, 400
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three digits and a binary unit: `1.50 MiB`."""
+    """Format bytes with three digits and a binary unit: `1.50 MiB`."""
     if num_bytes < 0:
         return f"-{format_bytes(-num_bytes)}"
     if num_bytes < 1024:
@@ -28,7 +41,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit: `12.3 ms`."""
+    """Format seconds with three digits and a unit: `12.3 ms`."""
     if seconds == 0:
         return "0"
     factor, unit = (1e6, "us") if seconds < 0.9995e-3 else (1e3, "ms") if seconds < 0.9995 else (1, "s")
@@ -36,7 +49,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """A number of things, with three digits where it is large: `8.03 billion`."""
+    """Format a count, with three digits if it is large: `8.03 billion`."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if count >= 0.9995 * size:
             return f"{_three_digits(count / size)} {word}"
@@ -44,7 +57,7 @@ def format_count(count: int) -> str:
 
 
 def format_amount(value: float) -> str:
-    """Three digits, or all before the point: `0.0123`, `12.3`, `12,345`."""
+    """Format a number with three digits, or all digits before the point: `0.0123`, `12.3`, `12,345`."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return _three_digits(value) if value >= 1 else f"{value:.3g}"
@@ -55,17 +68,17 @@ def _three_digits(value: float) -> str:
 
 
 def brief(value: object) -> str:
-    """A value in a message: what it is in one line of at most 80 characters, of whatever class it is; a path in 400."""
+    """Describe any value in one line of at most 80 characters, a path in 400."""
     try:
         text = visible(_BRIEF.repr(value), lines=False)
-    except Exception:  # a number of more digits than Python prints, or a class of the user's
+    except Exception:  # an integer with more digits than Python prints, or a `__repr__` that fails
         text = f"a {type(value).__name__}"
     limit = _PATH_LIMIT if isinstance(value, PurePath) else _LIMIT
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class _Brief(reprlib.Repr):
-    """Plain data as Python writes it, cut short; of other classes the name, as their text may be of any length."""
+    """Shortened repr of plain data; only the class name of other objects, whose repr may be of any length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +86,7 @@ class _Brief(reprlib.Repr):
         self.maxother = _LIMIT
 
     def repr_instance(self, x: Any, level: int) -> str:
-        import torch  # takes seconds, and what a command line has is text
+        import torch  # takes seconds, and arguments of a command line are text
 
         if isinstance(x, torch.Tensor):
             return f"a {type(x).__name__} of shape {list(x.shape)}"
@@ -87,3 +100,21 @@ class _Brief(reprlib.Repr):
 
 
 _BRIEF = _Brief()
+
+
+def say(*lines: object, end: str = "\n") -> None:
+    """Print lines, with escaped control characters."""
+    print(*(visible(str(line)) for line in lines), sep="\n", end=end)
+
+
+def styled(text: object, style: str = "") -> Text:
+    """Return a text for rich without markup."""
+    return Text(visible(str(text)), style)
+
+
+def plain_table(table: Table) -> str:
+    """Return a table as text, as wide as it needs to be and without colors, so that it reads the same in a file."""
+    console = Console(file=io.StringIO(), width=1000, color_system=None)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())

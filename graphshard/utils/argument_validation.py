@@ -1,7 +1,4 @@
-"""What users give: the checks that arguments of public functions share, on all floors.
-
-Each names the argument, shows the value and says what to give instead.
-"""
+"""Checks of arguments of public functions. Each error names the argument, shows the value and says what to pass."""
 
 from __future__ import annotations
 
@@ -12,35 +9,35 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from graphshard.errors import ArgumentError, GraphshardError
-from graphshard.ir.files import write_text
-from graphshard.ir.text import brief
+from graphshard.utils.files import write_text
+from graphshard.utils.text import brief
 
-# Of file systems: bytes of a name, and of a path.
+# Limits of file systems: bytes of a name, and of a path.
 _MAX_NAME, _MAX_PATH = 255, 4095
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number; True and False are none."""
+    """Return whether a value is an integer and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise ArgumentError for what is neither True nor False."""
+    """Raise ArgumentError unless a value is True or False."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {brief(value)}.")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ArgumentError for what is none of some words."""
+    """Raise ArgumentError unless a value is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {brief(value)}.")
 
 
 def check_count(name: str, value: object, *, least: int = 1, most: int = (1 << 63) - 1, what: str = "int") -> None:
-    """Raise ArgumentError for what is no whole number within bounds.
+    """Raise ArgumentError unless a value is an integer within bounds.
 
     Args:
-        what: it counts.
+        what: the noun in the message.
     """
     if not is_int(value) or not least <= value <= most:
         sign = {0: "non-negative ", 1: "positive "}.get(least, "")
@@ -49,7 +46,7 @@ def check_count(name: str, value: object, *, least: int = 1, most: int = (1 << 6
 
 
 def check_number(name: str, value: object, *, positive: bool = False, example: str = "") -> None:
-    """Raise ArgumentError for what is no finite number from 0 on, or above it."""
+    """Raise ArgumentError unless a value is a finite number, at least 0, or above 0 if `positive`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not number or (positive and value == 0):
         sign = "positive" if positive else "non-negative"
@@ -58,19 +55,19 @@ def check_number(name: str, value: object, *, positive: bool = False, example: s
 
 
 def check_function(name: str, value: object, example: str) -> None:
-    """Raise ArgumentError for what cannot be called."""
+    """Raise ArgumentError unless a value is callable."""
     if not callable(value):
         raise ArgumentError(f"{name} must be a function such as {example}, got {brief(value)}.")
 
 
 def check_texts(name: str, value: object, example: str) -> None:
-    """Raise ArgumentError for what is no list or tuple of texts."""
+    """Raise ArgumentError unless a value is a list or tuple of strings."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
         raise ArgumentError(f"{name} must be a list of texts such as {example}, got {brief(value)}.")
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Raise ArgumentError for what is no dict of seconds by key."""
+    """Raise ArgumentError unless a value is a dict from strings to seconds."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be a dict of seconds by region key, got {brief(value)}.")
     for key, seconds in value.items():
@@ -80,10 +77,10 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def path_of(name: str, value: object, example: str) -> Path:
-    """An argument as a path that a file system takes, whatever is there.
+    """Return an argument as a path that a file system accepts, whether or not it exists.
 
     Raises:
-        ArgumentError: it is of another type, empty, or has a NUL or a part that is too long.
+        ArgumentError: it has another type, is empty, or has a NUL or a part that is too long.
     """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
         raise ArgumentError(f"{name} must be {example}, got {brief(value)}.")
@@ -105,7 +102,7 @@ def path_of(name: str, value: object, example: str) -> Path:
 
 
 def write_given(name: str, value: object, text: str) -> None:
-    """Write a text where an argument says; raise ArgumentError where that cannot be."""
+    """Write a text to the path that an argument gives; raise ArgumentError if that fails."""
     path = path_of(name, value, "a file to write")
     try:
         write_text(path, text)
@@ -117,10 +114,10 @@ def write_given(name: str, value: object, text: str) -> None:
 
 
 def answer_of(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of the user's returns.
+    """Return the result of a function that the user passed.
 
     Raises:
-        ArgumentError: it raised something.
+        ArgumentError: it raised an error.
     """
     try:
         return function(*args)

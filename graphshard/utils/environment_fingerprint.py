@@ -1,4 +1,4 @@
-"""What a program or generated code depends on besides what it is made of: torch's state, the processor, our source."""
+"""What a program or generated code depends on besides its input: torch's settings, the processor, our source code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 
 from graphshard.torch_compat.inductor_settings import changed_settings
 
+# Prefixes of environment variables that torch, its compilers and graphshard read.
 _PREFIXES = ("TORCH", "PYTORCH", "GRAPHSHARD_", "TRITON", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "NVIDIA_TF32")
-# Of a launch, not of a program.
+# Variables that concern a launch, not its programs.
 _OF_LAUNCHES = (
     *("TORCHELASTIC_", "TORCH_NCCL_", "TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE_DEBUG"),
     *("TORCHINDUCTOR_COMPILE_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_TEST", "TORCH_SHOW_"),
@@ -30,12 +31,12 @@ _BACKENDS = {
     "opt_einsum": ("enabled", "strategy"),
     "nnpack": (),
 }
-# Of x86 and ARM: what compilers told to generate code for this very processor make use of.
+# Prefixes of the x86 and ARM flags that compilers use when they target the local processor.
 _EXTENSIONS = ("avx", "amx", "sse", "fma", "f16c", "bmi", "vaes", "gfni", "sve", "asimd", "bf16", "i8mm")
 
 
 def instruction_set() -> dict[str, str]:
-    """The processor's architecture, what ATen uses of it, and the vector extensions that compilers may use."""
+    """Return the architecture, the instruction set that ATen uses, and extensions that compilers may use."""
     found = {"machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
     flags = _processor("flags", "Features").split()
     return found | {flag: "yes" for flag in sorted(flags) if flag.startswith(_EXTENSIONS)}
@@ -43,19 +44,19 @@ def instruction_set() -> dict[str, str]:
 
 @functools.cache
 def vendor() -> str:
-    """Who made this x86 processor, as it says itself: "GenuineIntel", "AuthenticAMD"; "" where that is not known."""
+    """Return the vendor id of an x86 processor, such as "GenuineIntel" or "AuthenticAMD"; "" if it is unknown."""
     return _processor("vendor_id").strip()
 
 
 def _processor(*names: str) -> str:
-    """What Linux says of the first processor."""
+    """Return a line of /proc/cpuinfo about the first processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     return next((line.partition(":")[2] for line in lines if line.startswith(names)), "")
 
 
 def variables(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables that torch, its compilers and graphshard read."""
+    """Return the environment variables that torch, its compilers and graphshard read."""
     given = os.environ if given is None else given
     return {
         name: value
@@ -65,7 +66,7 @@ def variables(given: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def settings() -> dict[str, Any]:
-    """What of torch's state traces and kernels depend on."""
+    """Return the state of torch that traces and kernels depend on."""
     found: dict[str, Any] = {
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
@@ -99,7 +100,7 @@ def settings() -> dict[str, Any]:
 
 @functools.cache
 def own_files() -> str:
-    """Digest of graphshard's own source, which may change without its version."""
+    """Return a digest of graphshard's source, which may change without its version."""
     root = Path(__file__).parents[1]
     found = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *(root / "passes").rglob("*.py")]):

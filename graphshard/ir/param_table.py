@@ -11,24 +11,26 @@ import fnmatch
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.extension import Extension
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.precision import keeps_wider_gradients, reduced_in
-from graphshard.ir.split import Split
-from graphshard.ir.text import brief
-from graphshard.ir.units import units_within
+from graphshard.ir.precision import Precision, keeps_wider_gradients, reduced_in
+from graphshard.ir.split import Cut, Split
+from graphshard.ir.subclasses import Extension
+from graphshard.ir.units import unit_of, units_within
+from graphshard.utils.text import brief
 
-# Of a parameter, what can be changed from call to call: see `ParamRow.settings`.
+# Of a parameter, what can be changed from call to call: see `ParamSpec.settings`.
 Settings = tuple[bool, bool, float | None, bool, bool]
 
 # Attribute of a full parameter that a shard has replaced: its name.
@@ -36,7 +38,7 @@ REPLACED = "_graphshard_replaced"
 
 
 @dataclass(frozen=True)
-class ParamRow:
+class ParamSpec:
     """One distinct parameter. Sizes are in elements; `shape` is that of what is sharded over the data ranks.
 
     Attributes:
@@ -92,7 +94,7 @@ class ParamRow:
         """Of a program's mesh, the one that the parameter lies on."""
         return mesh.experts if self.expert and mesh.experts is not None else mesh
 
-    def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamRow:
+    def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamSpec:
         """The row of the parameter as it is now: it may have been frozen or converted since."""
         param_dtype = policy.param_dtype
         cast = param_dtype is not None and param.is_floating_point() and not self.ignored
@@ -221,7 +223,7 @@ class ParamRow:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
 
 
-def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
+def even_pieces(mesh: Mesh, params: Iterable[ParamSpec]) -> bool:
     """Whether all ranks on the axes along which the model communicates have pieces of the same sizes."""
     return all(row.has_even_pieces(mesh) for row in params)
 
@@ -230,19 +232,19 @@ def even_pieces(mesh: Mesh, params: Iterable[ParamRow]) -> bool:
 class ParamTable:
     """All distinct parameters of a module in registration order."""
 
-    rows: tuple[ParamRow, ...]
+    rows: tuple[ParamSpec, ...]
 
-    def __iter__(self) -> Iterator[ParamRow]:
+    def __iter__(self) -> Iterator[ParamSpec]:
         return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
-    def _by_name(self) -> dict[str, ParamRow]:
+    def _by_name(self) -> dict[str, ParamSpec]:
         return {name: row for row in self.rows for name in row.names}
 
-    def __getitem__(self, name: str) -> ParamRow:
+    def __getitem__(self, name: str) -> ParamSpec:
         """The row of a parameter, by any of its names."""
         return self._by_name[name]
 
@@ -275,14 +277,14 @@ class ParamTable:
         return ParamTable(tuple(rows))
 
     @cached_property
-    def in_packing_order(self) -> tuple[ParamRow, ...]:
+    def in_packing_order(self) -> tuple[ParamSpec, ...]:
         """The rows as FSDP2 lays them out in one buffer: a module's own parameters behind those of its submodules.
 
         Where in a buffer an element lies may decide in which order it is summed over ranks.
         """
         places: dict[str, int] = {}
 
-        def path(row: ParamRow) -> tuple[float, ...]:
+        def path(row: ParamSpec) -> tuple[float, ...]:
             *modules, _ = row.name.split(".")
             prefixes = itertools.accumulate(modules, "{}.{}".format)
             return (*(places.setdefault(prefix, len(places)) for prefix in prefixes), math.inf)
@@ -323,3 +325,81 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def inverse_of(order: Sequence[int]) -> tuple[int, ...]:
     """The permutation that undoes one."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
+    """Distinct parameters in registration order, each with all its names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in places_of(module).items():
+        names.setdefault(param, []).append(name)
+    return {tuple(n): p for p, n in names.items()}
+
+
+def places_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name under which the module has a parameter, as `get_parameter` finds it.
+
+    A module's own `named_parameters` may tell others: that of torch's `checkpoint_wrapper` leaves itself out.
+    """
+    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
+
+
+def build_table(
+    module: nn.Module,
+    *,
+    mesh: Mesh,
+    units: Sequence[str],
+    precision: Precision,
+    reshard_after_forward: bool | None,
+    dims: Mapping[str, int] = MappingProxyType({}),
+    ignored: Collection[nn.Parameter] = (),
+    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
+    experts: Collection[str] = (),
+) -> ParamTable:
+    """Make the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axis.
+
+    Precision follows FSDP2: only floating parameters are cast, and `reduced_in` says what a `reduce_dtype` of None
+    means. `reshard_after_forward=None` keeps those of the root unit's parameters that backward reads, and gathers all
+    others again; False keeps all, and lets modules show them. `dims` has, by the parameter's first name, the dim to
+    shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the module: they
+    keep what was chosen for them, under other names. `experts` are first names of those on the experts' mesh.
+    """
+    rows = []
+    leave = set(ignored)
+    for names, param in named_parameters(module).items():
+        unit = unit_of(names[0], units)
+        if param in known:
+            rows.append(dataclasses.replace(known[param], names=names, unit=unit))
+            continue
+        on = mesh.experts if mesh.experts is not None and names[0] in experts else mesh
+        piece, split = _on_tensor_axis(param, on)
+        row = ParamSpec(
+            names=names,
+            shape=tuple(piece.shape),
+            dtype=param.dtype,
+            compute_dtype=param.dtype,
+            reduce_dtype=param.dtype,
+            trainable=param.requires_grad,
+            num_shards=1 if param in leave or param.dim() == 0 else on.shard.size,
+            unit=unit,
+            reshard=unit != "" if reshard_after_forward is None else reshard_after_forward,
+            shown=reshard_after_forward is False,
+            dim=dims.get(names[0], 0),
+            order=memory_order(piece),
+            ignored=param in leave,
+            split=split,
+            expert=on is not mesh,
+        )
+        rows.append(row.as_now(param, precision.of(unit)))
+    return ParamTable(tuple(rows))
+
+
+def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, Split | None]:
+    """What a rank of the tensor axes has of a parameter, and how it is split there."""
+    if not isinstance(param, DTensor):
+        return param, None
+    tensors = [axis.name for axis in mesh.tensors]
+    names = param.device_mesh.mesh_dim_names or tensors
+    dims = (placement.dim if isinstance(placement, Shard) else None for placement in param.placements)
+    cuts = tuple(Cut(name, dim) for name, dim in zip(names, dims) if name in tensors)
+    around = tuple(name for name in names if name not in tensors)
+    return param._local_tensor, Split(tuple(param.shape), cuts, around=around)

@@ -1,0 +1,1 @@
+"""Tools that know nothing of programs: text, progress, checks of arguments, source lines, files for people to read."""
