@@ -17,7 +17,7 @@ import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import report_of
 from graphshard.options.options import Options
-from graphshard.passes import MakePlan
+from graphshard.passes import MakePlan, OffloadParameters
 from graphshard.predict.advice import advise, limit_of, parts_of
 from graphshard.predict.study import Study
 from graphshard.schedule.by_cost import PlanByCost

@@ -13,7 +13,7 @@ from torch import nn
 import graphshard
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
-from graphshard.passes import Float8AllGather, MakePlan
+from graphshard.passes import Float8AllGather, MakePlan, OffloadParameters
 from graphshard.predict.study import Study
 from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
