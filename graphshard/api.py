@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -24,16 +24,14 @@ from graphshard.lower.backends import begin_compiling
 from graphshard.module.compiled_module import (
     CudaGraphsChoice,
     compiled_module,
-    device_of,
     install_method,
     make_runner,
-    prepare,
-    replaying,
+    make_tracer,
+    replaying_of,
     shard,
 )
 from graphshard.module.fully_shard import shard_unit
-from graphshard.module.program_compiler import EqualProgram
-from graphshard.options.mesh_axes import DataParallelMeshDims, axes_of, data_and_tensor, experts_by_name
+from graphshard.options.mesh_axes import DataParallelMeshDims
 from graphshard.options.options import (
     CompileArguments,
     ModelArguments,
@@ -43,7 +41,7 @@ from graphshard.options.options import (
     options_given,
     takes_options,
 )
-from graphshard.options.resolve import resolve_model
+from graphshard.options.resolve import resolve
 from graphshard.options.validate import check_examples, check_model, default_mesh
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import path_of
@@ -144,24 +142,22 @@ def compile(
             and comes with the capture.
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
-    chosen = options_given(compile, options)
-    model, chosen = resolve_model(model, chosen)
-    check_model(model)
-    mesh = mesh if mesh is not None else default_mesh()
-    given = mesh
-    mesh, axes, tensor, experts, answers = axes_of(model, given, chosen, dp_mesh_dims)
+    request = resolve(model, mesh, options_given(compile, options), dp_mesh_dims=dp_mesh_dims)
+    assert request.mesh is not None
+    assert request.axes.data is not None
+    model = cast(ModuleT, request.model)
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
     if cache is not None and not isinstance(cache, bool):
         cache = path_of("cache", cache, "a directory, True or False")
-    kept = cache_at(cache)
-    tracer = prepare(model, chosen, axes, device_of(mesh), tensor=tensor, experts=experts, answers=answers)
-    graphs = replaying(cuda_graphs, chosen, axes, device_of(mesh))
-    runner = make_runner(model, tracer, mesh, recorder(dump_directory(dump, dist.get_rank())), kept, graphs)
-    if file is None and kept is None:
-        begin_compiling(chosen.backend, tracer.spec.device)
+    programs_kept = cache_at(cache)
+    tracer, replaying = make_tracer(request), replaying_of(cuda_graphs, request)
+    records = recorder(dump_directory(dump, dist.get_rank()))
+    runner = make_runner(model, tracer, request.axes.data, records, programs_kept, replaying)
+    if file is None and programs_kept is None:
+        begin_compiling(request.options.backend, tracer.spec.device)
     if file is not None:
-        library_for(file, model, runner, given)
+        library_for(file, model, runner, request.mesh)
     prepared = None
     if example_inputs is not None or example_kwargs is not None:
         leaves, structure = flat_call(tuple(example_inputs or ()), dict(example_kwargs or {}))
@@ -169,7 +165,6 @@ def compile(
         signature = tracer.signature(model)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         made = runner.build_or_break(model, args, kwargs, signature)
-        assert not isinstance(made, EqualProgram)  # the first one has no other to be equal to
         if isinstance(made, GraphBreak):
             runner.split.expect(made, signature, model)
         else:
@@ -236,10 +231,8 @@ def fully_shard(
     for one in modules:
         check_model(one, in_parts=True)
     mesh = mesh if mesh is not None else default_mesh()
-    experts = experts_by_name(mesh, dp_mesh_dims)
-    mesh, tensor = data_and_tensor(mesh, dp_mesh_dims)
     records = recorder(dump_directory(None, dist.get_rank()))
-    shard_unit(modules, mesh, tensor, chosen, records, cache_at(None), experts)
+    shard_unit(modules, mesh, dp_mesh_dims, chosen, records, cache_at(None))
     return module
 
 

@@ -33,12 +33,13 @@ from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import apart
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.lower.regions import RegionCall
-from graphshard.module.compiled_module import prepare
+from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer
+from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
-from graphshard.options.resolve import example_of, resolve_model
+from graphshard.options.resolve import example_of, request_for, resolve_model
 from graphshard.options.simulated_mesh import Parallelize, shape_of
-from graphshard.options.validate import check_containers, check_examples, check_model
+from graphshard.options.validate import ModelContents, check_containers, check_examples, check_model
 from graphshard.schedule.agreed import Share
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import check_bool, check_choice, check_count, is_int, path_of
@@ -159,7 +160,7 @@ def export(
     model, chosen = resolve_model(model, options_given(export, options))
     if example_inputs is None and example_kwargs is None and not calls:
         example_inputs, example_kwargs = example_of(model)
-    check_model(model)
+    contents = check_model(model)
     check_examples(model, example_inputs, example_kwargs)
     target = _target(path)
     signer = None if sign is None else signer_of(sign)
@@ -177,7 +178,7 @@ def export(
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
-        return _plain(model, meshes, wanted, kind, target, chosen)
+        return _plain(contents, meshes, wanted, kind, target, chosen)
     wanted = [each for call in wanted for each in _one_and_several(call)]
     records = recorder(dump_directory(None, 0))
     compiler, later = compiler_for_file(chosen.backend, kind, compile_regions, targets)
@@ -202,7 +203,9 @@ def export(
             programs = tuple(_captured(exporter, call) for call in wanted)
             return MeshPrograms(item, shape, described, tracer.spec.params, programs)
 
-        found += [programs_of(model, prepare(model, chosen, item, kind), item.shape) for item in meshes]
+        for item in meshes:
+            tracer = make_tracer(request_for(contents, MeshAxes(item), chosen, kind))
+            found.append(programs_of(model, tracer, item.shape))
         for shape in shapes:
             assert parallelize is not None
             places: list[MeshPrograms] = []
@@ -221,7 +224,7 @@ def export(
 
 
 def _plain(
-    model: nn.Module,
+    contents: ModelContents,
     meshes: list[Mesh],
     calls: list[Call],
     device: torch.device,
@@ -237,8 +240,8 @@ def _plain(
     from graphshard.artifact.plain import export_plain
 
     (mesh,), (call,) = meshes, calls
-    tracer = prepare(model, options, mesh, device)
-    export_plain(tracer, model, call.inputs, call.kwargs, path)
+    tracer = make_tracer(request_for(contents, MeshAxes(mesh), options, device))
+    export_plain(tracer, contents.model, call.inputs, call.kwargs, path)
     return path
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +37,11 @@ from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamTable, build_table, named_parameters
 from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
-from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
+from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.runner import Runner
-from graphshard.options.mesh_axes import axes_of
+from graphshard.options.mesh_axes import find_axes
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
+from graphshard.options.resolve import device_of, request_for
 from graphshard.options.validate import check_model, default_mesh
 from graphshard.runtime.groups import ranks_of, whole_mesh
 from graphshard.utils.argument_validation import path_of
@@ -87,10 +89,12 @@ def load(
     """
     options_given(load, options)
     model = module_of(model)
-    check_model(model)
+    contents = check_model(model)
     mesh = mesh if mesh is not None else default_mesh()
-    data, axes, tensor, experts, _ = axes_of(model, mesh, Options())
-    whole = axes if tensor is None else axes.with_tensors(tensor)
+    axes = find_axes(contents, mesh, Options())
+    data, tensor, experts = axes.data, axes.tensor, axes.experts
+    assert data is not None
+    whole = axes.mesh if tensor is None else axes.mesh.with_tensors(tensor)
     whole = whole if experts is None else whole.with_experts(experts.mesh)
     shape = shape_here(mesh, whole)
     artifact = read_artifact(artifact_path("path", path), () if trust is None else trusted(trust))
@@ -102,7 +106,7 @@ def load(
         _check_model(artifact, model, params, whole, experts)
         stored = artifact.meshes[index]["options"]
         wanted = Options(**{**restored_options(stored, model, params), **options})
-        tracer = prepare(model, wanted, axes, device, tensor=tensor, experts=experts)
+        tracer = make_tracer(request_for(contents, replace(axes, placements=None), wanted, device))
         check_same_options(artifact.path, stored, params, tracer, given=options.keys())
         runner = make_runner(model, tracer, data)
         library, programs = read_programs(artifact, index, model, runner)

@@ -24,11 +24,13 @@ from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Program
-from graphshard.module.compiled_module import prepare
+from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer
-from graphshard.options.mesh_axes import axes_of, dims_of
+from graphshard.options.mesh_axes import dims_of, find_axes
 from graphshard.options.options import Options
-from graphshard.options.simulated_mesh import Parallelize, options_for, pretended
+from graphshard.options.resolve import request_for
+from graphshard.options.simulated_mesh import Parallelize, options_for, simulated_mesh
+from graphshard.options.validate import ModelContents
 from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
 from graphshard.schedule.agreed import Share
 from graphshard.torch_compat.dtensor import group_of
@@ -123,17 +125,19 @@ def tracer_at(
     Raises:
         ArgumentError: there is a limit of memory, and places have pieces of different sizes.
     """
-    with pretended(model, shape, parallelize, device.type, rank=place) as (made, mesh):
+    with simulated_mesh(model, shape, parallelize, device.type, rank=place) as (made, mesh):
         chosen = options_for(made, model, options)
-        data, axes, tensor, experts, answers = axes_of(made, mesh, chosen, dims_of(shape))
-        tracer = prepare(made, chosen, axes, device, {}, tensor, experts, answers)
+        contents = ModelContents.of(made)
+        axes = find_axes(contents, mesh, chosen, dims_of(shape))
+        assert axes.data is not None
+        tracer = make_tracer(request_for(contents, axes, chosen, device))
         if chosen.memory_limit is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
             raise ArgumentError(
                 f"memory_limit={chosen.memory_limit} cannot be kept in a file for a mesh on which parameters are in "
                 "pieces of different sizes: what each rank takes with a plan is known when ranks plan together. Leave "
                 "it out, or call compile on the ranks."
             )
-        groups = make_groups(tracer.spec.mesh, whole_mesh(data, tensor), experts)
+        groups = make_groups(tracer.spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts)
         tracer.spec = replace(tracer.spec, groups=groups)
         yield made, tracer
 

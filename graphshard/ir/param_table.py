@@ -354,6 +354,7 @@ def build_table(
     ignored: Collection[nn.Parameter] = (),
     known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
     experts: Collection[str] = (),
+    params: Mapping[tuple[str, ...], nn.Parameter] | None = None,
 ) -> ParamTable:
     """Make the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axis.
 
@@ -362,10 +363,11 @@ def build_table(
     others again; False keeps all, and lets modules show them. `dims` has, by the parameter's first name, the dim to
     shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the module: they
     keep what was chosen for them, under other names. `experts` are first names of those on the experts' mesh.
+    `params` is `named_parameters(module)`, if it is at hand.
     """
     rows = []
     leave = set(ignored)
-    for names, param in named_parameters(module).items():
+    for names, param in (named_parameters(module) if params is None else params).items():
         unit = unit_of(names[0], units)
         if param in known:
             rows.append(dataclasses.replace(known[param], names=names, unit=unit))

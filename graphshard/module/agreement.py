@@ -1,4 +1,4 @@
-"""What the ranks of one model agree on: its plans, its parameters, its collectives.
+"""Agreement of the ranks of one model on its plans, its parameters and its collectives.
 
 Ranks must run the same collectives in the same order. Programs that differ are found before they run: ranks compare
 hashes of what their programs communicate in the rendezvous store (`runtime/meeting.py`).
@@ -23,18 +23,20 @@ from graphshard.runtime.peers import Peers
 from graphshard.runtime.waiting import MAKES
 from graphshard.schedule.agreed import agreed
 
-# What ranks say of their traces: the largest counts.
+# What a rank says of its trace; ranks take the largest.
 _WHOLE, _RAISED, _BROKEN, _DIFFERENTIATES = range(4)
 
 
 @dataclass
 class Agreement:
-    """Of one runner; all its ranks ask in the same order.
+    """Agreement of the ranks that run one runner; all of them ask in the same order.
+
+    All ranks make their first program in the same call. Later ones may be made by a rank alone, as its inputs have
+    other shapes: nobody is asked then, and the program must communicate as an earlier one does.
 
     Attributes:
-        peers: the other ranks that have the same pieces of parameters; None while exporting, or where there is nobody
-            to agree with.
-        everyone: all ranks that plan together, if some of them have other pieces; None if they are `peers`.
+        peers: the other ranks that have the same pieces of parameters; None while exporting.
+        everyone: all ranks that plan together, if some have other pieces; None if they are `peers`.
     """
 
     peers: Peers | None
@@ -44,17 +46,16 @@ class Agreement:
 
     @contextlib.contextmanager
     def together(self, label: str, reason: str) -> Iterator[None]:
-        """While a program of `label` is made: an error is one for all ranks that make it, too."""
+        """Make an error while a program of `label` is made one of all ranks that make it."""
         doing = f"{MAKES} of {label} ({reason})"
         with contextlib.ExitStack() as stack:
-            if (everyone := self._others) is not None:
-                stack.enter_context(everyone.together(doing))
-            if self.peers is not None:
-                stack.enter_context(self.peers.together(doing))
+            for ranks in (self._others, self.peers):
+                if ranks is not None:
+                    stack.enter_context(ranks.together(doing))
             yield
 
     def anew(self) -> Agreement:
-        """Of the same ranks, which have not agreed on anything yet."""
+        """Return an agreement of the same ranks, which have not agreed on anything yet."""
         return Agreement(self.peers, self.everyone)
 
     @property
@@ -67,15 +68,26 @@ class Agreement:
     @property
     def _planning(self) -> Peers:
         """The ranks that plan together."""
-        peers = self._others or self.peers
-        assert peers is not None
-        return peers
+        ranks = self._others or self.peers
+        assert ranks is not None
+        return ranks
+
+    def pipeline(self, passes: Pipeline) -> Pipeline:
+        """Return the passes with a planner that plans alike on all ranks."""
+        if self.peers is None and self.everyone is None:
+            return passes
+        if self._pipeline is None:
+            self._pipeline = Pipeline(agreed(passes, self._share, lambda number: self._planning.most(number)))
+        return self._pipeline
+
+    def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self._planning.share(lambda: json.dumps(make()))))
 
     def check(self, program: Program) -> bool:
         """Raise `DivergenceError` if another rank communicates otherwise.
 
         Returns:
-            False if that was seen before, and nobody was asked.
+            False if the same was seen before, so that other ranks were not asked.
         """
         text, everyone = agreed_text(program), self._others
         if (self.peers is None and everyone is None) or text in self._known:
@@ -83,17 +95,17 @@ class Agreement:
         if self.peers is not None:
             self.peers.agree(text, functools.partial(difference, self.peers.rank))
         if everyone is not None:  # ranks that have other pieces gather other parameters, among themselves
-            own = [line for line in program.communication if " as " not in line]
-            everyone.agree(json.dumps([{}, own]), functools.partial(difference, everyone.rank))
+            shared = [line for line in program.communication if " as " not in line]
+            everyone.agree(json.dumps([{}, shared]), functools.partial(difference, everyone.rank))
         self._known.add(text)
         return True
 
-    def all_have(self, program: Program | None) -> bool:
-        """Whether a program that was kept may be run: every rank has found one, and all communicate alike.
+    def check_accumulation(self, program: Program) -> None:
+        """Check a program of another backward, which accumulates gradients over microbatches."""
+        self.check(replace(program, reason="gradients of microbatches are accumulated in another way"))
 
-        All ranks make their first program in the same call. A later one may be made by a rank alone, for its inputs
-        have other shapes, so nobody is asked: it must communicate as one before it.
-        """
+    def all_have(self, program: Program | None) -> bool:
+        """Return whether a cached program may be run: every rank has found one, and all communicate alike."""
         text = agreed_text(program) if program is not None else ""
         if self.peers is None or self._known:
             return program is not None and (self.peers is None or text in self._known)
@@ -113,11 +125,14 @@ class Agreement:
             self._known.add(agreed_text(program))
         return program is not None
 
+    def compiled(self) -> None:
+        """Wait until the other ranks have compiled a new program, too; raise `PeerError` if one cannot."""
+        if self.peers is not None:
+            self.peers.agree("compiled", lambda first, theirs, mine: "")
+
     @contextlib.contextmanager
     def on_graph_breaks(self) -> Iterator[None]:
-        """While a module is captured: one that cannot be traced on some rank is split on all ranks.
-
-        All ranks make their first program in the same call. Later ones are not asked, as in `all_have`.
+        """Split a module on all ranks if some rank cannot trace it in the block.
 
         Raises:
             GraphBreak: here, or on another rank.
@@ -144,39 +159,16 @@ class Agreement:
             raise
         hear(self.peers.most(_WHOLE))
 
-    def compiled(self) -> None:
-        """Wait until the other ranks have compiled a new program, too, and raise `PeerError` if one cannot."""
-        if self.peers is not None:
-            self.peers.agree("compiled", lambda first, theirs, mine: "")
-
-    def check_accumulation(self, program: Program) -> None:
-        """As `check`, for a program of another backward that accumulates gradients over microbatches."""
-        self.check(replace(program, reason="gradients of microbatches are accumulated in another way"))
-
-    def pipeline(self, passes: Pipeline) -> Pipeline:
-        """The passes, with a planner that plans alike on all ranks."""
-        if self.peers is None and self.everyone is None:
-            return passes
-        if self._pipeline is None:
-            self._pipeline = Pipeline(agreed(passes, self._share, self._most))
-        return self._pipeline
-
-    def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self._planning.share(lambda: json.dumps(make()))))
-
-    def _most(self, number: int) -> int:
-        return self._planning.most(number)
-
 
 def _agree(error: GraphBreak, most: int) -> None:
-    """Let a graph break be what it is for all ranks, which split the module alike."""
+    """Make a graph break the same on all ranks, which split the module alike."""
     error.differentiates = most == _DIFFERENTIATES
     if most > _RAISED:
         error.raised = ""
 
 
 def agreed_text(program: Program) -> str:
-    """What must be the same on all ranks: parameters that are sharded or reduced, and every collective in order."""
+    """Return what must be the same on all ranks: parameters that are sharded or reduced, and collectives in order."""
     parameters = {row.name: _described(row) for row in program.params if not row.ignored}
     return json.dumps([parameters, program.communication])
 
@@ -189,7 +181,7 @@ def _described(row: ParamSpec) -> str:
 
 
 def difference(me: int, first: int, theirs: str, mine: str) -> str:
-    """How this rank's text differs from that of the first rank that came."""
+    """Return how this rank's text differs from the text of the first rank."""
     (their_parameters, their_collectives), (parameters, collectives) = json.loads(theirs), json.loads(mine)
     names = dict.fromkeys([*their_parameters, *parameters])
     pairs = [(f"parameter {name}", their_parameters.get(name), parameters.get(name)) for name in names]

@@ -1,4 +1,4 @@
-"""Whether each submodule is in training, asked at every call: the tree is walked again only if it has changed."""
+"""Checks of each call of a compiled module: its parameters, submodules, modes and inputs. They take microseconds."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 
 
 class Modes:
-    """The modes of a module and its submodules, in the order of `modules()`."""
+    """Training modes of a module and its submodules; the tree is walked again only if it has changed."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self._look()
+        self._walk()
 
     def now(self) -> tuple[bool, ...]:
-        """The modes as they are now."""
-        # Each of these dicts is that of a module which is still there: if it was exchanged, that is seen above it.
+        """Return the modes in the order of `modules()`."""
+        # Each of these dicts belongs to a module that is still there: an exchanged one is noticed at its parent.
         if any(self._empty) or any(tuple(now.values()) != children for now, children in self._children):
-            self._look()
+            self._walk()
         return tuple(map(_training, self._attributes))
 
-    def _look(self) -> None:
+    def _walk(self) -> None:
         modules = list(self.root.modules())
         self._empty = [m._modules for m in modules if not m._modules]
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
-        # A class may have the mode itself, for all its objects.
-        self._attributes = [vars(m) if "training" in vars(m) else _OfClass(m) for m in modules]
+        self._attributes = [vars(m) if "training" in vars(m) else _ClassAttributes(m) for m in modules]
 
 
-class _OfClass(dict[str, Any]):
+class _ClassAttributes(dict[str, Any]):
+    """Attributes of a module whose class has the mode, for all its objects."""
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
@@ -50,24 +51,20 @@ class _OfClass(dict[str, Any]):
 
 
 class SubmoduleCheck:
-    """Check of a module in each call: its submodules are those that were there before; it takes microseconds.
-
-    Args:
-        module: that is called.
-    """
+    """Check in each call that a module's submodules are those that were there before."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._look()
+        self._walk()
 
     def check(self, params: Sequence[ParamRef], table: ParamTable) -> None:
         """Raise ParameterError if a module that has parameters was exchanged, added or removed."""
         if self._now() != self._held:
             check_same_modules(self.module, params)
             check_no_new_parameters(self.module, table)
-            self._look()
+            self._walk()
 
-    def _look(self) -> None:
+    def _walk(self) -> None:
         self._children = [part._modules for part in self.module.modules() if part._modules]
         self._held = self._now()
 
@@ -93,21 +90,6 @@ def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
         alias.check()
 
 
-def check_still_trained(added_up: Collection[str], params: Sequence[ParamRef], names: Mapping[str, str]) -> None:
-    """Raise ParameterError if a parameter was frozen of which microbatches have added gradients up.
-
-    Args:
-        added_up: names in the model of those parameters.
-        names: in the model, by those here.
-    """
-    for ref in params:
-        if names[ref.row.name] in added_up and not ref.param.requires_grad:
-            raise ParameterError(
-                f"parameter {names[ref.row.name]} was frozen between microbatches, and what they have added up of its "
-                "gradient would be left out. Freeze it between steps; reset_iter_state() forgets what was added up."
-            )
-
-
 def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
     """Raise ParameterError if the module has a parameter that was not there when it was compiled."""
     known = {name for row in table for name in row.names}
@@ -119,10 +101,31 @@ def check_no_new_parameters(module: nn.Module, table: ParamTable) -> None:
             )
 
 
+def check_still_trained(accumulated: Collection[str], params: Sequence[ParamRef], names: Mapping[str, str]) -> None:
+    """Raise ParameterError if a parameter was frozen whose gradients microbatches have accumulated.
+
+    Args:
+        accumulated: names of those parameters in the model.
+        names: names in the model, by those here.
+    """
+    for ref in params:
+        name = names[ref.row.name]
+        if name in accumulated and not ref.param.requires_grad:
+            raise ParameterError(
+                f"parameter {name} was frozen between microbatches, and what they have added up of its gradient would "
+                "be left out. Freeze it between steps; reset_iter_state() forgets what was added up."
+            )
+
+
 def check_materialized(
     module: nn.Module, params: Sequence[ParamRef], device: torch.device, storage: torch.device
 ) -> None:
-    """Raise MaterializationError if a parameter or buffer is on the meta device, or an ignored parameter elsewhere."""
+    """Raise MaterializationError for a tensor on the meta device, or a parameter on another device than it must be.
+
+    Args:
+        device: of ignored parameters.
+        storage: of shards.
+    """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:

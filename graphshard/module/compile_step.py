@@ -1,4 +1,12 @@
-"""What can be wrong with the arguments of `compile_step`, found before anything is changed."""
+"""A whole training step: forward, backward, clipping, the optimizer's updates and zeroing, in one call.
+
+    step = graphshard.compile_step(model, torch.optim.AdamW(model.parameters()), clip_norm=1.0)
+    loss = step(tokens, targets)
+
+Updates run inside the backward, each after the reduction of its gradient and the last line that reads its shard, on
+plain tensors. Shards on the host are updated there, by another thread. Where that cannot be, backward accumulates
+gradients as usual, and updates follow it, with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_optimizers
+from torch.optim import optimizer as torch_optimizer
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
@@ -24,129 +32,9 @@ from graphshard.runtime.updates import ELEMENTWISE, Updates, is_elementwise, is_
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
 from graphshard.utils.text import brief
 
-# Whose updates fail on parameters that are sharded.
+# Optimizers whose updates fail on sharded parameters.
 _NOT_ON_DTENSORS = (torch.optim.Adafactor, torch.optim.Rprop)
 _SEPARATELY = "Call loss.backward(), optimizer.step() and optimizer.zero_grad() one after the other instead."
-
-
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Find what keeps an optimizer from being run shard by shard.
-
-    Raises:
-        ArgumentError: it is no optimizer, or has parameters that are not the model's.
-        UnsupportedError: it has a step of its own, or one that needs more than gradients, or hooks.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            f"compile_step: optimizer: the step of {_name(optimizer)}, {_place(type(optimizer).step)}, computes the "
-            "loss several times, by a closure. Call optimizer.step(closure) instead, with a closure that calls "
-            "optimizer.zero_grad(), computes the loss, calls loss.backward() and returns the loss."
-        )
-    if not (is_elementwise(optimizer) or is_whole(optimizer)):
-        raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
-    replaced = optimizer.__dict__.get("step")
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # that of schedules only counts
-        raise UnsupportedError(
-            f"compile_step: optimizer: the step of {_name(optimizer)} was replaced by {_place(replaced)}. {_SEPARATELY}"
-        )
-    check_step(optimizer, model)
-
-
-def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
-    """What may have changed since: hooks, options of groups, parameters.
-
-    Args:
-        known: parameters of the model that are at hand; to go through all of its modules takes longer.
-
-    Raises:
-        ArgumentError: a parameter is not the model's.
-        UnsupportedError: there are hooks, or an option that needs the separate step.
-    """
-    hooks = (
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *of_optimizers._global_optimizer_pre_hooks.values(),
-        *of_optimizers._global_optimizer_post_hooks.values(),
-    )
-    if hooks:
-        raise UnsupportedError(
-            f"compile_step: optimizer: a hook is registered on the step of {_name(optimizer)}, {_place(hooks[0])}, "
-            f"and there is no one moment at which it would run. Remove it, or: {_SEPARATELY}"
-        )
-    owned = {id(param) for param in known}
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise UnsupportedError(
-                f"compile_step: optimizer: group {number} of {_name(optimizer)} has differentiable=True, and updates "
-                f"are not differentiated. Leave it out, or: {_SEPARATELY}"
-            )
-        for index, param in enumerate(group["params"]):
-            if id(param) not in owned and id(param) not in _ids_of_parameters(model):
-                raise ArgumentError(
-                    f"optimizer: parameter {index} of group {number}, of shape {list(param.shape)}, is not the "
-                    "model's. Make the optimizer of model.parameters() after graphshard.compile, and one for each "
-                    "model."
-                )
-
-
-def _ids_of_parameters(model: nn.Module) -> set[int]:
-    """Of all that the model has, also of those that are not sharded."""
-    return {id(behind(param)) for module in model.modules() for param in module._parameters.values()}
-
-
-def check_scaler(scaler: Any) -> None:
-    """Raise ArgumentError for what is no GradScaler."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ArgumentError(f"scaler must be a torch.amp.GradScaler or None, got {brief(scaler)}.")
-
-
-def check_loss(loss: Any, where: str) -> None:
-    """Raise ArgumentError for what backward cannot begin with."""
-    if not isinstance(loss, torch.Tensor):
-        raise ArgumentError(
-            f"loss: {where} returned {brief(loss)}, and backward begins with a tensor of one element. Pass "
-            "loss=function, which is called with the model and what step is called with, and returns the loss."
-        )
-    if loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {list(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradients"
-        raise ArgumentError(
-            f"loss: {where} returned {what}. Return a tensor of one element, computed from the model's parameters with "
-            "gradients on."
-        )
-
-
-def _other_step(optimizer: Optimizer) -> str:
-    """Which step an optimizer has, and why it is not run shard by shard."""
-    known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-    if type(optimizer) in _NOT_ON_DTENSORS:
-        return (
-            f"the step of {_name(optimizer)}, {_place(type(optimizer).step)}, takes no DTensors in torch 2.13, which "
-            "parameters of a sharded model are, so it fails with FSDP2, too. Take another optimizer; or if your torch "
-            "has such a step:"
-        )
-    name = "_init_group" if _step_is_torchs(optimizer) else "step"
-    method = inspect.unwrap(getattr(type(optimizer), name))
-    return (
-        f"{_name(optimizer)} has a {name} of its own, {_place(method)}, which may look at more than a parameter's "
-        f"elements one by one. Known to do just that are those of {known} in torch.optim."
-    )
-
-
-def _step_is_torchs(optimizer: Optimizer) -> bool:
-    own = inspect.unwrap(type(optimizer).step)
-    return any(isinstance(optimizer, cls) and inspect.unwrap(cls.step) is own for cls in ELEMENTWISE)
-
-
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
-
-
-def _place(function: Any) -> str:
-    """Where a function is defined."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else brief(function)
 
 
 def compile_step(
@@ -161,26 +49,25 @@ def compile_step(
 ) -> CompiledStep:
     """Make a function of a whole training step: forward, backward, clipping, updates and zeroing.
 
-    Bit for bit what `loss.backward()`, `clip_grad_norm_`, `optimizer.step()` and `optimizer.zero_grad()` do one after
-    the other. State stays in the optimizer, and hyperparameters are read from its groups at each step. With the backend
-    "inductor", Adam and AdamW that leave the choice to torch (`fused=None, foreach=None`) are fused on the CPU, as with
-    `fused=True`.
+    It is bit for bit what `loss.backward()`, `clip_grad_norm_`, `optimizer.step()` and `optimizer.zero_grad()` do one
+    after the other. State stays in the optimizer, and hyperparameters are read from its groups at each step. With the
+    backend "inductor", Adam and AdamW that leave the choice to torch (`fused=None, foreach=None`) are fused on the CPU,
+    as with `fused=True`.
 
     Args:
         model: a compiled module.
         optimizer: of the model's parameters, or of some of them: one of torch.optim that computes element by element
             (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop), Muon, or one of torchao.optim
-            with states of few bits. Those of the latter two run behind the backward.
-        loss: is called with the model and what `step` is called with, and returns the loss; None calls the model, which
+            with states of few bits. Muon and torchao's run after the backward.
+        loss: is called with the model and the arguments of `step`, and returns the loss; None calls the model, which
             returns the loss itself.
-        clip_norm: what the norm of all gradients of the model may be at most, as for `clip_grad_norm_`; None clips
-            nothing.
+        clip_norm: the largest norm of all gradients of the model, as for `clip_grad_norm_`; None clips nothing.
         accumulate: how many microbatches a step takes. Their gradients are added up, as by so many calls of backward:
             the loss is not divided.
         scaler: scales the loss and skips the steps whose gradients overflow; updates then follow the backward.
         gather_ahead: start the gathers that the next forward begins with as soon as their parameters are updated, under
-            the updates of others. They are kept until the next call of the model; one by another program drops them,
-            and so does whoever writes to the parameters, which all ranks must do alike.
+            the updates of others. They are kept until the next call of the model. A call by another program drops
+            them, and so does writing to the parameters, which all ranks must do alike.
 
     Returns:
         `step(*args, **kwargs)`, which returns the loss, detached. For several microbatches it is
@@ -198,13 +85,14 @@ def compile_step(
     if clip_norm is not None:
         check_number("clip_norm", clip_norm, positive=True)
     check_count("accumulate", accumulate)
-    check_scaler(scaler)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(f"scaler must be a torch.amp.GradScaler or None, got {brief(scaler)}.")
     check_bool("gather_ahead", gather_ahead)
     return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler, gather_ahead=gather_ahead)
 
 
 class CompiledStep:
-    """What `compile_step` returns.
+    """A training step, returned by `compile_step`.
 
     Attributes:
         grad_norm: the total norm of the last step's gradients before they were clipped; None without `clip_norm`.
@@ -238,7 +126,7 @@ class CompiledStep:
         self._ahead: Ahead | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Train one step; returns the loss, or for several microbatches a tensor of their losses."""
+        """Train one step; return the loss, or for several microbatches a tensor of their losses."""
         check_step(self._optimizer, self._model, (ref.param for ref in self._model._graphshard.tracer.params))
         self._updates.begin()
         if self._accumulate == 1:
@@ -247,9 +135,9 @@ class CompiledStep:
         losses = []
         with self._unsynced():
             for call in calls[:-1]:
-                losses.append(self._loss_of(*call))
-                self._scaled(losses[-1]).backward()
-                losses[-1] = losses[-1].detach()
+                loss = self._loss_of(*call)
+                self._scaled(loss).backward()
+                losses.append(loss.detach())
         losses.append(self._last(self._loss_of(*calls[-1])))
         return torch.stack([loss.reshape(()) for loss in losses])
 
@@ -261,7 +149,7 @@ class CompiledStep:
     def _microbatches(
         self, given: tuple[Any, ...], named: Mapping[str, Any]
     ) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-        """What each call of the loss is called with."""
+        """Return the arguments of each call of the loss."""
         if named or len(given) != self._accumulate:
             what = f"inputs by name ({', '.join(named)})" if named else f"{len(given)}"
             raise ArgumentError(
@@ -278,7 +166,7 @@ class CompiledStep:
 
     @contextlib.contextmanager
     def _unsynced(self) -> Iterator[None]:
-        """In the block gradients are added up and not reduced."""
+        """Accumulate gradients in the block, without reducing them."""
         runner = self._model._graphshard
         before = set(runner.accumulation.unsynced)
         runner.accumulation.unsynced.update(row.name for row in runner.tracer.spec.params)
@@ -293,7 +181,7 @@ class CompiledStep:
         return scaled
 
     def _last(self, loss: torch.Tensor) -> torch.Tensor:
-        """The backward that reduces gradients, and all that follows."""
+        """Run the backward that reduces gradients, and all that follows."""
         accumulation = self._model._graphshard.accumulation
         self._taker.params, self._taker.ran, self._taker.at_the_end = self._taken(loss), False, False
         accumulation.taker = self._taker if self._taker.params else None
@@ -310,14 +198,20 @@ class CompiledStep:
             accumulation.taker = None
             if self._clipping is not None:
                 self._clipping.forget()
-        self._follow()
+        if self.updated_in_backward:
+            self._update_rest()
+        else:
+            self._separate()
+        if self._scaler is None:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
+        self._optimizer.zero_grad()
         if self._ahead is not None:
             self._ahead.finish()
             accumulation.ahead = self._ahead
         return loss.detach()
 
     def _begin_ahead(self) -> Ahead | None:
-        """The gathers of the next forward, if the loss goes through one program, which is taken for the next one."""
+        """Return the gathers of the next forward, if the loss goes through one program, which will run it, too."""
         programs = {call.executable for call in self._model._graphshard.accumulation.calls}
         ahead: Ahead | None = programs.pop().ahead() if len(programs) == 1 else None
         if ahead is not None:
@@ -332,11 +226,11 @@ class CompiledStep:
             self._ahead.updated([param for param, _ in arrivals], start=at_the_end)
 
     def _is_late(self, arrivals: Iterable[Arrival]) -> bool:
-        """Whether parameters may be updated last behind a backward: the next forward does not begin with them."""
+        """Return whether parameters may be updated last: the next forward does not begin with them."""
         return self._ahead is not None and not self._ahead.first([param for param, _ in arrivals])
 
     def _end_clipping(self, clipping: Clipping) -> None:
-        """Update parameters by what was kept of the backward; leave it to torch if that is not all."""
+        """Update parameters by the gradients that were kept; leave it to torch if those are not all."""
         if any(param.grad is not None for param in self._model.parameters()):
             clipping.give_back()
             self.updated_in_backward = False
@@ -346,28 +240,19 @@ class CompiledStep:
             self._update(group)
 
     def _taken(self, loss: torch.Tensor) -> set[str]:
-        """Parameters, by their names, whose gradients are used where they arrive; none if that would not be exact."""
+        """Return names of parameters that are updated as gradients arrive; none if that would not be exact."""
         refs = self._model._graphshard.tracer.params
-        own = [(ref.row.name, ref.param) for ref in refs]
-        if not self._by_shards or self._scaler is not None or any(_has_more_to_do(param) for _, param in own):
+        params = [(ref.row.name, ref.param) for ref in refs]
+        if not self._by_shards or self._scaler is not None or any(_has_more_to_do(param) for _, param in params):
             return set()
         trained = trained_by_one_call(loss, self._model._graphshard.accumulation.calls)
-        taken = {name: param for name, param in own if name in trained and param in self._updates}
+        taken = {name: param for name, param in params if name in trained and param in self._updates}
         if taken and self._clipping is not None and (taken.keys() != trained or not placed_alike(list(taken.values()))):
             return set()
         return set(taken)
 
-    def _follow(self) -> None:
-        """What backward has left: clip, update by gradients that were accumulated, and zero them."""
-        if self.updated_in_backward:
-            self._update_rest()
-        else:
-            self._separate()
-        if self._scaler is None:
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules ask for
-        self._optimizer.zero_grad()
-
     def _separate(self) -> None:
+        """Clip and update after the backward, by gradients that were accumulated."""
         if self._scaler is not None and self._clip_norm is not None:
             self._scaler.unscale_(self._optimizer)
         if self._clip_norm is not None:
@@ -391,6 +276,117 @@ class CompiledStep:
 
 
 def _has_more_to_do(param: nn.Parameter) -> bool:
-    """Whether more is done with its gradient than to update it: it is added to another one, or hooks see it."""
+    """Return whether a gradient is added to another one, or hooks read it, besides the update."""
     hooks = param._backward_hooks or param._post_accumulate_grad_hooks
     return bool(hooks) or param.grad is not None or is_extended(param)
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Check that an optimizer can be run shard by shard.
+
+    Raises:
+        ArgumentError: it is not an optimizer, or has parameters that are not the model's.
+        UnsupportedError: its step is unknown, was replaced, or needs more than gradients, or there are hooks.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"compile_step: optimizer: the step of {name}, {_place(type(optimizer).step)}, computes the loss several "
+            "times, by a closure. Call optimizer.step(closure) instead, with a closure that calls "
+            "optimizer.zero_grad(), computes the loss, calls loss.backward() and returns the loss."
+        )
+    if not (is_elementwise(optimizer) or is_whole(optimizer)):
+        raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # a schedule's only counts
+        raise UnsupportedError(
+            f"compile_step: optimizer: the step of {name} was replaced by {_place(replaced)}. {_SEPARATELY}"
+        )
+    check_step(optimizer, model)
+
+
+def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
+    """Check what may have changed since: hooks, options of groups, parameters.
+
+    Args:
+        known: parameters of the model that are at hand; to walk all of its modules takes longer.
+
+    Raises:
+        ArgumentError: a parameter is not the model's.
+        UnsupportedError: there are hooks, or an option that needs the separate step.
+    """
+    name = type(optimizer).__name__
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    )
+    if hooks:
+        raise UnsupportedError(
+            f"compile_step: optimizer: a hook is registered on the step of {name}, {_place(hooks[0])}, "
+            f"and there is no one moment at which it would run. Remove it, or: {_SEPARATELY}"
+        )
+    owned = {id(param) for param in known}
+    walked = False
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise UnsupportedError(
+                f"compile_step: optimizer: group {number} of {name} has differentiable=True, and updates "
+                f"are not differentiated. Leave it out, or: {_SEPARATELY}"
+            )
+        for index, param in enumerate(group["params"]):
+            if id(param) not in owned and not walked:  # parameters that are not sharded
+                owned |= {id(behind(each)) for module in model.modules() for each in module._parameters.values()}
+                walked = True
+            if id(param) not in owned:
+                raise ArgumentError(
+                    f"optimizer: parameter {index} of group {number}, of shape {list(param.shape)}, is not the "
+                    "model's. Make the optimizer of model.parameters() after graphshard.compile, and one for each "
+                    "model."
+                )
+
+
+def check_loss(loss: Any, where: str) -> None:
+    """Raise ArgumentError for a loss that backward cannot start from."""
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentError(
+            f"loss: {where} returned {brief(loss)}, and backward begins with a tensor of one element. Pass "
+            "loss=function, which is called with the model and what step is called with, and returns the loss."
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {list(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradients"
+        raise ArgumentError(
+            f"loss: {where} returned {what}. Return a tensor of one element, computed from the model's parameters with "
+            "gradients on."
+        )
+
+
+def _other_step(optimizer: Optimizer) -> str:
+    """Return which step an optimizer has, and why it is not run shard by shard."""
+    cls, name = type(optimizer), type(optimizer).__name__
+    if cls in _NOT_ON_DTENSORS:
+        return (
+            f"the step of {name}, {_place(cls.step)}, takes no DTensors in torch 2.13, which "
+            "parameters of a sharded model are, so it fails with FSDP2, too. Take another optimizer; or if your torch "
+            "has such a step:"
+        )
+    step = inspect.unwrap(cls.step)
+    is_torchs = any(isinstance(optimizer, known) and inspect.unwrap(known.step) is step for known in ELEMENTWISE)
+    method = "_init_group" if is_torchs else "step"
+    return (
+        f"{name} has a {method} of its own, {_place(inspect.unwrap(getattr(cls, method)))}, which may look at more "
+        "than a parameter's elements one by one. Known to do just that are those of "
+        f"{', '.join(known.__name__ for known in ELEMENTWISE)} in torch.optim."
+    )
+
+
+def _place(function: Any) -> str:
+    """Return where a function is defined."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else brief(function)

@@ -1,4 +1,11 @@
-"""FSDP2's settings that a compiled module has no use for, and what to do instead."""
+"""A unit of a compiled model, and the model itself: an `FSDPModule`, with FSDP2's methods.
+
+    model.set_requires_gradient_sync(False)             all units, as FSDP2's methods with `recurse` do
+    model.layers[0].unshard()                           this unit only, as FSDP2's other methods do
+    model.unshard(units=["layers.*"])                   those that are named, which FSDP2 does not have
+
+A choice holds from the next call of the model on. A unit keeps its forward and its class by `isinstance`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.units import modules_of
-from graphshard.module.runner import Runner, customize, finish, limit_reductions, prefetch, separate
+from graphshard.module.runner import Runner
 from graphshard.options.resolve import Direction
 from graphshard.runtime.custom import Comm, Custom, Hook, Used
 from graphshard.runtime.unsharded import UnshardHandle
@@ -23,44 +30,9 @@ from graphshard.utils.argument_validation import check_bool, check_count, check_
 from graphshard.utils.text import MADE_OF, brief, users_class
 
 
-class Unsupported:
-    """Methods of FSDP2's modules that raise UnsupportedError here, or that have nothing to do."""
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Nothing to do: backward gathers only what it reads."""
-
-    def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: every rank runs the same reductions, whichever parameters a step uses."""
-
-    def set_keep_unsharded_storage(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        _refuse(
-            "set_keep_unsharded_storage",
-            "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches.",
-        )
-
-    def set_allocate_memory_from_process_group_for_comm(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        _refuse(
-            "set_allocate_memory_from_process_group_for_comm",
-            "Large tensors are sent from where they are, so there are no buffers of their own to allocate.",
-        )
-
-    def set_symm_mem_for_comm(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        _refuse(
-            "set_symm_mem_for_comm",
-            "Large tensors are sent from where they are, so there are no buffers of their own to allocate.",
-        )
-
-
-def _refuse(name: str, instead: str) -> NoReturn:
-    raise UnsupportedError(f"{name} is not supported by graphshard. {instead}")
-
-
 @dataclass(frozen=True)
-class UnitOf:
-    """Which part of which model a module is.
+class UnitRef:
+    """Place of a module in a compiled model.
 
     Attributes:
         path: of the module in the model.
@@ -72,7 +44,7 @@ class UnitOf:
     name: str
 
     def inside(self, *, recurse: bool) -> set[str]:
-        """Names of the units that a method is for: this one, and those within it."""
+        """Return names of the units that a method is for: this one, and those within it."""
         if not recurse:
             return {self.name}
         prefix = f"{self.path}." if self.path else ""
@@ -80,114 +52,24 @@ class UnitOf:
         return {self.name, *(unit for unit in units if any(name.startswith(prefix) for name in modules_of(unit)))}
 
 
-class CustomCollectives:
-    """Mixed into the classes of the model and of its units' modules. All ranks make the same choices."""
+class GraphshardFSDPModule(FSDPModule, BoundaryModule):
+    """Base of the classes of the model and of its units' modules."""
 
-    _graphshard_unit: UnitOf
+    _graphshard_unit: UnitRef
 
-    def set_custom_all_gather(self, comm: Comm) -> None:
-        """Let this run the all-gathers of this unit: an object with FSDP2's `allocate` and `__call__`.
-
-        It is called for each tensor that travels: once for all small parameters of the unit, once for each larger one.
-
-        Raises:
-            ArgumentError: it has no `allocate`, or cannot be called.
-            UnsupportedError: a planner of the user's, or a limit of memory, decides what travels together; so below.
-        """
-        name = self._graphshard_unit.name
-        customize(self._graphshard_unit.runner, "set_custom_all_gather", Custom(gathers={name: _checked(comm)}))
-
-    def set_custom_reduce_scatter(self, comm: Comm) -> None:
-        """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
-        name = self._graphshard_unit.name
-        customize(self._graphshard_unit.runner, "set_custom_reduce_scatter", Custom(reductions={name: _checked(comm)}))
-
-    def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
-        """Call a function with each reduced gradient of this unit, which it may change in place.
-
-        The gradient is a shard, in the dtype of the reduction, behind the reduce-scatter (with replicas the
-        all-reduce), before it is divided and cast. Small gradients come in one tensor.
-
-        Args:
-            stream: where it is called, on CUDA; not with replicas.
-
-        Raises:
-            ArgumentError: it cannot be called, or there is a stream and there are replicas.
-        """
-        unit = self._graphshard_unit
-        check_function("hook", hook, "lambda gradient: ...")
-        if stream is not None and unit.runner.tracer.spec.mesh.replicate is not None:
-            raise ArgumentError(f"stream={brief(stream)}: with replicas the hook runs where their all-reduce does.")
-        customize(unit.runner, "set_all_reduce_hook", Custom(hooks={unit.name: Used(_on(stream, hook))}))
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let gradients of so many units be on their way at once; 1 until this is called.
-
-        More of them hide behind the backward of more units, and take their memory. Of several choices the largest
-        counts.
-
-        Raises:
-            ArgumentError: it is no positive int.
-        """
-        check_count("max_input_buffers", max_input_buffers)
+    def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
+        """Return names of the parameters that a method is for."""
         check_bool("recurse", recurse)
         unit = self._graphshard_unit
-        limit_reductions(unit.runner, unit.inside(recurse=recurse), max_input_buffers)
+        params = unit.runner.tracer.spec.params
+        if units is not None:
+            check_texts("units", units, "['layers.*']")
+            prefix = f"{unit.path}." if unit.path else ""
+            return params.of_units([f"{prefix}{pattern}" if pattern else unit.name for pattern in units])
+        names = unit.inside(recurse=recurse)
+        return {row.name for row in params if row.unit in names}
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Run reduce-scatters in a process group of their own, so that gathers need not wait for them.
-
-        All ranks call this together: the first call makes the group.
-        """
-        check_bool("enable", enable)
-        check_bool("recurse", recurse)
-        unit = self._graphshard_unit
-        separate(unit.runner, unit.inside(recurse=recurse), enable=enable)
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next call wait for an event, such as the end of the optimizer's step on another stream.
-
-        Gathers start after what the current stream was given before in any case.
-
-        Raises:
-            ArgumentError: it is no event.
-        """
-        if not callable(getattr(event, "wait", None)):
-            raise ArgumentError(f"event must be a torch.Event, got {brief(event)}.")
-        self._graphshard_unit.runner.event = event
-
-
-def _checked(comm: Any) -> Used:
-    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
-        raise ArgumentError(
-            f"comm must have FSDP2's allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, group, "
-            f"...), got {brief(comm)}."
-        )
-    return Used(comm)
-
-
-def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:
-    """The hook on a stream."""
-    if stream is None:
-        return hook
-
-    def on_stream(gradient: torch.Tensor) -> None:
-        if not gradient.is_cuda:
-            hook(gradient)
-            return
-        here = torch.cuda.current_stream()
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            hook(gradient)
-        here.wait_stream(stream)
-
-    return on_stream
-
-
-class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryModule):
-    """Mixed into the classes of the model and of its units' modules."""
-
-    _graphshard_unit: UnitOf
+    # --- gradients -----------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True, units: Sequence[str] | None = None
@@ -198,13 +80,13 @@ class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryM
         `param.grad` stays None and the sums take the memory of full gradients, in the dtype they are reduced in.
 
         Args:
-            requires_gradient_sync: True reduces, with what was added up before, over replicas, too; a
-                `set_requires_all_reduce(False)` comes behind it, as in FSDP2.
+            requires_gradient_sync: True reduces, with what was added up before, over replicas, too; call
+                `set_requires_all_reduce(False)` after it, as in FSDP2.
             recurse: False changes this module's own unit only, and not those inside, as in FSDP2.
             units: change these units only, by patterns of names within this module such as "layers.*"; "" is its own.
 
         Raises:
-            ArgumentError: a pattern is the name of no unit.
+            ArgumentError: a pattern matches no unit.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         chosen, accumulation = self._params_of(recurse, units), self._graphshard_unit.runner.accumulation
@@ -229,13 +111,56 @@ class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryM
         if not requires_all_reduce and runner.tracer.spec.mesh.replicate is not None:
             unreplicated |= chosen
 
+    def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:
+        """Divide the sums of this unit's gradients by this instead of the number of ranks."""
+        check_number("factor", factor, positive=True)
+        self._graphshard_unit.runner.change(self._params_of(False, units), divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call `set_gradient_divide_factor`, whose former name this is."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, units: Sequence[str] | None = None) -> None:
+        """Let collectives of this unit add up, and divide afterwards, instead of averaging."""
+        check_bool("enable", enable)
+        self._graphshard_unit.runner.change(self._params_of(False, units), force_sum=enable)
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Reduce gradients that backwards have added up, where no later backward is to do it; all ranks call it.
+
+        Parameters for which `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` still holds are
+        left out. Parameters that stayed gathered for microbatches are freed.
+
+        Args:
+            async_op: return a handle, whose `wait()` returns at once.
+
+        Raises:
+            UnsupportedError: no program trains all of these parameters, as when some were frozen since.
+        """
+        check_bool("async_op", async_op)
+        runner = self._graphshard_unit.runner
+        runner.finish()
+        return UnshardHandle(runner.unsharded, (), ()) if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """Forget the gradients that were accumulated and not reduced, after a step that was abandoned.
+
+        Raises:
+            ArgumentError: this is a unit of the model, and not the model.
+        """
+        if self._graphshard_unit.path:
+            raise ArgumentError(f"reset_iter_state: {self._graphshard_unit.path} is a unit. Call it on the model.")
+        self._graphshard_unit.runner.accumulation.sums.clear()
+
+    # --- gathered parameters -------------------------------------------------------------------------------------
+
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True, *, units: Sequence[str] | None = None
     ) -> None:
         """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`.
 
         Raises:
-            ArgumentError: the value is not a bool, or a pattern is the name of no unit.
+            ArgumentError: the value is not a bool, or a pattern matches no unit.
         """
         check_bool("reshard_after_forward", reshard_after_forward)
         self._graphshard_unit.runner.change(self._params_of(recurse, units), reshard=reshard_after_forward)
@@ -269,73 +194,27 @@ class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryM
         return None
 
     def reshard(self, *, units: Sequence[str] | None = None) -> None:
-        """Free parameters of this unit that are gathered.
+        """Free gathered parameters of this unit.
 
-        Those are what `unshard` or `set_reshard_after_backward(False)` keeps, and what a forward has left for its
-        backward, which gathers it again from the shards as they are then.
+        These are kept by `unshard` or `set_reshard_after_backward(False)`, or left by a forward for its backward, which
+        gathers them again from the shards as they are then.
         """
         self._graphshard_unit.runner.reshard(self._params_of(False, units))
 
-    def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:
-        """Divide the sums of this unit's gradients by this instead of the number of ranks."""
-        check_number("factor", factor, positive=True)
-        self._graphshard_unit.runner.change(self._params_of(False, units), divide_factor=float(factor))
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor` under its former name."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool, *, units: Sequence[str] | None = None) -> None:
-        """Let collectives of this unit add up, and divide afterwards, instead of averaging."""
-        check_bool("enable", enable)
-        self._graphshard_unit.runner.change(self._params_of(False, units), force_sum=enable)
+    # --- plan ----------------------------------------------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Choose the units whose gathers start in forward when this one's parameters have arrived.
 
         Raises:
-            ArgumentError: a module is no unit of this model.
-            UnsupportedError: the model's plan is made by a planner that the user gave, or under a limit of memory.
+            ArgumentError: a module is not a unit of this model.
+            UnsupportedError: a planner in `passes`, or a memory limit, makes the plan.
         """
         self._prefetch("forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """As `set_modules_to_forward_prefetch`, in backward."""
+        """Choose units as `set_modules_to_forward_prefetch` does, in backward."""
         self._prefetch("backward", modules)
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """For programs written for FSDP2: every backward waits for its own reductions, so there is nothing to do."""
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """For programs written for torch 2.15: every backward finishes by itself, so there is nothing to do."""
-        check_bool("enabled", enabled)
-
-    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Reduce now what backwards have added up of gradients, where no later backward is to do it.
-
-        Does nothing for parameters that `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` still
-        holds for. All ranks call it. Parameters that stayed gathered for microbatches are freed.
-
-        Args:
-            async_op: return a handle, whose `wait()` returns at once.
-
-        Raises:
-            UnsupportedError: no program trains all of these parameters, as when some were frozen since.
-        """
-        check_bool("async_op", async_op)
-        runner = self._graphshard_unit.runner
-        finish(runner)
-        return UnshardHandle(runner.unsharded, (), ()) if async_op else None
-
-    def reset_iter_state(self) -> None:
-        """Forget the gradients that were accumulated and not reduced, after a step that was given up.
-
-        Raises:
-            ArgumentError: this is not the model, but a unit of it.
-        """
-        if self._graphshard_unit.path:
-            raise ArgumentError(f"reset_iter_state: {self._graphshard_unit.path} is a unit. Call it on the model.")
-        self._graphshard_unit.runner.accumulation.sums.clear()
 
     def _prefetch(self, direction: Direction, modules: Sequence[nn.Module]) -> None:
         unit, name = self._graphshard_unit, f"set_modules_to_{direction}_prefetch"
@@ -348,33 +227,125 @@ class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryM
                     f"Units are {', '.join(unit.runner.tracer.spec.units) or 'named with units='}."
                 )
         names = dict.fromkeys(module._graphshard_unit.name for module in modules)
-        prefetch(unit.runner, direction, unit.name, tuple(names))
+        unit.runner.prefetch(direction, unit.name, tuple(names))
 
-    def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
-        """Names of the parameters that a method is for."""
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let gradients of so many units be reduced at once; 1 until this is called.
+
+        More of them overlap with the backward of more units, and take their memory. Of several choices the largest
+        counts.
+
+        Raises:
+            ArgumentError: it is not a positive int.
+        """
+        check_count("max_input_buffers", max_input_buffers)
         check_bool("recurse", recurse)
         unit = self._graphshard_unit
-        params = unit.runner.tracer.spec.params
-        if units is not None:
-            check_texts("units", units, "['layers.*']")
-            prefix = f"{unit.path}." if unit.path else ""
-            return params.of_units([f"{prefix}{pattern}" if pattern else unit.name for pattern in units])
-        names = unit.inside(recurse=recurse)
-        return {row.name for row in params if row.unit in names}
+        unit.runner.limit_reductions(unit.inside(recurse=recurse), max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters in a separate process group, so that gathers need not wait for them.
+
+        All ranks call this together: the first call makes the group.
+        """
+        check_bool("enable", enable)
+        check_bool("recurse", recurse)
+        unit = self._graphshard_unit
+        unit.runner.separate_reductions(unit.inside(recurse=recurse), enable=enable)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next call wait for an event, such as the end of the optimizer's step on another stream.
+
+        Gathers start after what the current stream was given before in any case.
+
+        Raises:
+            ArgumentError: it is not an event.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise ArgumentError(f"event must be a torch.Event, got {brief(event)}.")
+        self._graphshard_unit.runner.event = event
+
+    # --- the user's collectives ----------------------------------------------------------------------------------
+    # All ranks make the same choices.
+
+    def set_custom_all_gather(self, comm: Comm) -> None:
+        """Let this run the all-gathers of this unit: an object with FSDP2's `allocate` and `__call__`.
+
+        It is called for each tensor that travels: once for all small parameters of the unit, once for each larger one.
+
+        Raises:
+            ArgumentError: it has no `allocate`, or cannot be called.
+            UnsupportedError: a planner in `passes`, or a memory limit, decides what travels together; so below.
+        """
+        chosen = Custom(gathers={self._graphshard_unit.name: _checked(comm)})
+        self._graphshard_unit.runner.customize("set_custom_all_gather", chosen)
+
+    def set_custom_reduce_scatter(self, comm: Comm) -> None:
+        """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
+        chosen = Custom(reductions={self._graphshard_unit.name: _checked(comm)})
+        self._graphshard_unit.runner.customize("set_custom_reduce_scatter", chosen)
+
+    def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Call a function with each reduced gradient of this unit, which it may change in place.
+
+        The gradient is a shard, in the dtype of the reduction, after the reduce-scatter (with replicas the
+        all-reduce), before it is divided and cast. Small gradients come in one tensor.
+
+        Args:
+            stream: where it is called, on CUDA; not with replicas.
+
+        Raises:
+            ArgumentError: it cannot be called, or there is a stream and there are replicas.
+        """
+        unit = self._graphshard_unit
+        check_function("hook", hook, "lambda gradient: ...")
+        if stream is not None and unit.runner.tracer.spec.mesh.replicate is not None:
+            raise ArgumentError(f"stream={brief(stream)}: with replicas the hook runs where their all-reduce does.")
+        unit.runner.customize("set_all_reduce_hook", Custom(hooks={unit.name: Used(_on(stream, hook))}))
+
+    # --- settings of FSDP2 without effect ------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing: every backward waits for its reductions."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Do nothing, as every backward finishes by itself; a method of torch 2.15."""
+        check_bool("enabled", enabled)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Do nothing: backward gathers only what it reads."""
+
+    def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
+        """Do nothing: every rank runs the same reductions, whichever parameters a step uses."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers never use the stream of the compute."""
+
+    def set_keep_unsharded_storage(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        instead = "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches."
+        raise UnsupportedError(f"set_keep_unsharded_storage is not supported by graphshard. {instead}")
+
+    def set_allocate_memory_from_process_group_for_comm(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError(_NO_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
+
+    def set_symm_mem_for_comm(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
+        raise UnsupportedError(_NO_BUFFERS.format("set_symm_mem_for_comm"))
+
+    # --- nn.Module -----------------------------------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
         return _State(self._graphshard_unit)
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing to do: gathers never use the stream of the compute."""
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the user's class, of shards: what `unshard` shows is hidden until the next call or `unshard`."""
+        """Return the state dict of the user's class, of shards; `unshard` is undone until the next call."""
         self._graphshard_unit.runner.unsharded.shown.hide()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the user's class, into shards; what was gathered of the old values is freed."""
+        """Load into shards as the user's class does; what was gathered of the old values is freed."""
         self._graphshard_unit.runner.reshard_all()
         return super().load_state_dict(*args, **kwargs)
 
@@ -383,30 +354,63 @@ class GraphshardFSDPModule(Unsupported, CustomCollectives, FSDPModule, BoundaryM
         return super(FSDPModule, self)._apply(*args, **kwargs)
 
     def __copy__(self) -> Any:
-        """The same shards and programs, with a dict of its own for other attributes."""
+        """Return a module with the same shards and programs, and a separate dict for other attributes."""
         twin = object.__new__(self.__class__)
         twin.__dict__.update(self.__dict__)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As the user's class does it, as a part of the whole model: an `Entry` refuses to be copied alone."""
+        """Copy as the user's class does, as a part of the whole model: an `Entry` refuses to be copied alone."""
         memo[id(self._graphshard_unit)] = None
-        own = type(self)
+        cls = type(self)
         object.__setattr__(self, "__class__", users_class(self))
         try:
             return copy.deepcopy(self, memo)
         finally:
-            object.__setattr__(self, "__class__", own)
+            object.__setattr__(self, "__class__", cls)
+
+
+_NO_BUFFERS = (
+    "{} is not supported by graphshard. Large tensors are sent from where they are, so there are no buffers of their "
+    "own to allocate."
+)
+
+
+def _checked(comm: Any) -> Used:
+    if not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise ArgumentError(
+            f"comm must have FSDP2's allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, group, "
+            f"...), got {brief(comm)}."
+        )
+    return Used(comm)
+
+
+def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:
+    """Return the hook on a stream."""
+    if stream is None:
+        return hook
+
+    def on_stream(gradient: torch.Tensor) -> None:
+        if not gradient.is_cuda:
+            hook(gradient)
+            return
+        here = torch.cuda.current_stream()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            hook(gradient)
+        here.wait_stream(stream)
+
+    return on_stream
 
 
 class _State:
-    """What torch's own functions for FSDP2's modules are given in the place of FSDP2's state.
+    """Stand-in for FSDP2's state of a module, for torch's functions that ask for it.
 
-    Stages of `torch.distributed.pipelining` ask it for the state of each unit, whose gradients they let it reduce after
-    the last microbatch. Here it is one state, and one group of parameters, for all.
+    Stages of `torch.distributed.pipelining` ask for the state of each unit, whose gradients they let it reduce after
+    the last microbatch. Here all units have one state, and one group of parameters.
     """
 
-    def __init__(self, unit: UnitOf) -> None:
+    def __init__(self, unit: UnitRef) -> None:
         self._unit = unit
 
     @property
@@ -421,17 +425,17 @@ class _State:
 
     @property
     def _fsdp_param_group(self) -> _State:
-        """As stages of torch 2.11 ask for it."""
+        """The name that stages of torch 2.11 ask for."""
         return self
 
     def post_backward(self) -> None:
-        finish(self._unit.runner)
+        self._unit.runner.finish()
 
     def _root_post_backward_final_callback(self) -> None:
-        """Nothing to do: reductions were waited for."""
+        """Do nothing: reductions were waited for."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """The copy of a module is told its own."""
+        """Return self: the copy of a module gets another state."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -444,18 +448,18 @@ class _State:
 
 
 def become_units(root: nn.Module, runner: Runner) -> None:
-    """Let the modules of all units, and the root, know what they are, in classes of `GraphshardFSDPModule`."""
+    """Give the modules of all units, and the root, their place and a class of `GraphshardFSDPModule`."""
     for name in ("", *runner.tracer.spec.units):
         for path in modules_of(name):
             module = root.get_submodule(path)
             if not isinstance(module, GraphshardFSDPModule):
                 module.__class__ = unit_class(type(module), GraphshardFSDPModule)
-            unit = module.__dict__["_graphshard_unit"] = UnitOf(runner, path, name)
+            unit = module.__dict__["_graphshard_unit"] = UnitRef(runner, path, name)
             register_as(module, fully_shard, _State(unit))
 
 
 def unit_class(cls: type[nn.Module], base: type[GraphshardFSDPModule], **namespace: Any) -> type[nn.Module]:
-    """The class of a unit: a subclass of the user's, one for all units of a class.
+    """Return the class of a unit: a subclass of the user's, one for all units of a class.
 
     Called, it makes a module of the user's class, which has no programs: a slice of an `nn.Sequential` is made so.
     """

@@ -1,19 +1,19 @@
-"""Models that become parts of another one: how `graphshard.fully_shard` shards a model from the inside out.
+"""Models that become parts of another one: `graphshard.fully_shard` shards a model from the inside out.
 
     fully_shard(block)      the block is a compiled model: its parameters are shards, and it can be called
-    fully_shard(model)      the block is a unit of the model, with the same shards and what was chosen for them
+    fully_shard(model)      the block is a unit of the model, with the same shards and the choices made for them
 
-Whatever was sharded last, and is not inside anything that was, is a model with programs of its own. So nothing has to
-be known of the calls to come, and a block that nobody wraps is a model, as it is with FSDP2.
+What was sharded last, and is not inside anything that was, is a model with programs. So a call need not know of those
+to come, and a block that nothing wraps is a model, as it is with FSDP2.
 """
 
 from __future__ import annotations
 
 import glob
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +26,21 @@ from graphshard.ir.entry import without_entries
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
-from graphshard.module.compiled_module import device_of, make_runner, prepare, shard
+from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.fsdp_module import GraphshardFSDPModule
 from graphshard.module.program_compiler import Cache
-from graphshard.module.runner import Runner, take_over_plan
-from graphshard.module.tracer import Tracer
-from graphshard.options.mesh_axes import check_meshes, experts_of, params_of, tensor_axis
+from graphshard.module.runner import Runner
+from graphshard.options.mesh_axes import (
+    MeshAxes,
+    check_meshes,
+    data_and_tensor,
+    experts_by_name,
+    find_experts,
+    tensor_axis,
+)
 from graphshard.options.options import Options
-from graphshard.options.validate import check_ignored, check_mesh, placements_of
+from graphshard.options.resolve import device_of, request_for
+from graphshard.options.validate import ModelContents, check_ignored, check_mesh, placements_of
 from graphshard.pipeline.observe import Recorder
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.dtensor import is_part, mesh_of_both
@@ -41,24 +48,24 @@ from graphshard.utils.argument_validation import is_int
 from graphshard.utils.text import brief, users_class
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
-OF_UNITS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
+UNIT_OPTIONS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
 
-# What became of parameters that somebody still holds, as others may be tied to them: owner, attribute, row, data axes.
+# Owner, attribute, row and data axes of the shards of parameters that are still alive, as others may be tied to them.
 # A DTensor may be its own shard, so nothing here keeps the owner.
 _sharded_as: MutableMapping[nn.Parameter, tuple[weakref.ref[nn.Module], str, ParamSpec, DeviceMesh]]
 _sharded_as = WeakIdKeyDictionary()
 
 
-class Group(nn.ModuleList):
+class ModuleGroup(nn.ModuleList):
     """Modules that are sharded together and have no parent yet."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What was sharded before, in a model that is sharded now.
+class ShardedPart:
+    """A part of a model that an earlier call has sharded.
 
     Attributes:
-        units: names of the modules of each unit in the model, by the name of the unit in the part.
+        units: names in the model of the modules of each unit, by the name of the unit in the part.
     """
 
     runner: Runner
@@ -66,41 +73,106 @@ class Part:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """Name of its first module in the model."""
         return next(iter(self.units.values()))[0]
 
-    def names(self, unit: str) -> str:
-        """The name of one of its units in the model."""
-        return MODULE_SEPARATOR.join(self.units[unit])
-
     def rows(self, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpec]:
-        """Its rows in a model over a mesh, by parameter; on another one it is as experts are.
+        """Return its rows in a model over a mesh, by parameter; on another mesh they are like experts.
 
-        As FSDP2 does it, what nobody chose is gathered again where it is no root.
+        As in FSDP2, its root is gathered again in backward where the user did not choose: it is no root any more.
         """
         runner = self.runner
         automatic = runner.tracer.options.reshard_after_forward is None
-        apart = runner.mesh != mesh
         found = {}
         for ref in runner.tracer.params:
             again = automatic and not ref.row.unit and ref.row.name not in runner.reshard_chosen
-            row = replace(ref.row, expert=ref.row.expert or (apart and not ref.row.ignored))
-            found[ref.param] = replace(row, reshard=True) if again else row
+            expert = ref.row.expert or (runner.mesh != mesh and not ref.row.ignored)
+            found[ref.param] = replace(ref.row, expert=expert, reshard=again or ref.row.reshard)
         return found
 
 
-def parts_of(model: nn.Module) -> tuple[Part, ...]:
-    """The parts of a model that were sharded, in the order of its modules.
+def shard_unit(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    dp_mesh_dims: Any,
+    options: Options,
+    recorder: Callable[[str], Recorder | None],
+    cache: Cache | None,
+) -> None:
+    """Shard modules as one unit, with what was sharded inside as further units.
+
+    Args:
+        recorder: returns what records a program, by its name.
+        cache: programs of earlier launches.
+
+    Raises:
+        ArgumentError: an argument does not fit the modules; nothing was changed.
+        UnsupportedError: units inside are on different other meshes, or one is kept on another device.
+    """
+    by_name = experts_by_name(mesh, dp_mesh_dims)
+    mesh, given = data_and_tensor(mesh, dp_mesh_dims)
+    model = modules[0] if len(modules) == 1 else ModuleGroup(_outermost(modules))
+    options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
+    parts = _parts_of(model)
+    known = _tie_again(model, mesh)
+    contents = ModelContents.of(model)
+    data = _with_regather(check_mesh(mesh), options, [part for part in parts if part.runner.mesh == mesh])
+    for part in parts:
+        known |= part.rows(mesh)
+    left_out = {*known, *check_ignored(contents, options.ignored_params)}
+    placements = placements_of(contents, options.shard_placement_fn, left_out)
+    experts = find_experts(contents, mesh, by_name, placements, left_out, whole_model=False)
+    tensor = tensor_axis(contents, mesh, given, experts, known, whole_model=False)
+    tensor, experts = _tensor_of_parts(tensor, parts, mesh), _experts_of_parts(experts, parts, mesh)
+    options = _options_with(options, parts, model)
+    # An option that needs units is checked when a program is made: units of other calls may be still to come.
+    fitting = options if options.units else replace(options, activation=None)
+    whole = next((part.runner.tracer.spec.whole for part in parts if part.runner.tracer.spec.whole is not None), None)
+    axes = MeshAxes(data, mesh, tensor, experts, placements)
+    tracer = make_tracer(request_for(contents, axes, fitting, device_of(mesh), known, whole))
+    tracer.options = options
+    for part in parts:
+        if part.runner.tracer.storage != tracer.storage:
+            raise UnsupportedError(
+                f"offload_policy: shards of {part.label} are kept on {part.runner.tracer.storage.device}, those of the "
+                f"whole on {tracer.storage.device}. Give all calls of fully_shard one policy."
+            )
+    runner = make_runner(model, tracer, mesh, recorder, cache)
+    plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or ref.param in known)]
+    _release(model)
+    shard(model, runner, known)
+    _take_over(runner, parts)
+    for param, ref in plain:
+        over = experts.data if ref.row.expert and experts is not None else mesh
+        _sharded_as[param] = weakref.ref(ref.owner), ref.attribute, ref.row, over
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are not inside one of the others, each once."""
+    inner = {id(sub) for module in modules for sub in module.modules() if sub is not module}
+    return list({id(module): module for module in modules if id(module) not in inner}.values())
+
+
+def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:
+    """Leave parameters of other modules out: FSDP2's users give one set to all calls."""
+    if ignored is None:
+        return None
+    known = {id(param) for param in model.parameters()}
+    return [param for param in ignored if id(param) in known or not isinstance(param, nn.Parameter)]
+
+
+def _parts_of(model: nn.Module) -> tuple[ShardedPart, ...]:
+    """Return the parts of a model that were sharded, in the order of its modules.
 
     Raises:
         ArgumentError: only some modules of a group are in the model.
     """
-    found: dict[int, Part] = {}
+    found: dict[int, ShardedPart] = {}
     for path, module in model.named_modules():
         unit = module.__dict__.get("_graphshard_unit")
         if unit is not None:
             unit.runner.unsharded.shown.hide()
-            part = found.setdefault(id(unit.runner), Part(unit.runner))
+            part = found.setdefault(id(unit.runner), ShardedPart(unit.runner))
             part.units.setdefault(unit.name, []).append(path)
     for part in found.values():
         for unit, paths in part.units.items():
@@ -112,8 +184,8 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
     return tuple(found.values())
 
 
-def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpec]:
-    """Let what is still tied to a parameter that another call has sharded mean the shards; their rows."""
+def _tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpec]:
+    """Replace parameters that another call has sharded under another name by the shards, and return their rows."""
     known: dict[nn.Parameter, ParamSpec] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -129,22 +201,23 @@ def tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSpe
     return known
 
 
-def options_with(options: Options, parts: Sequence[Part], model: nn.Module) -> Options:
-    """The options of a model with parts: their units and policies beside those of its own.
+def _options_with(options: Options, parts: Sequence[ShardedPart], model: nn.Module) -> Options:
+    """Return the options of a model with parts: with their units and policies.
 
     Raises:
         ArgumentError: a part was sharded with other options for the whole model.
     """
-    for part, option in itertools.product(parts, fields(Options)):
-        theirs, ours = getattr(part.runner.tracer.options, option.name), getattr(options, option.name)
-        if option.name not in OF_UNITS and theirs not in (option.default, ours):
-            raise ArgumentError(
-                f"{option.name}: {part.label} of {type(model).__name__} was sharded with {brief(theirs)}, the whole is "
-                f"to be with {brief(ours)}. Give it in the outermost call of fully_shard."
-            )
+    for part in parts:
+        for option in fields(Options):
+            theirs, ours = getattr(part.runner.tracer.options, option.name), getattr(options, option.name)
+            if option.name not in UNIT_OPTIONS and theirs not in (option.default, ours):
+                raise ArgumentError(
+                    f"{option.name}: {part.label} of {type(model).__name__} was sharded with {brief(theirs)}, the "
+                    f"whole is to be with {brief(ours)}. Give it in the outermost call of fully_shard."
+                )
     own = options.mp_policy if isinstance(options.mp_policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
     units: dict[tuple[str, ...], MixedPrecisionPolicy] = {}
-    if isinstance(model, Group):
+    if isinstance(model, ModuleGroup):
         units[tuple(name for name, _ in model.named_children())] = own
     for part in parts:
         precision = part.runner.tracer.spec.precision
@@ -159,11 +232,11 @@ def options_with(options: Options, parts: Sequence[Part], model: nn.Module) -> O
     )
 
 
-def mesh_with(axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
-    """The axes of a model with parts: with neighbours among which backward gathers again, where a part has some.
+def _with_regather(axes: Mesh, options: Options, parts: Sequence[ShardedPart]) -> Mesh:
+    """Return the data axes, with the neighbors among which backward of a part gathers again.
 
     Raises:
-        UnsupportedError: its neighbours are others.
+        UnsupportedError: other units have other neighbors.
     """
     number = options.reshard_after_forward
     own = number if is_int(number) and 1 < number < axes.shard.size else 0
@@ -184,8 +257,8 @@ def mesh_with(axes: Mesh, options: Options, parts: Sequence[Part]) -> Mesh:
     return axes if own else axes.with_regather(max(chosen))
 
 
-def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part], mesh: DeviceMesh) -> DeviceMesh | None:
-    """The tensor axes of a model with parts: those of its own parameters, and of the parts'.
+def _tensor_of_parts(own: DeviceMesh | None, parts: Sequence[ShardedPart], mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the tensor axes of a model with parts.
 
     Raises:
         UnsupportedError: parts are on different ones.
@@ -205,12 +278,12 @@ def tensor_of_parts(own: DeviceMesh | None, parts: Sequence[Part], mesh: DeviceM
     return own
 
 
-def experts_of_parts(own: ExpertMeshes | None, parts: Sequence[Part], mesh: DeviceMesh) -> ExpertMeshes | None:
-    """Where the experts of a model with parts are: its own, the parts', or parts that were sharded over another mesh.
+def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], mesh: DeviceMesh) -> ExpertMeshes | None:
+    """Return the meshes of experts of a model with parts; a part over another mesh than the whole is like experts.
 
     Raises:
-        ArgumentError: a part's mesh does not fit that of the whole.
-        UnsupportedError: there is more than one mesh besides that of the whole.
+        ArgumentError: a part's mesh does not fit the whole's.
+        UnsupportedError: there is more than one mesh besides the whole's.
     """
     for part in parts:
         runner = part.runner
@@ -239,18 +312,8 @@ def experts_of_parts(own: ExpertMeshes | None, parts: Sequence[Part], mesh: Devi
     return own
 
 
-def check_storage(tracer: Tracer, parts: Sequence[Part]) -> None:
-    """Raise UnsupportedError for a part whose shards are kept elsewhere."""
-    for part in parts:
-        if part.runner.tracer.storage != tracer.storage:
-            raise UnsupportedError(
-                f"offload_policy: shards of {part.label} are kept on {part.runner.tracer.storage.device}, those of the "
-                f"whole on {tracer.storage.device}. Give all calls of fully_shard one policy."
-            )
-
-
-def release(model: nn.Module) -> None:
-    """Let the parts of a model be modules of the user's again, whose parameters are shards."""
+def _release(model: nn.Module) -> None:
+    """Give the parts of a model the user's classes and methods again; their parameters stay shards."""
     for module in model.modules():
         if isinstance(module, GraphshardFSDPModule):
             object.__setattr__(module, "__class__", users_class(module))
@@ -260,8 +323,8 @@ def release(model: nn.Module) -> None:
             module.__dict__.update(attributes)
 
 
-def take_over(runner: Runner, parts: Sequence[Part]) -> None:
-    """Let the runner of a model go on with what was chosen and left in its parts."""
+def _take_over(runner: Runner, parts: Sequence[ShardedPart]) -> None:
+    """Give the runner of a model the choices and the state of its parts."""
     names = {id(ref.param): ref.row.name for ref in runner.tracer.params}
     for part in parts:
         old = part.runner
@@ -278,72 +341,4 @@ def take_over(runner: Runner, parts: Sequence[Part]) -> None:
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]
         runner.event = runner.event or old.event
-        take_over_plan(runner, old, {unit: part.names(unit) for unit in part.units})
-
-
-def shard_unit(
-    modules: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    tensor: DeviceMesh | None,
-    options: Options,
-    recorder: Callable[[str], Recorder | None],
-    cache: Cache | None = None,
-    experts: ExpertMeshes | None = None,
-) -> None:
-    """Shard modules as one unit, and let what was sharded inside be units of theirs.
-
-    Args:
-        mesh: the data axes.
-        tensor: the tensor axis, if it was given; if not, parameters say it.
-        recorder: what records a program, by its name.
-        cache: programs of earlier launches.
-        experts: what the axes of the mesh say about experts by their names.
-
-    Raises:
-        ArgumentError: an argument does not fit the modules; nothing was changed.
-        UnsupportedError: units inside are on different other meshes, or one is kept on another device.
-    """
-    model = modules[0] if len(modules) == 1 else Group(_outermost(modules))
-    options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
-    parts = parts_of(model)
-    tied = tie_again(model, mesh)
-    axes = mesh_with(check_mesh(mesh), options, [part for part in parts if part.runner.mesh == mesh])
-    known = {**tied, **{param: row for part in parts for param, row in part.rows(mesh).items()}}
-    leave = {*known, *check_ignored(model, options.ignored_params)}
-    answers = placements_of(model, options.shard_placement_fn, leave)
-    own = experts_of(model, mesh, experts, answers, leave, whole_model=False)
-    tensor = tensor_axis(model, mesh, tensor, {*known, *params_of(model, own)}, whole_model=False)
-    tensor, experts = tensor_of_parts(tensor, parts, mesh), experts_of_parts(own, parts, mesh)
-    whole = options_with(options, parts, model)
-    # What needs units is found out when a program is made: those of other calls may be still to come.
-    fitting = whole if whole.units else replace(whole, activation=None)
-    theirs = (part.runner.tracer.spec.whole for part in parts)
-    on_whole = next((each for each in theirs if each is not None), None)
-    tracer = prepare(model, fitting, axes, device_of(mesh), known, tensor, experts, answers, on_whole)
-    tracer.options = whole
-    check_storage(tracer, parts)
-    runner = make_runner(model, tracer, mesh, recorder, cache)
-    plain = [
-        (ref.param, ref, experts.data if ref.row.expert and experts is not None else mesh)
-        for ref in tracer.params
-        if not (ref.row.ignored or ref.param in known)
-    ]
-    release(model)
-    shard(model, runner, known)
-    take_over(runner, parts)
-    for param, ref, over in plain:
-        _sharded_as[param] = weakref.ref(ref.owner), ref.attribute, ref.row, over
-
-
-def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:
-    """Without the parameters of other modules: FSDP2's users give one set to all calls."""
-    if ignored is None:
-        return None
-    own = {id(param) for param in model.parameters()}
-    return [param for param in ignored if id(param) in own or not isinstance(param, nn.Parameter)]
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules that are not inside one of the others, each once."""
-    inner = {id(sub) for module in modules for sub in module.modules() if sub is not module}
-    return list({id(module): module for module in modules if id(module) not in inner}.values())
+        runner.take_over_plan(old, {unit: MODULE_SEPARATOR.join(paths) for unit, paths in part.units.items()})

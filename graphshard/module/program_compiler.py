@@ -1,4 +1,4 @@
-"""Programs that an earlier launch has compiled, and what looks for them."""
+"""Programs of a module: found in the cache or in a file, or captured, scheduled and lowered, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
 from graphshard.module.argument_checks import check_no_new_parameters, check_same_modules
-from graphshard.module.installed_programs import Executables, Reason
+from graphshard.module.installed_programs import Installed, InstalledPrograms, Reason
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
@@ -35,18 +35,17 @@ from graphshard.torch_compat.fx_code import forget_sources
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.progress import progress
 
-if TYPE_CHECKING:
-    from graphshard.module.installed_programs import Installed
+log = logging.getLogger(__name__)
 
 
 class CachedProgram(NamedTuple):
     """A program that was compiled before: by an earlier launch, or by `graphshard.export`.
 
     Attributes:
-        partitioned: makes where another backward of it begins; None if it has none.
+        partitioned: makes the program that other backwards start from; None if it has none.
         compiled: its regions, by key.
         of_file: it is from a file of `export`.
-        make_backward: makes its other backwards, where that is not done from `partitioned`.
+        make_backward: makes its other backwards, where `partitioned` does not.
     """
 
     program: Program
@@ -59,13 +58,13 @@ class CachedProgram(NamedTuple):
 class FoundProgram(Exception):
     """A traced program is in the cache or in a file, so that no pass need run."""
 
-    def __init__(self, kept: CachedProgram) -> None:
+    def __init__(self, cached: CachedProgram) -> None:
         super().__init__()
-        self.kept = kept
+        self.cached = cached
 
 
 class EqualProgram(Exception):
-    """A trace equals that of a program that is installed, so that only its guards are new."""
+    """A trace equals that of an installed program, so that only its guards are new."""
 
     def __init__(self, installed: Installed, traced: Program) -> None:
         super().__init__()
@@ -73,64 +72,42 @@ class EqualProgram(Exception):
 
 
 class Search(Protocol):
-    """For a program that may have been kept."""
+    """Search for a program that an earlier launch may have kept."""
 
     def find(self) -> CachedProgram | None:
-        """The program, if there is one that was made of the same."""
+        """Return the program that was made of the same trace, if there is one."""
 
     def keep(self, program: Program, partitioned: Partitioned | None) -> None:
-        """Keep what was captured, when it is lowered."""
+        """Keep a program that was lowered."""
 
 
 class Cache(Protocol):
     """Programs of earlier launches."""
 
     def search(
-        self,
-        maker: Any,
-        module: nn.Module,
-        signature: Signature,
-        tensors: Sequence[torch.Tensor],
-        program: Program,
+        self, maker: Any, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor], program: Program
     ) -> Search | None:
-        """Return what looks for the program of a call; None if it cannot be kept.
-
-        Args:
-            program: of the trace, before passes.
-        """
+        """Return the search for a traced program, before passes; None if it cannot be kept."""
 
 
 class Library(Protocol):
-    """Programs that need not be compiled, because a file has them."""
+    """Programs of a file, which need not be compiled."""
 
     @property
     def entries(self) -> Collection[str]:
-        """Names of what there are programs of; "" is the model."""
+        """Names of the entries that there are programs of; "" is the model."""
 
     def check_same(self, module: nn.Module, runner: Any) -> None:
         """Check that the other ranks have read the same programs; all ranks call this together."""
 
     def find(self, runner: Any, module: nn.Module, traced: Program) -> CachedProgram | None:
-        """Return the program of a trace, ready to be installed; None if the file has none.
-
-        Args:
-            runner: of the module that was traced, the model or an entry of it.
-            traced: before passes.
-        """
+        """Return the program of a trace, before passes, ready to be installed; None if the file has none."""
 
     def missing(self, runner: Any, call: Signature, traced: Program) -> Exception:
-        """Return the error for a call for which there is no program.
-
-        Args:
-            call: its signature, with all inputs.
-            traced: its program, before passes.
-        """
+        """Return the error for a call for which there is no program."""
 
     def untraceable(self, runner: Any, call: Signature, error: GraphBreak) -> Exception:
         """Return the error for a call that cannot be traced whole, so that no program can be for it."""
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -140,18 +117,18 @@ class ProgramCompiler:
     Attributes:
         tracer: captures them.
         agreement: with the other ranks.
-        recorder: what records a program, by its name; None for what is not recorded.
-        executables: the programs that there are.
-        unsharded: what is gathered by hand, of which nothing is shown while a program is captured.
+        recorder: returns what records a program, by its name; None for one that is not recorded.
+        executables: the installed programs.
+        unsharded: parameters that are gathered by hand; none is shown while a program is captured.
         cache: programs of earlier launches; None keeps none.
         library: programs of a file; None if there is no file.
-        sealed: the programs of the file are all there are to be, and a call without one is an error.
+        sealed: a call for which the file has no program is an error.
     """
 
     tracer: Tracer
     agreement: Agreement
     recorder: Callable[[str], Recorder | None]
-    executables: Executables = field(default_factory=Executables)
+    executables: InstalledPrograms = field(default_factory=InstalledPrograms)
     unsharded: Unsharded = field(default_factory=Unsharded)
     cache: Cache | None = None
     library: Library | None = None
@@ -175,7 +152,7 @@ class ProgramCompiler:
         earlier call that computes the same is returned with this call's trace.
         """
         call = self.tracer.signature(module, *pytree.tree_flatten((args, kwargs)))
-        reason = self.executables.reason(signature, call)
+        reason = self.executables.reason(call)
         with self.agreement.together(self.tracer.label, reason.text):
             try:
                 return self._build(module, args, kwargs, signature, call, reason)
@@ -203,44 +180,35 @@ class ProgramCompiler:
         check_no_new_parameters(module, tracer.spec.params)
         if not tracer.name:
             check_activation(tracer.options, tracer.label, tracer.spec.units)
-        self.executables.log.capture(tracer.label, number, reason)
+        self.executables.log_capture(tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             recorder = self.recorder(f"{tracer.label}-{number}")
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             search: Search | None = None
             digest = ""
 
-            def found(traced: Program) -> None:
+            def find(traced: Program) -> None:
+                """Raise EqualProgram or FoundProgram if the trace need not be compiled."""
                 nonlocal search, digest
                 digest = graph_digest(traced)
                 equal = self.executables.with_digest(signature, digest)
                 # Compilation may have relied on further conditions on sizes, which guards of this trace lack.
                 if equal is not None and conditions_of(equal.executable.program) <= conditions_of(traced):
                     raise EqualProgram(equal, traced)
-                if self.library is not None:
-                    stored = self._load(module, args, kwargs, call, traced)
-                    if stored is not None:
-                        stored.program.model, stored.program.capture = tracer.label, number
-                        raise FoundProgram(stored)
+                stored = self._load(module, args, kwargs, call, traced) if self.library is not None else None
+                if stored is not None:
+                    stored.program.model, stored.program.capture = tracer.label, number
+                    raise FoundProgram(stored)
                 if self.cache and recorder is None:
+                    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                     search = self.cache.search(self, module, signature, tensors, traced)
                     show("look for it in the cache")
-                kept = search.find() if search is not None else None
-                if not self.agreement.all_have(kept.program if kept is not None else None):
-                    return
-                assert kept is not None
-                kept.program.model, kept.program.reason, kept.program.capture = tracer.label, reason.text, number
-                kept.program.trace, kept.program.taken, kept.program.digest = traced.trace, traced.taken, digest
-                raise FoundProgram(kept)
-
-            def use(kept: CachedProgram) -> Program:
-                tracer.compiled.update(kept.compiled)
-                if kept.of_file:
-                    self._of_file[signature] = kept
-                else:
-                    self._partitioned[signature] = kept.partitioned
-                kept.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
-                return kept.program
+                cached = search.find() if search is not None else None
+                if self.agreement.all_have(cached.program if cached is not None else None):
+                    assert cached is not None
+                    found = cached.program
+                    found.model, found.reason, found.capture = tracer.label, reason.text, number
+                    found.trace, found.taken, found.digest = traced.trace, traced.taken, digest
+                    raise FoundProgram(cached)
 
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
@@ -258,10 +226,17 @@ class ProgramCompiler:
                     # With fullgraph a break is the error of this rank, which the others are told.
                     watching=contextlib.nullcontext if tracer.options.fullgraph else self.agreement.on_graph_breaks,
                     few=recorder is None,
-                    find=found,
+                    find=find,
                 )
-            except FoundProgram as made:
-                return use(made.kept)
+            except FoundProgram as found:
+                cached = found.cached
+                tracer.compiled.update(cached.compiled)
+                if cached.of_file:
+                    self._of_file[signature] = cached
+                else:
+                    self._partitioned[signature] = cached.partitioned
+                cached.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
+                return cached.program
             except EqualProgram as equal:
                 log.info("%s computes the same and serves this call, too", equal.installed.executable.program.title)
                 return equal
@@ -290,17 +265,17 @@ class ProgramCompiler:
             ArtifactError: there is none, and nothing is to be compiled.
         """
         assert self.library is not None
-        kept = self.library.find(self, module, traced)
-        if kept is None and (traced.sizes or self.executables.added):
+        stored = self.library.find(self, module, traced)
+        if stored is None and (traced.sizes or self.executables.added):
             alone = self.tracer.trace_alone(module, args, kwargs, grad=call.grad)
             assert alone is not None
             traced = alone
-            kept = self.library.find(self, module, alone)
-        if self.agreement.all_load(None if kept is None else kept.program):
-            return kept
-        if self.sealed and kept is not None:  # the other ranks have another one, or none
-            self.agreement.check(kept.program)
-            return kept
+            stored = self.library.find(self, module, alone)
+        if self.agreement.all_load(None if stored is None else stored.program):
+            return stored
+        if self.sealed and stored is not None:  # the other ranks have another one, or none
+            self.agreement.check(stored.program)
+            return stored
         missing = self.library.missing(self, call, traced)
         if self.sealed:
             raise missing
@@ -309,7 +284,7 @@ class ProgramCompiler:
         return None
 
     def backwards(self, program: Program, signature: Signature) -> BackwardFactory | None:
-        """Return what makes other backwards of the program that was just built for a signature; None if it has none."""
+        """Return what makes other backwards of the program just built for a signature; None if it has none."""
         partitioned = self._partitioned.pop(signature, None)
         return None if partitioned is None else functools.partial(self.rerun, program, partitioned)
 
@@ -326,11 +301,13 @@ class ProgramCompiler:
         log.info("lowering backward again, for %s", why)
         with self.agreement.together(self.tracer.label, why):
             start = partitioned() if callable(partitioned) else partitioned
-            return self._rerun_alone(program, start, variant, strides)
+            return self._rerun_backward(program, start, variant, strides)
 
     @forget_sources()
     @without_dispatch_modes()
-    def _rerun_alone(self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides) -> Program:
+    def _rerun_backward(
+        self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides
+    ) -> Program:
         (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
         number = next(self._numbers) if accumulate or name in self._rerun else ""

@@ -1,4 +1,4 @@
-"""Evict the programs that a model has over its limit, with the memory that only they hold."""
+"""Calls of a module, of its submodules and methods, run by programs that are made, or loaded, when first needed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from graphshard.module.argument_checks import (
     check_not_transformed,
     check_still_trained,
 )
-from graphshard.module.installed_programs import Executables, Installed
+from graphshard.module.installed_programs import Installed, InstalledPrograms
 from graphshard.module.program_compiler import EqualProgram, ProgramCompiler
-from graphshard.module.program_guard import JointGuard, TracedGuard
+from graphshard.module.program_guard import guard_of
 from graphshard.module.split_module import SplitModule, SplitState, as_written
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
@@ -51,56 +51,25 @@ from graphshard.torch_compat.fx_code import forget_sources
 from graphshard.torch_compat.operators import pytree
 
 
-def evict_programs(
-    executables: Executables,
-    programs: list[Program],
-    tracer: Tracer,
-    accumulation: Accumulation,
-    replaying: Replaying | None,
-) -> None:
-    """Remove the least recently used programs over `max_captures`, and the regions that no other program calls.
-
-    Args:
-        executables: of the model, or of the entry that has a new program.
-        programs: of the model and all its entries.
-        accumulation: tells which programs are still needed for gradients.
-        replaying: holds the device's graphs of programs.
-    """
-    most = tracer.options.max_captures
-    evicted = executables.evict(most, accumulation.may_be_left())
-    if not evicted:
-        return
-    used = [installed.executable for known in executables.known.values() for installed in known]
-    unused = [
-        installed.executable for installed in evicted if installed.executable not in used
-    ]  # equal traces share one
-    gone = [program for executable in unused for program in executable.programs]
-    programs[:] = [program for program in programs if not any(program is other for other in gone)]
-    drop_regions(tracer.compiled, gone)
-    if replaying is not None:
-        replaying.forget(gone)
-    executables.log.eviction(tracer.label, [installed.executable.program.title for installed in evicted], most)
-
-
 @dataclass(kw_only=True)
 class Runner(ProgramCompiler):
     """Runs calls of one module, or of one entry into it, on a mesh, by the programs that it makes.
 
     Attributes:
-        mesh: the data axes that they run on.
-        groups: names of the process groups by those of mesh axes.
-        aliases: names under which tied parameters are known besides.
+        mesh: the data axes.
+        groups: names of the process groups by mesh axis.
+        aliases: further names of tied parameters.
         programs: of the model and all its entries, newest last.
-        entries: runners of submodules and methods that were called on their own, by name.
-        methods: that the user has registered.
-        reshard_chosen: parameters for which somebody chose after `compile` whether backward gathers them again.
-        prefetched: units that are gathered when one has arrived, by direction and its name.
-        reductions_under_way: how many units' gradients may be on their way at once, as chosen for units.
-        custom: collectives that the user runs, by unit.
+        entries: runners of submodules and methods that were called directly, by name.
+        methods: registered by the user.
+        reshard_chosen: parameters for which `set_reshard_after_forward` was called.
+        prefetched: units that are gathered when another one has arrived, by direction and that one's name.
+        reductions_under_way: how many units' gradients may be reduced at once, as chosen for units.
+        custom: the user's collectives, by unit.
         event: that the next call waits for before it gathers.
-        replaying: what launches runs of regions by one launch each; None leaves them to themselves.
+        replaying: CUDA graphs of regions; None for none.
         path: of the module in the model.
-        model_runner: of the whole model; None for that itself.
+        model_runner: of the whole model; None for the model's own.
         split_state: of modules that Python runs.
     """
 
@@ -123,6 +92,8 @@ class Runner(ProgramCompiler):
     model_runner: Runner | None = None
     split_state: SplitState = field(default_factory=SplitState)
 
+    # --- calls ---------------------------------------------------------------------------------------------------
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of the compiled module."""
         if self.split_state.is_open(module):
@@ -141,12 +112,12 @@ class Runner(ProgramCompiler):
     def _run(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], params: Sequence[nn.Parameter]
     ) -> Any:
-        """Run one call by the program whose guards hold; trace it if there is none.
+        """Run one call by the program whose guards hold; make one if there is none.
 
         Args:
             params: of the module, as they are now.
         """
-        tracer, executables = self.tracer, self.executables
+        tracer = self.tracer
         leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
         # Where Python runs forward, objects of any type may go from one unit to the next.
@@ -160,17 +131,14 @@ class Runner(ProgramCompiler):
         if signature.grad and (added_up := self.accumulation.added_up):
             check_still_trained(added_up, tracer.params, tracer.model_names)
         scope = {"module": module, "args": args, "kwargs": kwargs}
-        found = None if self.split.is_forced else executables.find(signature, scope)
+        found = None if self.split.is_forced else self.executables.find(signature, scope)
         if found is None:
             if self.split.covers(signature):
                 return self.split.call(module, args, kwargs)
             made = self.build_or_break(module, args, kwargs, signature)
             if isinstance(made, GraphBreak):
                 return self.split.begin(made, signature, module, args, kwargs)
-            if isinstance(made, EqualProgram):
-                found = self._share(made, signature, module)
-            else:
-                found = self.install(module, signature, made)
+            found = self.install(module, signature, made)
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         result = found.guard.run(module, args, kwargs)
@@ -180,13 +148,67 @@ class Runner(ProgramCompiler):
             self.unsharded.show_after_call(tracer.params, self.aliases)
         return result
 
+    @forget_sources()
+    def install(self, module: nn.Module, signature: Signature, made: Program | EqualProgram) -> Installed:
+        """Bind a program to a module, if the other ranks made the same; evict those that are too many.
+
+        An equal program serves calls of another trace, such as with another tag, or a longer list.
+        """
+        if isinstance(made, EqualProgram):
+            guard = guard_of(made.traced, module, made.installed.executable)
+            # If it is of a file, that program stays, and the one with this guard may be evicted.
+            installed = replace(made.installed, guard=guard, used=0, loaded=False)
+        else:
+            self.agreement.check(made)
+            installed = self._bind(module, signature, made)
+            self.programs.append(made)
+        self.executables.add(signature, installed)
+        self._evict()
+        return installed
+
+    def _bind(self, module: nn.Module, signature: Signature, program: Program) -> Installed:
+        of_file = self._of_file.pop(signature, None)
+        make_backward = self.backwards(program, signature) if of_file is None else of_file.make_backward
+        follows_strides = of_file is None and make_backward is not None and self.tracer.options.backend == "eager"
+        tracer, names = self.tracer, self.tracer.model_names
+        codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
+        values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
+        executable = Executable(
+            program,
+            codes,
+            values,
+            make_backward,
+            self.accumulation,
+            names,
+            self.unsharded,
+            self.groups,
+            self.custom,
+            self.aliases,
+            follows_strides=follows_strides,
+            defers=of_file is None,
+        )
+        return Installed(executable, guard_of(program, module, executable), of_file is not None)
+
+    def _evict(self) -> None:
+        """Evict programs over `max_captures`, with regions and CUDA graphs that no other program uses."""
+        most, label = self.tracer.options.max_captures, self.tracer.label
+        evicted = self.executables.evict(most, self.accumulation.may_be_left(), label)
+        if not evicted:
+            return
+        used = [one.executable for known in self.executables.known.values() for one in known]
+        unused = [one.executable for one in evicted if one.executable not in used]  # equal traces share one
+        gone = [program for executable in unused for program in executable.programs]
+        self.programs[:] = [program for program in self.programs if not any(program is other for other in gone)]
+        drop_regions(self.tracer.compiled, gone)
+        if self.replaying is not None:
+            self.replaying.forget(gone)
+
+    # --- entries and copies --------------------------------------------------------------------------------------
+
     def call_entry(
         self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run one call of a submodule's method, or another of the model's, by a program of its own on the same shards.
-
-        The submodule's name is "" for the model itself.
-        """
+        """Run one call of a submodule's method, or of another method of the model (name ""), on the same shards."""
         self.split_state.keep_in_region()
         if self.split_state.runs_in_python(name, self.tracer.spec.units):
             return as_written(module, method)(*args, **kwargs)
@@ -195,14 +217,14 @@ class Runner(ProgramCompiler):
         return entry.call(module, args, kwargs)
 
     def entry(self, name: str, method: str, module: nn.Module) -> Runner:
-        """The runner of a submodule, or of another method, that is called on its own."""
+        """Return the runner of a submodule, or of another method, that is called directly."""
         entry = entry_name(name, method)
         if entry not in self.entries:
             self.entries[entry] = self.entry_runner(module, self.tracer.entry(name, method, module), name)
         return self.entries[entry]
 
     def entry_runner(self, module: nn.Module, tracer: Tracer, path: str) -> Runner:
-        """Return a runner of programs that are for a submodule, under its path in the model."""
+        """Return a runner of programs for a submodule, under its path in the model."""
         return self._with_tracer(module, tracer, path=path, model_runner=self)
 
     @property
@@ -216,7 +238,7 @@ class Runner(ProgramCompiler):
         return SplitModule(self)
 
     def for_copy(self, module: nn.Module) -> Runner:
-        """A runner for a copy of the module: nothing captured yet, compiled regions and loaded programs shared."""
+        """Return a runner for a copy of the module: no programs yet, compiled regions and loaded programs shared."""
         twin = self._with_tracer(
             module,
             self.tracer.for_copy(module),
@@ -235,12 +257,12 @@ class Runner(ProgramCompiler):
         return twin
 
     def _with_tracer(self, module: nn.Module, tracer: Tracer, **changes: Any) -> Runner:
-        """A runner under the same options that has no programs yet."""
+        """Return a runner under the same options that has no programs yet."""
         return replace(
             self,
             tracer=tracer,
             aliases=tuple(aliases(module, tracer.params)),
-            executables=Executables(),
+            executables=InstalledPrograms(),
             entries={},
             materialized=False,
             submodules=None,
@@ -250,26 +272,22 @@ class Runner(ProgramCompiler):
             **changes,
         )
 
+    # --- gathered parameters -------------------------------------------------------------------------------------
+
     def change(self, names: Collection[str], **choices: Any) -> None:
-        """Make other choices for parameters from the next call on; the program for them is captured then."""
+        """Change rows of parameters; the next call captures the program for them."""
         if "reshard" in choices:
             self.reshard_chosen.update(names)
             choices["shown"] = not choices["reshard"]
         self.tracer.change(names, **choices)
         for entry in self.entries.values():
-            own = entry.tracer.model_names
-            entry.tracer.change({row for row, name in own.items() if name in names}, **choices)
-
-    def begin_again(self, pipeline: Pipeline) -> None:
-        """Let other passes make the programs from the next call on; forget those that were made or loaded."""
-        self.tracer.pipeline = pipeline
-        self.agreement, self.executables, self.library = self.agreement.anew(), Executables(), None
-        self.entries.clear()
+            model_names = entry.tracer.model_names
+            entry.tracer.change({row for row, name in model_names.items() if name in names}, **choices)
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:
-        """Start to gather parameters that are not; the programs of the next calls read them.
+        """Start to gather parameters; the programs of the next calls read them.
 
-        Those that decide themselves what is gathered of them are gathered by programs only.
+        Parameters with `fsdp_pre_all_gather` are gathered by programs only.
         """
         chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
         chosen = [ref for ref in chosen if not is_extended(ref.param)]
@@ -311,168 +329,122 @@ class Runner(ProgramCompiler):
             self.unsharded.free(self.unsharded.written(params) if several else list(self.unsharded.left))
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
-        if several:
-            self._gather_for_several(called)
+        if several:  # gather once what stays gathered from each of these calls to backward
+            chosen = {called.model_names[ref.row.name] for ref in called.params if not ref.row.reshard}
+            new = chosen - self.unsharded.full.keys()
+            self.unshard(new)
+            self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]
         if freed:
             self.change(freed, held=False)
 
-    def _gather_for_several(self, called: Tracer) -> None:
-        """Gather once what stays gathered from each of these calls to backward."""
-        chosen = {called.model_names[ref.row.name] for ref in called.params if not ref.row.reshard}
-        new = chosen - self.unsharded.full.keys()
-        self.unshard(new)
-        self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
-
     @property
     def whole_mesh(self) -> DeviceMesh:
-        """All axes that lay out the ranks: those of data, and the tensor axis."""
+        """All axes that lay out the ranks: the data axes and the tensor axis."""
         return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
-    @forget_sources()
-    def install(self, module: nn.Module, signature: Signature, program: Program) -> Installed:
-        """Check that the other ranks made the same program, and bind it."""
-        self.agreement.check(program)
-        of_file = self._of_file.pop(signature, None)
-        make_backward = self.backwards(program, signature) if of_file is None else of_file.make_backward
-        follows_strides = of_file is None and make_backward is not None and self.tracer.options.backend == "eager"
-        tracer, names = self.tracer, self.tracer.model_names
-        codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
-        values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
-        executable = Executable(
-            program,
-            codes,
-            values,
-            make_backward,
-            self.accumulation,
-            names,
-            self.unsharded,
-            self.groups,
-            self.custom,
-            self.aliases,
-            follows_strides=follows_strides,
-            defers=of_file is None,
-        )
-        self.programs.append(program)
-        return self._add(Installed(executable, guard_of(program, module, executable), of_file is not None), signature)
+    def finish(self) -> None:
+        """Reduce accumulated gradients, except those that the user has asked to leave.
 
-    def _share(self, equal: EqualProgram, signature: Signature, module: nn.Module) -> Installed:
-        """Let a program serve calls of another trace that is equal: such as with another tag, or a longer list."""
-        guard = guard_of(equal.traced, module, equal.installed.executable)
-        # Of a file, the program itself stays.
-        return self._add(replace(equal.installed, guard=guard, used=0, loaded=False), signature)
+        Raises:
+            UnsupportedError: no program has all of them; nothing was reduced.
+        """
+        state = self.accumulation
+        unreduced = state.unsynced | state.unreplicated
+        left = {
+            each.name
+            for each in state.sums
+            if each.name not in (state.unsynced if each.kind == "accumulated" else unreduced)
+        }
+        chosen = []
+        for runner in (self, *self.entries.values()):
+            programs = itertools.chain.from_iterable(reversed(runner.executables.known.values()))
+            trained = [(installed.executable, left & installed.executable.trained.keys()) for installed in programs]
+            executable, names = max(trained, key=lambda pair: len(pair[1]), default=(None, set()))
+            if executable is not None and names:
+                chosen.append(executable)
+                left -= names
+        if left:
+            raise UnsupportedError(
+                f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and the model has "
+                "no program that computes it: it was copied, or planned anew, within a step. Call backward once more, "
+                "or do that after a step."
+            )
+        for executable in chosen:
+            reduce_left(executable)
+        self.unsharded.end()
 
-    def _add(self, installed: Installed, signature: Signature) -> Installed:
-        self.executables.add(signature, installed)
-        evict_programs(self.executables, self.programs, self.tracer, self.accumulation, self.replaying)
-        return installed
+    # --- plans ---------------------------------------------------------------------------------------------------
+    # These raise UnsupportedError where a planner in `passes=`, a memory limit or a file decides.
 
+    def replan(self, pipeline: Pipeline) -> None:
+        """Make programs by other passes from the next call on; forget those that were made or loaded."""
+        self.tracer.pipeline = pipeline
+        self.agreement, self.executables, self.library = self.agreement.anew(), InstalledPrograms(), None
+        self.entries.clear()
 
-def guard_of(program: Program, module: nn.Module, executable: Executable) -> TracedGuard | JointGuard:
-    """Return what tells whether a program serves a call: Dynamo's guards, or the inputs of a joint program."""
-    kind = JointGuard if program.trace is None else TracedGuard
-    return kind(program, module, executable)
+    def _pipeline(self, setter: str) -> Pipeline:
+        if self.sealed:
+            raise UnsupportedError(f"{setter}: a loaded file has its plan. Use compile.")
+        return self.tracer.pipeline
 
+    def prefetch(self, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
+        """Start the all-gathers of `following` when that of a unit has arrived."""
+        pipeline = self._pipeline(f"set_modules_to_{direction}_prefetch")
+        self.replan(with_prefetch(pipeline, direction, unit, following))
+        self.prefetched[direction, unit] = following
 
-def finish(runner: Runner) -> None:
-    """Reduce the gradients of a model that were added up, and that nobody has asked to leave where they are.
+    def limit_reductions(self, units: Collection[str], most: int) -> None:
+        """Let the gradients of so many units be reduced at once; of several choices the largest counts."""
+        name = "set_reduce_scatter_max_input_buffers"
+        chosen = {**self.reductions_under_way, **dict.fromkeys(units, most)}
+        most = max(chosen.values(), default=1)
+        self.replan(planned_by_unit(self._pipeline(name), name, reductions_under_way=most))
+        self.reductions_under_way = chosen
 
-    Raises:
-        UnsupportedError: no program has all of them; nothing was reduced.
-    """
-    state = runner.accumulation
-    left = {
-        each.name
-        for each in state.sums
-        if each.name not in (state.unsynced if each.kind == "accumulated" else state.unsynced | state.unreplicated)
-    }
-    chosen = []
-    for one in (runner, *runner.entries.values()):
-        programs = itertools.chain.from_iterable(reversed(one.executables.known.values()))
-        trained = [(installed.executable, left & installed.executable.trained.keys()) for installed in programs]
-        executable, names = max(trained, key=lambda pair: len(pair[1]), default=(None, set()))
-        if executable is not None and names:
-            chosen.append(executable)
-            left -= names
-    if left:
-        raise UnsupportedError(
-            f"finalize_backward: the gradient of {min(left)} was added up and is to be reduced, and the model has no "
-            "program that computes it: it was copied, or planned anew, within a step. Call backward once more, or do "
-            "that after a step."
-        )
-    for executable in chosen:
-        reduce_left(executable)
-    runner.unsharded.end()
+    def customize(self, setter: str, chosen: Custom) -> None:
+        """Let the user run collectives of units; each bucket is then of one unit.
 
+        Args:
+            setter: the method that was called, for errors.
+        """
+        if self.tracer.spec.experts is not None:
+            raise UnsupportedError(
+                f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have "
+                "collectives in two process groups. Leave it out."
+            )
+        self.replan(planned_by_unit(self._pipeline(setter), setter))
+        self.custom.update(chosen)
 
-def prefetch(runner: Runner, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
-    """Let the gathers of these units start when that of a unit has arrived.
+    def separate_reductions(self, units: Collection[str], *, enable: bool) -> None:
+        """Reduce gradients of units in a separate process group, or in that of the all-gathers.
 
-    Raises:
-        UnsupportedError: somebody else decides when gathers start; so for the others below.
-    """
-    pipeline = _pipeline_of(runner, f"set_modules_to_{direction}_prefetch")
-    runner.begin_again(with_prefetch(pipeline, direction, unit, following))
-    runner.prefetched[direction, unit] = following
+        All ranks that have shards of the model call this together: the first call makes the group.
+        """
+        name, mesh, peers = "set_separate_reduce_scatter_group", self.tracer.spec.mesh, self.agreement.peers
+        self.customize(name, Custom())
+        if enable and not self.custom.group and mesh.shard.size > 1:
+            shards = process_group(self.groups[mesh.shard.name])
+            if peers is not None:
+                peers.agree(name, lambda first, theirs, mine: f"{theirs} is called on rank {first}")
+            group = dist.new_group(dist.get_process_group_ranks(shards), use_local_synchronization=True)
+            self.custom.group = str(group.group_name)
+            if peers is not None:
+                peers.groups.add(self.custom.group)
+        self.custom.separate.difference_update(units)
+        if enable and self.custom.group:
+            self.custom.separate.update(units)
 
+    def take_over_plan(self, old: Runner, names: dict[str, str]) -> None:
+        """Plan with what was chosen for a part of the model.
 
-def limit_reductions(runner: Runner, units: Collection[str], most: int) -> None:
-    """Let the gradients of so many units be on their way at once; of several choices the largest counts."""
-    name = "set_reduce_scatter_max_input_buffers"
-    chosen = {**runner.reductions_under_way, **dict.fromkeys(units, most)}
-    pipeline = _pipeline_of(runner, name)
-    runner.begin_again(planned_by_unit(pipeline, name, reductions_under_way=max(chosen.values(), default=1)))
-    runner.reductions_under_way = chosen
-
-
-def customize(runner: Runner, setter: str, chosen: Custom) -> None:
-    """Let the user run collectives of units; each bucket is then one unit's.
-
-    Args:
-        setter: the method that was called.
-    """
-    if runner.tracer.spec.experts is not None:
-        raise UnsupportedError(
-            f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have collectives "
-            "in two process groups. Leave it out."
-        )
-    pipeline = _pipeline_of(runner, setter)
-    runner.begin_again(planned_by_unit(pipeline, setter))
-    runner.custom.update(chosen)
-
-
-def separate(runner: Runner, units: Collection[str], *, enable: bool) -> None:
-    """Reduce gradients of units in a process group of their own, or in that of the gathers.
-
-    All ranks that have shards of the model call this together: the first call makes the group.
-    """
-    name = "set_separate_reduce_scatter_group"
-    customize(runner, name, Custom())
-    if enable and not runner.custom.group and runner.tracer.spec.mesh.shard.size > 1:
-        shards = process_group(runner.groups[runner.tracer.spec.mesh.shard.name])
-        if runner.agreement.peers is not None:
-            runner.agreement.peers.agree(name, lambda first, theirs, mine: f"{theirs} is called on rank {first}")
-        group = dist.new_group(dist.get_process_group_ranks(shards), use_local_synchronization=True)
-        runner.custom.group = str(group.group_name)
-        if runner.agreement.peers is not None:
-            runner.agreement.peers.groups.add(runner.custom.group)
-    runner.custom.separate.difference_update(units)
-    if enable and runner.custom.group:
-        runner.custom.separate.update(units)
-
-
-def take_over_plan(runner: Runner, old: Runner, names: dict[str, str]) -> None:
-    """Plan with what was chosen for a part of the model, whose units have other names now."""
-    for (direction, unit), following in old.prefetched.items():
-        prefetch(runner, direction, names[unit], tuple(names[name] for name in following))
-    for unit, most in old.reductions_under_way.items():
-        limit_reductions(runner, [names[unit]], most)
-    if not old.custom.is_empty:
-        customize(runner, "fully_shard", old.custom.renamed(names))
-
-
-def _pipeline_of(runner: Runner, setter: str) -> Pipeline:
-    if runner.sealed:
-        raise UnsupportedError(f"{setter}: a loaded file has its plan. Use compile.")
-    return runner.tracer.pipeline
+        Args:
+            names: of its units in the model, by their names in the part.
+        """
+        for (direction, unit), following in old.prefetched.items():
+            self.prefetch(direction, names[unit], tuple(names[name] for name in following))
+        for unit, most in old.reductions_under_way.items():
+            self.limit_reductions([names[unit]], most)
+        if not old.custom.is_empty:
+            self.customize("fully_shard", old.custom.renamed(names))

@@ -1,10 +1,11 @@
-"""A program that returns the full parameters of a unit, for modules that Python runs.
+"""A module whose forward cannot be traced whole: Python runs it, and its units run by separate programs.
 
-    shards  ->  all-gather  ->  full parameters in the compute dtype      forward
-    shards  <-  reduce-scatter, divided, in the reduce dtype  <-  grads   backward
+    forward of the model          Python, on full parameters that one program gathers, and whose gradients it reduces
+    `- layers.0, layers.1, ...    each by a program; one that cannot be traced is split in turn
+    `- other submodules           Python, as a part of forward
 
-It is captured from a module that holds the unit's parameters, under their names, and nothing else. So reduction,
-accumulation and choices for units work as in any other program, and buffers have the order of FSDP2's.
+The result has FSDP2's bits: the parameters of a unit are gathered together and their gradients reduced once, and what
+FSDP2's hooks do where values enter and leave a unit is done by `UnitBoundary` in the unit's `__call__`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,110 +32,15 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module.tracer import Tracer
-from graphshard.runtime.shards import Alias, ParamRef, param_refs
+from graphshard.runtime.shards import ParamRef, param_refs
 from graphshard.runtime.shown import places_of
-from graphshard.runtime.unsharded import Unsharded
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import users_class
 
-# Name of the program, after the module's.
-_NAME = "parameters()"
-
-
-class RunsModule(Protocol):
-    """Runner of a module: `graphshard.module.runner.Runner`."""
-
-    path: str
-    tracer: Tracer
-    unsharded: Unsharded
-    aliases: tuple[Alias, ...]
-
-    @property
-    def of_model(self) -> RunsModule:
-        """The runner of the whole model."""
-
-    @property
-    def entries(self) -> MutableMapping[str, Any]:
-        """Runners of submodules, by name."""
-
-    @property
-    def split_state(self) -> Any:
-        """State of split modules."""
-
-    def entry_runner(self, module: nn.Module, tracer: Tracer, path: str) -> RunsModule:
-        """Return a runner of programs for a submodule."""
-
-
-class ParameterHolder(nn.Module):
-    """Holds the parameters of a module under their names there; `forward` returns them."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._places: list[tuple[nn.Module, str]] = []
-        for name in names:
-            *path, attribute = name.split(".")
-            owner: nn.Module = self
-            for each in path:
-                if each not in owner._modules:
-                    owner._modules[each] = nn.Module()
-                found = owner._modules[each]
-                assert found is not None
-                owner = found
-            self._places.append((owner, attribute))
-
-    def hold(self, params: Collection[nn.Parameter]) -> None:
-        """Hold other parameters, in the order of the names."""
-        for (owner, attribute), param in zip(self._places, params, strict=True):
-            owner._parameters[attribute] = param
-
-    def forward(self) -> list[torch.Tensor]:
-        """Return the parameters, as tensors that are not the graph's inputs."""
-        return [owner._parameters[attribute].clone() for owner, attribute in self._places]  # type: ignore[union-attr]
-
-
-class ParameterGather:
-    """Gathers the parameters of a module that belong to its own unit.
-
-    Args:
-        runner: of the module.
-        refs: the parameters, by their names in the module.
-    """
-
-    def __init__(self, runner: RunsModule, refs: Collection[ParamRef]) -> None:
-        self._runner, self._refs = runner, tuple(refs)
-        self._name = f"{runner.path}.{_NAME}" if runner.path else _NAME
-        self._holder = ParameterHolder([ref.row.name for ref in refs])
-
-    def __call__(self) -> dict[str, torch.Tensor]:
-        """Return the full parameters by name; those that are trained belong to the graph of autograd."""
-        self._holder.hold([ref.param for ref in self._refs])
-        entries = self._runner.of_model.entries
-        if self._name not in entries:  # they are cleared when the model is planned again
-            entries[self._name] = self._runner.of_model.entry_runner(self._holder, self._tracer(), self._runner.path)
-        full = entries[self._name].call(self._holder, (), {})
-        return {ref.row.name: tensor for ref, tensor in zip(self._refs, full, strict=True)}
-
-    def _tracer(self) -> Tracer:
-        base = self._runner.tracer
-        kept = {ref.row.name for ref in self._refs}
-        rows = ParamTable(tuple(replace(row, names=row.names[:1]) for row in base.spec.params if row.name in kept))
-        policy = base.spec.precision.of("")
-        spec = replace(
-            base.spec,
-            params=rows,
-            units=(),
-            precision=Precision(replace(policy, output_dtype=None)),
-            forward_class=ParameterHolder,
-            method="forward",
-            dynamic_shapes=None,
-        )
-        names = {row.name: base.model_names[row.name] for row in rows}
-        params = tuple(param_refs(self._holder, rows))
-        return replace(base, spec=spec, params=params, name=self._name, names=names)
-
-
 log = logging.getLogger(__name__)
 
+# Name of the program that gathers parameters, after the module's.
+_GATHER = "parameters()"
 # How many units a warning names.
 _SHOWN = 3
 
@@ -147,8 +53,8 @@ class SplitState:
         open: modules that Python runs now, the innermost last.
         units_too: units run in Python, too, because forward differentiates what they compute.
         gathers: programs that gather parameters, by the path of the module.
-        full: what they have gathered since the outermost forward began, by path and whether gradients are on. A unit
-            that is called again takes it: gradients of both calls are added up before they are reduced, as FSDP2's are.
+        full: what they have gathered since the outermost forward started, by path and whether gradients are on. A unit
+            that is called again takes it: gradients of both calls are added up before they are reduced, as in FSDP2.
     """
 
     open: list[OpenModule] = field(default_factory=list)
@@ -187,7 +93,7 @@ class OpenModule:
     """A module that Python runs.
 
     Attributes:
-        full: parameters of its own unit, gathered; none if a module around it holds them.
+        full: parameters of its unit, gathered; none if a module around it holds them.
         region: of torch.utils.checkpoint, in which it was called; backward runs such a module again as a whole.
     """
 
@@ -204,12 +110,12 @@ class OpenModule:
     @property
     def path(self) -> str:
         """Path of the module in the model."""
-        return self.split.runner.path
+        return self.split.path
 
 
 @dataclass(frozen=True)
 class _Recomputation:
-    """What backward runs again of a region of torch.utils.checkpoint, with modules as they were in forward.
+    """Region of torch.utils.checkpoint that backward runs again, with modules as they were in forward.
 
     They hold the tensors that forward has gathered: nothing is gathered again.
     """
@@ -227,29 +133,44 @@ class _Recomputation:
             return self.recompute(*args, **kwargs)
 
 
-@dataclass
 class SplitModule:
     """Calls of one module, or of one entry, that Python runs.
 
-    Attributes:
-        runner: of the module.
-        breaks: signatures of calls that have a graph break.
+    Args:
+        runner: the `Runner` of the module.
     """
 
-    runner: RunsModule
-    breaks: set[Signature] = field(default_factory=set)
-    _is_told: bool = False
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.path = runner, runner.path
+        self.state: SplitState = runner.split_state
+        self._breaks: set[Signature] = set()
+        self._warned = False
+
+    @property
+    def tracer(self) -> Tracer:
+        """The runner's; it may be replaced when choices change."""
+        tracer: Tracer = self.runner.tracer
+        return tracer
+
+    @functools.cached_property
+    def unit(self) -> str:
+        """The unit that the module's own parameters belong to."""
+        return unit_of(self.path, self.runner.of_model.tracer.spec.units)
+
+    @functools.cached_property
+    def _refs(self) -> tuple[ParamRef, ...]:
+        """Parameters of the module's own unit."""
+        return tuple(ref for ref in self.tracer.params if not ref.row.unit and not ref.row.ignored)
 
     @property
     def is_forced(self) -> bool:
         """Whether Python runs all calls of a unit, because forward around it differentiates what it computes."""
-        state, tracer = self.runner.split_state, self.runner.tracer
-        is_unit = bool(tracer.name) and tracer.spec.forward_class is not ParameterHolder
-        return is_unit and state.units_too and bool(state.open)
+        is_unit = bool(self.tracer.name) and self.tracer.spec.forward_class is not ParameterHolder
+        return is_unit and self.state.units_too and bool(self.state.open)
 
     def covers(self, signature: Signature) -> bool:
         """Return whether Python runs calls with this signature for which there is no program."""
-        return signature in self.breaks or self.is_forced
+        return signature in self._breaks or self.is_forced
 
     def expect(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
         """Remember a graph break before the first call.
@@ -269,9 +190,9 @@ class SplitModule:
     ) -> Any:
         """Run the first call that has a graph break, and remember it.
 
-        What forward itself raises is raised here, and the next call is traced again.
+        If forward itself raises, the next call is traced again.
         """
-        if self.runner.tracer.spec.forward_class is ParameterHolder:
+        if self.tracer.spec.forward_class is ParameterHolder:
             raise error
         if error.raised:
             result = self.call(module, args, kwargs)
@@ -282,34 +203,27 @@ class SplitModule:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in Python."""
-        tracer, state = self.runner.tracer, self.runner.split_state
-        forward = as_written(module, tracer.spec.method)
+        forward = as_written(module, self.tracer.spec.method)
         with contextlib.ExitStack() as stack:
             boundary = self.boundaries(stack, module)
             if boundary is not None:
                 args, kwargs = boundary.enter(args, kwargs)
-            stack.callback(state.forget_full)
-            is_held = not self._own or state.holds(self.runner.path, self.unit)
+            stack.callback(self.state.forget_full)
+            is_held = not self._refs or self.state.holds(self.path, self.unit)
             full = {} if is_held else self._gather()
             stack.enter_context(self.holding(OpenModule(self, module, full, checkpoint_region())))
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
-    @functools.cached_property
-    def unit(self) -> str:
-        """The unit that the module's own parameters belong to."""
-        return unit_of(self.runner.path, self.runner.of_model.tracer.spec.units)
-
     def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
-        tracer, state = self.runner.tracer, self.runner.split_state
-        self.breaks.add(signature)
-        state.units_too |= error.differentiates or any(map(differentiates, self._python_forwards(module)))
-        if self._is_told:
+        self._breaks.add(signature)
+        self.state.units_too |= error.differentiates or any(map(differentiates, self._python_forwards(module)))
+        if self._warned:
             return
-        self._is_told = True
-        units = tracer.spec.units
+        self._warned = True
+        units = self.tracer.spec.units
         named = ", ".join(units[:_SHOWN]) + (f" and {len(units) - _SHOWN} more" if len(units) > _SHOWN else "")
-        if state.units_too:
+        if self.state.units_too:
             lost = "Python runs its units, too, as forward differentiates them: no collective overlaps with compute"
         elif units:
             lost = f"Each unit ({named}) is captured by itself: no gather of a unit overlaps with compute of another"
@@ -317,8 +231,8 @@ class SplitModule:
             lost = "It contains no units: no part of it is captured, and no collective overlaps with its compute"
         log.warning(
             "%s is split, and Python runs its %s. It has a graph break%s: %s %s. %s fullgraph=True makes it an error.",
-            tracer.label,
-            tracer.spec.method,
+            self.tracer.label,
+            self.tracer.spec.method,
             f" at {error.where} ({error.source})" if error.where else "",
             error.reason,
             lost,
@@ -327,29 +241,31 @@ class SplitModule:
 
     def _python_forwards(self, module: nn.Module) -> Iterator[Callable[..., Any]]:
         """Yield the functions of modules that Python runs now."""
-        yield as_written(module, self.runner.tracer.spec.method)
+        yield as_written(module, self.tracer.spec.method)
         for name, each in module.named_modules():
-            if name and not unit_of(name, self.runner.tracer.spec.units):
+            if name and not unit_of(name, self.tracer.spec.units):
                 yield as_written(each, "forward")
 
-    # --- boundaries ---------------------------------------------------------------------------------------------
+    # --- boundaries ----------------------------------------------------------------------------------------------
 
     def boundaries(self, stack: contextlib.ExitStack, module: nn.Module) -> _LiveBoundary | None:
-        """Give units inside their boundaries while the block is open, and return the module's own.
+        """Give units inside their boundaries until the stack is closed, and return the module's own.
 
         None if it has none, or if its `__call__` has gone through it already.
         """
-        spec, found = self.runner.tracer.spec, None
+        spec, found = self.tracer.spec, None
         sharded = {row.unit for row in spec.params if not row.ignored}
-        own = self.runner.path
-        is_unit = not own or _is_unit(own, self.runner.of_model.tracer.spec.units)
+        is_unit = not self.path or _is_unit(self.path, self.runner.of_model.tracer.spec.units)
         for unit in ("", *spec.units):
+            policy = spec.precision.of(unit)
+            casts = policy.param_dtype if policy.cast_forward_inputs else None
+            node = UnitBoundary(unit or "root", "0", "1", casts, policy.output_dtype, unit in sharded)
             owners = [module] if not unit else [module.get_submodule(path) for path in modules_of(unit)]
             called: set[int] = set()
             for index, owner in enumerate(owners):
                 if BOUNDARY in owner.__dict__ or (not unit and not is_unit):
                     continue
-                boundary = _LiveBoundary(_boundary(spec.precision, unit, unit in sharded), called, index, len(owners))
+                boundary = _LiveBoundary(node, called, index, len(owners))
                 if not unit:
                     found = boundary
                     continue
@@ -357,7 +273,7 @@ class SplitModule:
                 stack.callback(owner.__dict__.pop, BOUNDARY, None)
         return found
 
-    # --- parameters ---------------------------------------------------------------------------------------------
+    # --- parameters ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def holding(self, opened: OpenModule) -> Iterator[None]:
@@ -368,24 +284,23 @@ class SplitModule:
         Raises:
             UnsupportedError: forward wrote to one, which the shards do not see.
         """
-        runner, full = self.runner, opened.full
+        full = opened.full
         if full:
-            runner.unsharded.shown.hide()
+            self.runner.unsharded.shown.hide()
         shards, versions = [], {name: tensor._version for name, tensor in full.items()}
-        for ref in self._own if full else ():
+        for ref in self._refs if full else ():
             value = full[ref.row.name]
             value._is_param = True  # an nn.Parameter by isinstance
-            for owner, attribute in places_of(ref, runner.aliases, ref.row.name).at:
+            for owner, attribute in places_of(ref, self.runner.aliases, ref.row.name).at:
                 shards.append((owner, attribute, value, owner._parameters[attribute]))
-        open_modules = runner.split_state.open
-        open_modules.append(opened)
+        self.state.open.append(opened)
         try:
             for owner, attribute, value, _ in shards:
                 owner._parameters[attribute] = cast(nn.Parameter, value)
                 _refresh(owner)
             yield
         finally:
-            open_modules.pop()
+            self.state.open.pop()
             for owner, attribute, value, shard in shards:
                 if owner._parameters.get(attribute) is value:
                     owner._parameters[attribute] = shard
@@ -393,26 +308,22 @@ class SplitModule:
         written = next((name for name, version in versions.items() if full[name]._version != version), None)
         if written is not None:
             raise UnsupportedError(
-                f"forward of {self.runner.tracer.label} writes to the parameter {written}, of which it holds a copy. "
+                f"forward of {self.tracer.label} writes to the parameter {written}, of which it holds a copy. "
                 "Write to it between calls, under torch.no_grad(), or hold the value in a buffer."
             )
 
-    @functools.cached_property
-    def _own(self) -> tuple[ParamRef, ...]:
-        """Parameters of the module's own unit."""
-        return tuple(ref for ref in self.runner.tracer.params if not ref.row.unit and not ref.row.ignored)
-
     def _gather(self) -> dict[str, torch.Tensor]:
-        state, path = self.runner.split_state, self.runner.path
-        if path not in state.gathers:
-            state.gathers[path] = ParameterGather(self.runner, self._own)
+        state = self.state
+        if self.path not in state.gathers:
+            state.gathers[self.path] = ParameterGather(self.runner, self._refs)
+        gather = state.gathers[self.path]
         if is_recomputing():
-            return state.gathers[path]()
-        key = path, torch.is_grad_enabled()
+            return gather()
+        key = self.path, torch.is_grad_enabled()
         full = state.full.get(key)
         if full is None:
-            full = state.gathers[path]()
-        if not is_in_checkpoint():  # of a unit in a region, autograd keeps nothing until backward
+            full = gather()
+        if not is_in_checkpoint():  # in a region, autograd keeps nothing of a unit until backward
             state.full[key] = full
         return full
 
@@ -448,19 +359,88 @@ def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
     return found
 
 
-def _boundary(precision: Precision, unit: str, has_node: bool) -> UnitBoundary:
-    policy = precision.of(unit)
-    casts = policy.param_dtype if policy.cast_forward_inputs else None
-    return UnitBoundary(unit or "root", "0", "1", casts, policy.output_dtype, has_node)
-
-
 def _is_unit(name: str, units: Sequence[str]) -> bool:
     unit = unit_of(name, units)
     return bool(unit) and name in modules_of(unit)
 
 
 def _refresh(owner: nn.Module) -> None:
-    """Let a recurrent module use the parameters that it holds now: it keeps them in a list of its own, too."""
+    """Let a recurrent module use the parameters that it holds now: it keeps them in a list, too."""
     names = getattr(owner, "_flat_weights_names", None)
     if names is not None and isinstance(owner, nn.RNNBase):
         owner._flat_weights = [owner._parameters.get(name) for name in names]
+
+
+class ParameterHolder(nn.Module):
+    """Holds the parameters of a module under their names there; `forward` returns them."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._places: list[tuple[nn.Module, str]] = []
+        for name in names:
+            *path, attribute = name.split(".")
+            owner: nn.Module = self
+            for each in path:
+                if each not in owner._modules:
+                    owner._modules[each] = nn.Module()
+                found = owner._modules[each]
+                assert found is not None
+                owner = found
+            self._places.append((owner, attribute))
+
+    def hold(self, params: Collection[nn.Parameter]) -> None:
+        """Hold other parameters, in the order of the names."""
+        for (owner, attribute), param in zip(self._places, params, strict=True):
+            owner._parameters[attribute] = param
+
+    def forward(self) -> list[torch.Tensor]:
+        """Return the parameters, as tensors that are not the graph's inputs."""
+        return [owner._parameters[attribute].clone() for owner, attribute in self._places]  # type: ignore[union-attr]
+
+
+class ParameterGather:
+    """Program that returns the full parameters of a unit.
+
+        shards  ->  all-gather  ->  full parameters in the compute dtype      forward
+        shards  <-  reduce-scatter, divided, in the reduce dtype  <-  grads   backward
+
+    It is captured from a module that holds the unit's parameters, under their names, and nothing else. So reduction,
+    accumulation and choices for units work as in any other program, and buffers have the order of FSDP2's.
+
+    Args:
+        runner: the `Runner` of the module.
+        refs: the parameters, by their names in the module.
+    """
+
+    def __init__(self, runner: Any, refs: Collection[ParamRef]) -> None:
+        self._runner, self._refs = runner, tuple(refs)
+        self._name = f"{runner.path}.{_GATHER}" if runner.path else _GATHER
+        self._holder = ParameterHolder([ref.row.name for ref in refs])
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        """Return the full parameters by name; trained ones belong to the graph of autograd."""
+        self._holder.hold([ref.param for ref in self._refs])
+        model_runner = self._runner.of_model
+        if self._name not in model_runner.entries:  # they are cleared when the model is planned again
+            entry = model_runner.entry_runner(self._holder, self._tracer(), self._runner.path)
+            model_runner.entries[self._name] = entry
+        full = model_runner.entries[self._name].call(self._holder, (), {})
+        return {ref.row.name: tensor for ref, tensor in zip(self._refs, full, strict=True)}
+
+    def _tracer(self) -> Tracer:
+        base: Tracer = self._runner.tracer
+        names = {ref.row.name for ref in self._refs}
+        rows = ParamTable(tuple(replace(row, names=row.names[:1]) for row in base.spec.params if row.name in names))
+        spec = replace(
+            base.spec,
+            params=rows,
+            units=(),
+            precision=Precision(replace(base.spec.precision.of(""), output_dtype=None)),
+            forward_class=ParameterHolder,
+            method="forward",
+            dynamic_shapes=None,
+        )
+        model_names = {row.name: base.model_names[row.name] for row in rows}
+        return replace(
+            base, spec=spec, params=tuple(param_refs(self._holder, rows)), name=self._name, names=model_names
+        )

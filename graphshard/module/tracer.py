@@ -1,10 +1,14 @@
-"""The program of a model with many equal blocks, made of a capture of a few of them.
+"""From calls of a module to programs: what is captured, under which options. There need be no process group.
+
+`export` has a tracer alone; `Runner` has one, and runs what it makes.
+
+Of many equal blocks a few are captured, and stand for all:
 
     capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
-It is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by value), or
-`Uneven`. Where the plan, or what is gathered at once, is not the same for each block, the partitioned program is
-stamped, and all else is of all blocks.
+The result is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by
+value), or `Uneven`. Where the plan, or what is gathered at once, differs between blocks, the partitioned program is
+stamped, and the other passes run on all blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -62,130 +65,13 @@ from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)
 
-# "1" captures every block.
-VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
-
-
-def repeats_of(module: nn.Module, spec: CaptureSpec, options: Options) -> Repeats | None:
-    """Equal blocks of which a few are enough; None if there are none, or if options look at the model as a whole."""
-    by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
-    whole = options.passes is not None or by_budget or options.dynamic_shapes is not None
-    communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
-    if whole or communicates or os.environ.get(VARIABLE) == "1":
-        return None
-    return find_repeats(module)
-
-
-@dataclass
-class Short:
-    """A partitioned program of few blocks, and the passes that are left."""
-
-    program: Program
-    few: Few
-    passes: tuple[Pass, ...]
-
-    def finish(self, observer: Observer) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
-        """Run the passes that are left; the program of all blocks, and where another backward of it begins.
-
-        Raises:
-            Uneven: a program of all cannot be made.
-            GraphshardError: a pass does not like the program.
-        """
-        program = self.program
-        program.few = self.few
-        begin = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
-        begin.established, begin.history = set(program.established), list(program.history)
-        plans: list[Plan] = []
-
-        def plan(step: MakePlan, program: Program) -> Plan:
-            with within_one_plan():
-                plans.append((step.planner or PlanByUnit())(program))
-                return folded_plan(plans[-1], program)
-
-        def partitioned() -> Partitioned:
-            return Partitioned(backward_of_all(begin), self.passes, frozenset(begin.established))
-
-        steps = [replace(s, planner=partial(plan, s)) if isinstance(s, MakePlan) else s for s in self.passes]
-        alone = replace(observer)
-        try:
-            for step in steps:
-                run_pass(step, program, alone)
-            alone.end(program)
-            outline(program)
-            begun = time.perf_counter()
-            program = stamped(program, plans[-1] if plans else None)
-        except Uneven as error:
-            log.info("passes are of every block: %s", error)
-            return self._long(begin, plans, observer)
-        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
-        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
-        return program, partitioned if "backward" in program.phases else None
-
-    def _long(self, begin: Program, plans: Sequence[Plan], observer: Observer) -> tuple[Program, Partitioned | None]:
-        """Stamp the partitioned program; a plan that was made is taken."""
-        begun = time.perf_counter()
-        program = stamp(begin, self.few.repeats, self.few.params)
-        observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
-        planned = [
-            replace(step, planner=lambda _: plans[-1]) if isinstance(step, MakePlan) else step for step in self.passes
-        ]
-        found = run_pipeline(planned if plans else self.passes, program, observer)
-        return program, None if found is None else replace(found, rest=self.passes)
-
-
-def program_of_few(
-    trace: Callable[[], Program],
-    spec: CaptureSpec,
-    repeats: Repeats,
-    passes: tuple[Pass, ...],
-    observer: Observer,
-    title: Callable[[Program], None],
-    watching: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Short:
-    """Capture few blocks, and run the passes up to the partition.
-
-    Args:
-        trace: of few blocks.
-        title: gives the program its name.
-        watching: is around the capture.
-
-    Raises:
-        Uneven: of them the program of all cannot be told.
-        GraphshardError: capture or a pass does not like the model.
-    """
-    at = next((index for index, step in enumerate(passes) if isinstance(step, Partition)), None)
-    if at is None:
-        raise Uneven("there is no partition")
-    start = time.perf_counter()
-    with watching():
-        program = trace_few(trace, spec, repeats)
-    title(program)
-    observer.after(program, "capture", 0, time.perf_counter() - start)
-    for step in passes[: at + 1]:
-        run_pass(step, program, observer)
-    return Short(program, few_of(program, repeats, spec.params), passes[at + 1 :])
-
-
-def trace_few(trace: Callable[[], Program], spec: CaptureSpec, repeats: Repeats) -> Program:
-    """Trace a few of equal blocks, and check that they stand for all.
-
-    Raises:
-        Uneven: they do not.
-    """
-    check_alike(spec, repeats)
-    program = trace()
-    _check(program)
-    return program
-
-
-def _check(program: Program) -> None:
-    """Raise Uneven for what a program has besides its graph that may differ between blocks."""
-    if program.checks or program.sizes:
-        raise Uneven("forward depends on numbers")
-
-
 ClassOf: TypeAlias = Callable[[nn.Module, bool, nn.Module], type]
 Watching: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+# A program, and where other backwards of it start.
+Traced: TypeAlias = tuple[Program, Partitioned | Callable[[], Partitioned] | None]
+
+# "1" captures every block.
+VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
 _NO_INPUTS = pytree.tree_structure(())
 
 
@@ -194,17 +80,16 @@ class Tracer:
     """Captures programs of a module, of a submodule or of another method, and runs the passes over them.
 
     Attributes:
-        spec: what capture has to know: parameters, units, the mesh, the device.
+        spec: parameters, units, mesh and device.
         params: the module's parameters, with their rows of the table.
-        options: what the user has chosen; `max_captures` is for the module, and for each entry.
+        options: of the user; `max_captures` is for the module, and for each entry.
         pipeline: the passes that the options make.
         storage: where shards are kept between steps.
         name: of the submodule or method; "" for the model itself.
         names: names of the parameters in the whole model by their names here; empty for the model itself.
-        class_of: the class that a module has in a compiled model, see `compiled_classes.class_of`.
-        traced: what Dynamo traces.
-        compiled: regions that were compiled, by key; shared by all programs of a model and its copies.
+        compiled: compiled regions by key, shared by all programs of a model and its copies.
         mesh: that the module is sharded over; None where there is none.
+        class_of: see `compiled_module.class_of`.
     """
 
     spec: CaptureSpec
@@ -219,9 +104,11 @@ class Tracer:
     class_of: ClassOf = lambda _, __, module: type(module)
     traced: TracedFunction = field(default_factory=lambda: TracedFunction("forward"), init=False, repr=False)
     _modes: Modes | None = field(default=None, init=False, repr=False)
-    # Of the parameters that they were found for.
+    # With the parameters that they were made for.
     _settings: tuple[tuple[ParamRef, ...], tuple[Settings, ...]] | None = field(default=None, init=False, repr=False)
     _every_block: bool = field(default=False, init=False, repr=False)
+
+    # --- capture -------------------------------------------------------------------------------------------------
 
     @collector_paused()
     def trace(
@@ -238,41 +125,48 @@ class Tracer:
         watching: Watching = contextlib.nullcontext,
         few: bool = False,
         find: Callable[[Program], None] | None = None,
-    ) -> tuple[Program, Partitioned | Callable[[], Partitioned] | None]:
-        """Capture a program and run the passes; `Partitioned` is where another backward begins.
+    ) -> Traced:
+        """Capture a program and run the passes.
 
         Args:
             reason: why, for the log and the dump.
             grad: whether the call is to be differentiated.
             number: how many programs were captured before.
-            passes: to run in the place of the tracer's.
+            passes: to run instead of the tracer's.
             watching: is around each capture.
             few: of many equal blocks a few may be captured.
             find: called with the traced program, before passes.
         """
-        spec, passes_left = self.current_spec(), (passes or self.pipeline).passes
+        spec, steps = self.current_spec(), (passes or self.pipeline).passes
 
-        def title(program: Program) -> None:
+        def finish_trace(program: Program) -> None:
             program.model, program.reason, program.capture = self.label, reason, number
             if find is not None:
                 find(program)
 
-        short = (
-            self._of_few(module, args, kwargs, spec, passes_left, observer, title, watching) if few and grad else None
-        )
-        if short is not None:
+        repeats = self._repeats(module, spec) if few and grad and not self._every_block else None
+        template: _Template | None = None
+        if repeats is not None:
+            trace = functools.partial(self._trace_template, module, args, kwargs, spec, repeats)
             try:
-                found = short.finish(observer)
+                template = _make_template(trace, spec, repeats, steps, replace(observer), finish_trace, watching)
+            except (Uneven, GraphshardError) as error:
+                self._doubt(error)
+        if template is not None:
+            try:
+                found = template.finish(observer)
                 found[0].keep_captured(self.recapture(module, args, kwargs, grad=grad))
                 return found
             except Uneven as error:
                 self._doubt(error)
+        start = time.perf_counter()
         with watching():
-            program, seconds = self._whole(module, args, kwargs, spec, grad=grad)
-        title(program)
+            program = self._whole(module, args, kwargs, spec, grad=grad)
+        seconds = time.perf_counter() - start
+        finish_trace(program)
         program.keep_captured(CapturedGraph.of(program).exported)
         observer.after(program, "capture", 0, seconds)
-        return program, run_pipeline(passes_left, program, observer)
+        return program, run_pipeline(steps, program, observer)
 
     def trace_alone(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool, few: bool = False
@@ -280,21 +174,20 @@ class Tracer:
         """Trace a call as if it were the first one, so that no number or size is a symbol because it has changed.
 
         Args:
-            few: trace a few of many equal blocks; None is returned if there are none, or if they are called otherwise.
+            few: trace a few of many equal blocks; return None if there are none, or if they are called differently.
 
         Raises:
             GraphBreak: forward cannot be traced whole.
         """
         alone, spec = replace(self), self.current_spec()
         if not few:
-            program, _ = alone._whole(module, args, kwargs, spec, grad=grad)
+            program = alone._whole(module, args, kwargs, spec, grad=grad)
         else:
-            repeats = None if self.name or not grad else repeats_of(module, spec, self.options)
+            repeats = self._repeats(module, spec) if grad else None
             if repeats is None:
                 return None
             try:
-                trace = functools.partial(alone._trace_few, module, args, kwargs, spec, repeats)
-                program = trace_few(trace, spec, repeats)
+                program = alone._trace_template(module, args, kwargs, spec, repeats)
             except (Uneven, GraphshardError) as error:
                 log.info("%s: every block is traced: %s", self.label, error)
                 return None
@@ -304,7 +197,7 @@ class Tracer:
     def recapture(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool
     ) -> Callable[[], ExportedProgram]:
-        """Return what captures every block for `Program.exported`, of a program that was made otherwise."""
+        """Return a function that captures every block for `Program.exported`, of a program that was made otherwise."""
         spec, modes = self.current_spec(), [part.training for part in module.modules()]
         leaves, structure = pytree.tree_flatten((args, kwargs))
         leaves = [without_values(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -317,7 +210,7 @@ class Tracer:
                 )
             made = self.on_device(stand_ins(leaves), structure)
             again_args, again_kwargs = pytree.tree_unflatten(made, structure)
-            program, _ = self._whole(module, again_args, again_kwargs, spec, grad=grad)
+            program = self._whole(module, again_args, again_kwargs, spec, grad=grad)
             program.model = self.label
             return to_exported(program, None if program.trace is None else program.trace.returned)
 
@@ -325,64 +218,55 @@ class Tracer:
 
     def _whole(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, *, grad: bool
-    ) -> tuple[Program, float]:
-        """The program of a capture of every block, and the seconds that it took."""
-        start = time.perf_counter()
+    ) -> Program:
+        """Capture every block."""
         program = joint_program(module, args, kwargs, spec.params, spec.mesh, spec.device, grad=grad)
         if program is None:
             classes = functools.partial(self.class_of, module, not self.name)
             trace = functools.partial(capture_call, module, args, kwargs, spec, self.traced, classes, grad=grad)
             program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
-        return program, time.perf_counter() - start
+        return program
 
-    def _of_few(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        spec: CaptureSpec,
-        passes: tuple[Pass, ...],
-        observer: Observer,
-        title: Callable[[Program], None],
-        watching: Watching,
-    ) -> Short | None:
-        """The program of a capture of few blocks, partitioned; None if all are to be captured.
-
-        What has once been in doubt stays so.
-        """
-        repeats = None if self.name or self._every_block else repeats_of(module, spec, self.options)
-        if repeats is None:
+    def _repeats(self, module: nn.Module, spec: CaptureSpec) -> Repeats | None:
+        """Return equal blocks of which a few are enough; None if there are none, or options are for the whole model."""
+        options = self.options
+        by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
+        whole = options.passes is not None or by_budget or options.dynamic_shapes is not None
+        communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
+        if self.name or whole or communicates or os.environ.get(VARIABLE) == "1":
             return None
-        try:
-            trace = functools.partial(self._trace_few, module, args, kwargs, spec, repeats)
-            return program_of_few(trace, spec, repeats, passes, replace(observer), title, watching)
-        except (Uneven, GraphshardError) as error:
-            self._doubt(error)
-            return None
+        return find_repeats(module)
 
-    def _trace_few(
+    def _trace_template(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, repeats: Repeats
     ) -> Program:
         """Trace a few of equal blocks; the program's parameters are those of these and of the rest of the model.
 
-        Dynamo makes errors of its own of `Uneven`, and of others that are raised while it traces.
+        Raises:
+            Uneven: they do not stand for all. Inside a trace, Dynamo makes other errors of it.
         """
+        check_alike(spec, repeats)
         few: dict[str, Any] = {"class_of": functools.partial(self.class_of, module, True), "repeats": repeats}
         trace = functools.partial(capture_call, module, args, kwargs, spec, self.traced, grad=True, **few)
-        return traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+        program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+        if program.checks or program.sizes:
+            raise Uneven("forward depends on numbers")
+        return program
 
     def _doubt(self, error: Exception) -> None:
-        """Capture every block from now on; raises what is another rank's error."""
+        """Capture every block from now on; raise what is an error of another rank."""
         if isinstance(error, (DivergenceError, PeerError)):
             raise error
         log.info("%s: every block is captured: %s", self.label, error)
         self._every_block = True
 
+    # --- other tracers -------------------------------------------------------------------------------------------
+
     def entry(self, name: str, method: str, module: nn.Module) -> Tracer:
-        """The tracer of a submodule, or of another method of the model (its name is ""), that is called on its own."""
+        """Return the tracer of a submodule, or of another method of the model (name ""), that is called directly."""
         table = self.spec.params.within(name) if name else self.spec.params
         if any(name in modules_of(unit) and unit != name for unit in self.spec.units):
-            # FSDP2 lets go of a unit when all of its modules have run.
+            # FSDP2 frees a unit when all of its modules have run.
             table = ParamTable(tuple(replace(row, reshard=False) for row in table))
         spec = replace(
             self.spec,
@@ -399,24 +283,26 @@ class Tracer:
         )
 
     def for_copy(self, module: nn.Module) -> Tracer:
-        """The tracer of a copy of the module."""
+        """Return the tracer of a copy of the module."""
         return replace(self, params=tuple(param_refs(module, self.spec.params)))
 
+    # --- parameters ----------------------------------------------------------------------------------------------
+
     def change(self, names: Collection[str], **choices: Any) -> None:
-        """Make other choices for parameters from the next program on."""
+        """Change rows of parameters from the next program on."""
         rows = {ref.row.name: replace(ref.row, **choices) if ref.row.name in names else ref.row for ref in self.params}
         self.params = tuple(replace(ref, row=rows[ref.row.name]) for ref in self.params)
         self.spec = replace(self.spec, params=ParamTable(tuple(rows.values())))
 
     def current_spec(self) -> CaptureSpec:
-        """The spec with the parameters' flags and dtypes as they are now."""
+        """Return the spec with the parameters' flags and dtypes as they are now."""
         rows = tuple(ref.row.as_now(ref.param, self.spec.precision.of(ref.row.unit)) for ref in self.params)
         extended = self._extended(rows)
         rows = tuple(extended[row.name].described() if row.name in extended else row for row in rows)
         return replace(self.spec, params=ParamTable(rows), extended=tuple(extended.values()))
 
     def _extended(self, rows: Sequence[ParamSpec]) -> dict[str, Extended]:
-        """The parameters that decide themselves what is gathered of them, by name."""
+        """Return the parameters with `fsdp_pre_all_gather`, by name."""
         mesh = None if self.mesh is None else sharding_mesh(self.mesh)
         return {
             row.name: Extended(
@@ -431,6 +317,8 @@ class Tracer:
             if mesh is not None and is_extended(ref.param)
         }
 
+    # --- calls ---------------------------------------------------------------------------------------------------
+
     def signature(
         self,
         module: nn.Module,
@@ -441,8 +329,8 @@ class Tracer:
         """Return the signature of a call.
 
         Args:
-            leaves: of the inputs; none for the signature that programs are found by, as guards look at inputs.
-            params: the parameters as they are now, where they are at hand: to find one takes longer than to ask it.
+            leaves: of the inputs; none for the signature that programs are found by, as guards test inputs.
+            params: the parameters as they are now, if they are at hand: finding one takes longer than reading it.
         """
         device_type = self.spec.device.type
         if self._modes is None or self._modes.root is not module:
@@ -463,7 +351,7 @@ class Tracer:
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
-        """Input leaves where the model is; raises `InputError` for those that cannot be used."""
+        """Return input leaves where the model is; raise `InputError` for those that cannot be used."""
         return moved_to(self.spec.device, leaves, structure)
 
     @property
@@ -473,10 +361,99 @@ class Tracer:
 
     @property
     def label(self) -> str:
-        """What programs are called, before their number."""
+        """Title of programs, before their number."""
         return f"{self.spec.forward_class.__name__}{'-' if self.name else ''}{self.name}"
 
 
 def entry_name(name: str, method: str) -> str:
-    """What an entry is called: "encoder", "encode" or "encoder.encode"."""
+    """Return the name of an entry: "encoder", "encode" or "encoder.encode"."""
     return ".".join(part for part in (name, method) if part not in ("", "forward"))
+
+
+# --- a few of equal blocks ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Template:
+    """A partitioned program of a few of equal blocks, and the passes that are left."""
+
+    program: Program
+    few: Few
+    steps: tuple[Pass, ...]
+
+    def finish(self, observer: Observer) -> Traced:
+        """Run the passes that are left, and return the program of all blocks.
+
+        Raises:
+            Uneven: a program of all cannot be made.
+            GraphshardError: a pass refuses the program.
+        """
+        program = self.program
+        program.few = self.few
+        start = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
+        start.established, start.history = set(program.established), list(program.history)
+        plans: list[Plan] = []
+
+        def plan(step: MakePlan, program: Program) -> Plan:
+            with within_one_plan():
+                plans.append((step.planner or PlanByUnit())(program))
+                return folded_plan(plans[-1], program)
+
+        def partitioned() -> Partitioned:
+            return Partitioned(backward_of_all(start), self.steps, frozenset(start.established))
+
+        alone = replace(observer)
+        try:
+            for step in self.steps:
+                if isinstance(step, MakePlan):
+                    step = replace(step, planner=functools.partial(plan, step))
+                run_pass(step, program, alone)
+            alone.end(program)
+            outline(program)
+            begun = time.perf_counter()
+            program = stamped(program, plans[-1] if plans else None)
+        except Uneven as error:
+            log.info("passes are of every block: %s", error)
+            return self._stamp_partitioned(start, plans, observer)
+        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
+        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
+        return program, partitioned if "backward" in program.phases else None
+
+    def _stamp_partitioned(self, start: Program, plans: Sequence[Plan], observer: Observer) -> Traced:
+        """Run the passes that are left on all blocks, with the plan that was made."""
+        begun = time.perf_counter()
+        program = stamp(start, self.few.repeats, self.few.params)
+        observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
+        steps = self.steps
+        if plans:
+            steps = tuple(replace(s, planner=lambda _: plans[-1]) if isinstance(s, MakePlan) else s for s in steps)
+        found = run_pipeline(steps, program, observer)
+        return program, None if found is None else replace(found, rest=self.steps)
+
+
+def _make_template(
+    trace: Callable[[], Program],
+    spec: CaptureSpec,
+    repeats: Repeats,
+    steps: tuple[Pass, ...],
+    observer: Observer,
+    finish_trace: Callable[[Program], None],
+    watching: Watching,
+) -> _Template:
+    """Trace a few blocks, and run the passes up to the partition.
+
+    Raises:
+        Uneven: the program of all does not follow from them.
+        GraphshardError: capture or a pass refuses the model.
+    """
+    at = next((index for index, step in enumerate(steps) if isinstance(step, Partition)), None)
+    if at is None:
+        raise Uneven("there is no partition")
+    start = time.perf_counter()
+    with watching():
+        program = trace()
+    finish_trace(program)
+    observer.after(program, "capture", 0, time.perf_counter() - start)
+    for step in steps[: at + 1]:
+        run_pass(step, program, observer)
+    return _Template(program, few_of(program, repeats, spec.params), steps[at + 1 :])

@@ -1,10 +1,10 @@
-"""A compiled model as it was written, while it generates or is looked at: no programs, whole parameters, no gradients.
+"""Context manager that runs a compiled model eagerly with unsharded parameters, without autograd.
 
     with graphshard.uncompiled(model):
         tokens = model.generate(prompt, max_new_tokens=100)     caches, any length, code that no program takes
 
-Modules have the classes and forwards that they had before `compile`, and hold their whole parameters. What FSDP2's
-hooks do where values enter and leave a unit is done, so results have its bits.
+Modules have the classes and forwards that they had before `compile`, and hold their full parameters. What FSDP2's hooks
+do where values enter and leave a unit is done, so results have its bits.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from graphshard.torch_compat.operators import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
 from graphshard.utils.text import users_class
 
-# Models that are so now.
+# Models in a block of `uncompiled`.
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iterator[None]:
-    """In the block a compiled model is the module that it was made of, with whole parameters and without gradients.
+    """Make a compiled model the module that it was made of, with full parameters and without gradients.
 
-    For `generate()` with caches, code by others that wants plain parameters, `save_pretrained` and plain copies
+    For `generate()` with caches, libraries that want plain parameters, `save_pretrained` and plain copies
     (`copy.deepcopy`). All ranks enter it together. It is a decorator, too:
     `model.generate = graphshard.uncompiled(model)(model.generate)`.
 
@@ -57,8 +57,8 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
 
     Raises:
         ArgumentError: the module was not compiled.
-        UnsupportedError: a parameter decides itself what is gathered of it; or, in the block, a module is called with
-            gradients enabled, or a parameter was written to.
+        UnsupportedError: a parameter has `fsdp_pre_all_gather`; or, in the block, a module is called with gradients
+            enabled, or a parameter was written to.
     """
     check_bool("reshard_after_forward", reshard_after_forward)
     if isinstance(model, nn.Module) and model in _OPEN:
@@ -66,38 +66,38 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
         return
     model = compiled_module(model)
     runner = model._graphshard
-    whole = _Whole(runner)
-    whole.check(model)
-    units = runner.tracer.spec.units
+    full = _FullParameters(runner)
+    full.check(model)
+    spec = runner.tracer.spec
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         runner.unsharded.shown.hide()
         stack.enter_context(_as_written(model, runner))
-        stack.callback(whole.hide)
-        whole.show([ref for ref in runner.tracer.params if not (reshard_after_forward and ref.row.unit)])
-        for unit in units if reshard_after_forward else ():
-            stack.enter_context(whole.during(unit, [model.get_submodule(path) for path in modules_of(unit)]))
-        device = runner.tracer.spec.device
-        stack.callback(model.register_forward_pre_hook(functools.partial(_begin, device), with_kwargs=True).remove)
-        spec = runner.tracer.spec
-        stack.enter_context(_casting(model, units, spec.precision))
+        stack.callback(full.hide)
+        full.show([ref for ref in runner.tracer.params if not (reshard_after_forward and ref.row.unit)])
+        for unit in spec.units if reshard_after_forward else ():
+            modules = [model.get_submodule(path) for path in modules_of(unit)]
+            stack.enter_context(full.during(unit, modules))
+        begin = functools.partial(_begin, spec.device)
+        stack.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.enter_context(_casting(model, spec.units, spec.precision))
         _OPEN.add(model)
         stack.callback(_OPEN.discard, model)
         yield
-        whole.check_unchanged()
+        full.check_unchanged()
 
 
-class _Whole:
-    """The whole parameters of a model: those that are gathered now, in the place of their shards."""
+class _FullParameters:
+    """Full parameters of a model: those that are gathered now, in place of their shards."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._shown = Shown(WholeParameter)
-        # Gathered ones: where modules hold them, their shards, what was gathered, and its version.
+        # Gathered ones: where modules hold them, their shards, the full tensor, and its version.
         self._held: dict[str, tuple[Places, nn.Parameter, torch.Tensor, int]] = {}
 
     def check(self, model: nn.Module) -> None:
-        """Raise an error of this package's if parameters are not as they were, or cannot be gathered."""
+        """Raise a GraphshardError if parameters are not as they were, or cannot be gathered."""
         tracer = self._runner.tracer
         for ref in tracer.params:
             if is_extended(ref.checked()) and not ref.row.ignored:
@@ -111,7 +111,7 @@ class _Whole:
 
     @functools.cached_property
     def _rows(self) -> dict[str, ParamSpec]:
-        """Rows of all parameters as they are when the block begins, and not anew for each call of each unit."""
+        """Rows of all parameters as they are when the block starts."""
         return {row.name: row for row in self._runner.tracer.current_spec().params}
 
     def show(self, refs: Sequence[ParamRef]) -> None:
@@ -122,14 +122,13 @@ class _Whole:
         gathered = start_gathering(pairs, spec.mesh, runner.groups, spec.device)
         for ref in refs:
             name = ref.row.name
+            places = places_of(ref, runner.aliases, name)
             if name in gathered:
                 full = gathered[name].wait()
-            else:
+                self._held[name] = places, ref.param, full, full._version
+            else:  # writing to it writes to the parameter
                 (local,) = copied_to([shard_in(ref.param).detach()], spec.device)
                 full = local.to(self._rows[name].compute_dtype)
-            places = places_of(ref, runner.aliases, name)
-            if name in gathered:  # what is written to others is written to the parameter
-                self._held[name] = places, ref.param, full, full._version
             self._shown.show(places, full)
 
     def hide(self, refs: Sequence[ParamRef] | None = None) -> None:
@@ -139,7 +138,7 @@ class _Whole:
         for name in list(self._held if names is None else names):
             if name in self._held:
                 places, shard, *_ = self._held.pop(name)
-                for owner, attribute in places.at:  # somebody may have put another there
+                for owner, attribute in places.at:  # the user may have put another there
                     owner._parameters[attribute] = shard
 
     @contextlib.contextmanager
@@ -149,7 +148,7 @@ class _Whole:
         left: set[nn.Module] = set()
 
         def enter(module: nn.Module, args: Any) -> None:
-            if not left and module in modules:  # and no copy of one
+            if not left and module in modules:  # and not a copy of one
                 self.show(refs)
                 left.update(modules)
 
@@ -179,7 +178,7 @@ class _Whole:
 
 @contextlib.contextmanager
 def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
-    """Modules have their own classes and methods; what is set on them meanwhile stays."""
+    """Give modules the user's classes and methods; what is set on them in the block stays."""
     with contextlib.ExitStack() as stack:
         for module in list(model.modules()):
             ours = {name: value for name, value in vars(module).items() if type(value) is Entry or name in OF_UNITS}
@@ -192,7 +191,17 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
             yield
         finally:
             stack.close()
-            install_entries(model, runner.call_entry)  # around forwards that somebody has replaced meanwhile
+            install_entries(model, runner.call_entry)  # around forwards that were replaced in the block
+
+
+def _put_back(module: nn.Module, ours: dict[str, Any], cls: type[nn.Module]) -> None:
+    now = dict(module.__dict__)
+    for name, value in ours.items():
+        if type(value) is Entry and now.get(name, value.replaced) is value.replaced:
+            now.pop(name, None)
+    module.__dict__.clear()
+    module.__dict__.update({**ours, **now})
+    object.__setattr__(module, "__class__", cls)
 
 
 @contextlib.contextmanager
@@ -216,7 +225,7 @@ class _Casts:
         self._policy = policy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Casts:
-        """Return hooks that do nothing, for a copy that somebody makes of the module meanwhile."""
+        """Return hooks that do nothing, for a copy of the module."""
         return _Casts(MixedPrecisionPolicy())
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -228,18 +237,8 @@ class _Casts:
         return output if self._policy.output_dtype is None else cast_tensors(output, self._policy.output_dtype)
 
 
-def _put_back(module: nn.Module, ours: dict[str, Any], cls: type[nn.Module]) -> None:
-    now = dict(module.__dict__)
-    for name, value in ours.items():
-        if type(value) is Entry and now.get(name, value.replaced) is value.replaced:
-            now.pop(name, None)
-    module.__dict__.clear()
-    module.__dict__.update({**ours, **now})
-    object.__setattr__(module, "__class__", cls)
-
-
 def _begin(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before the model's forward: inputs are moved to the device, as FSDP2 moves them."""
+    """Move inputs to the device before the model's forward, as FSDP2 does."""
     if module not in _OPEN:  # a copy
         return None
     if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):

@@ -1,13 +1,14 @@
-"""The arguments of `compile`, checked once and turned into a parameter table and a pipeline.
+"""The arguments of `compile`, checked once and resolved against a model and a mesh into one `CompileRequest`.
 
-`Options` (`options.py`) is what a user chooses, as one value; `compile`, `explain`, `export` and `load` make one each
-and hand it on. What it may hold by itself is in `values.py`, what it means for parameters and where it must fit the
-model and the mesh in `table.py`, what it means for passes in `passes.py`. `checks.py` is about what else `compile` is
-given: model, mesh and example inputs; `meshes.py` says which axes of a mesh are for data, and which are tensor axes,
-and `experts.py` which parameters lie on another mesh than the others.
+`Options` (`options.py`) is what a user chooses, as one value; `compile`, `explain`, `export` and `load` make one each.
+`validate.py` checks options, inputs, the model and its parameters. `mesh_axes.py` finds the role of each mesh axis.
+`resolve.py` makes the parameter table, the pipeline and the planner of them. `simulated_mesh.py` makes meshes without
+machines.
 
+* **The model is walked once.** `check_model` returns `ModelContents`: modules, parameters and buffers by name. What
+  follows reads these.
 * **Signatures are made of fields.** `compile` and the others take `**options: Unpack[...]`. A new option is a field, a
   key of the `TypedDict`, its check and its paragraph in the docstring of `compile`; written-out signatures would repeat
-  it eight times. mypy and IDEs read the `TypedDict`, `help` the signature that `arguments.py` makes.
-* **A name that there is not is an ArgumentError** that says which one may be meant; Python's own does so from 3.13 on.
+  it eight times. mypy and IDEs read the `TypedDict`, `help` the signature that `takes_options` makes.
+* **An unknown name is an ArgumentError** that says which one may be meant; Python does so from 3.13 on only.
 """

@@ -1,19 +1,22 @@
-"""Which axes of a mesh are data axes, and which are tensor axes, along which the model itself communicates.
+"""Role of each axis of a mesh: data axes replicate or shard, the model communicates along tensor and expert axes.
 
     init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "tp"))         by their names
-    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis; so is "ep"
+    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))         sharded over both, as one axis
+    init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "ep"))         so are parameters that are not DTensors on
+                                                                          "ep"; those, the experts', over "dp" alone
     compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))    as told; other axes are tensor axes
     compile(model, mesh, dp_mesh_dims=DataParallelMeshDims(replicate="x"))    nothing is sharded: FSDP2's DDP
     fully_shard(block, mesh=mesh["dp"])                                   by the DTensors among the parameters
+    shard_placement_fn=lambda p: ShardPlacementResult(...)                another mesh for a parameter, as in FSDP2
 
-An axis whose name says nothing is an error where it matters. That two data axes replicate and shard is decided by their
-order, as FSDP2 does.
+An axis whose name says nothing is an error where it matters. Of two data axes the first replicates, as in FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,10 +38,10 @@ from graphshard.ir.mesh import (
     seen_axes,
     seen_shape,
 )
-from graphshard.ir.param_table import chunk_range, named_parameters
+from graphshard.ir.param_table import chunk_range
 from graphshard.ir.subclasses import is_subclass
 from graphshard.options.options import Options
-from graphshard.options.validate import check_ignored, check_mesh, placements_of
+from graphshard.options.validate import ModelContents, check_ignored, check_mesh, placements_of
 from graphshard.torch_compat.dtensor import ShardPlacementResult, flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.utils.text import brief
 
@@ -51,33 +54,67 @@ except ImportError:  # torch 2.11 has none, so that axes go by their names
 _NUMBER = "mesh {} must have one data axis (to shard over) or two (to replicate and to shard over), and has {}."
 
 
-def data_and_tensor(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The data axes of a mesh, and its tensor axes if it has any.
+@dataclass(frozen=True, eq=False)
+class MeshAxes:
+    """Axes of a mesh by what a model does along them.
+
+    Attributes:
+        mesh: the data axes by name and role.
+        data: the same as a DeviceMesh; None for a mesh that need not exist.
+        tensor: the tensor axes, if there are any.
+        experts: meshes of the parameters that are sharded over another mesh, if there are any.
+        placements: chosen by `shard_placement_fn`, by names of parameters; None if it has not been asked.
+    """
+
+    mesh: Mesh
+    data: DeviceMesh | None = None
+    tensor: DeviceMesh | None = None
+    experts: ExpertMeshes | None = None
+    placements: Mapping[str, Any] | None = None
+
+
+def find_axes(contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> MeshAxes:
+    """Return the axes of a mesh by what a model does along them.
+
+    Args:
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
+
+    Raises:
+        ArgumentError: the role of an axis is unknown, or parameters are on other meshes.
+        UnsupportedError: there are too many axes, or a parameter is placed in a way that cannot be sharded yet.
+    """
+    by_name = experts_by_name(mesh, dp_mesh_dims)
+    data, tensor = data_and_tensor(mesh, dp_mesh_dims)
+    axes, ignored = check_mesh(data), check_ignored(contents, options.ignored_params)
+    placements = placements_of(contents, options.shard_placement_fn, ignored)
+    experts = find_experts(contents, data, by_name, placements, ignored)
+    return MeshAxes(axes, data, tensor_axis(contents, data, tensor, experts), experts, placements)
+
+
+# --- data axes ---------------------------------------------------------------------------------------------------
+
+
+def data_and_tensor(
+    mesh: DeviceMesh, dp_mesh_dims: Any = None, *, without: str = ""
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the data axes of a mesh, and its tensor axes if it has any.
 
     Parameters are sharded over a context axis, too: its ranks have pieces of the same sequences. With the sharding axis
     around it, it is one axis.
 
     Args:
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, which names the data axes; None goes by the names of the axes.
+        without: name of a sharding axis that is left out.
 
     Raises:
-        ArgumentError: it cannot be told what an axis is for, or there is none to shard over.
+        ArgumentError: the role of an axis is unknown, or there is none to shard over.
     """
     if not isinstance(mesh, DeviceMesh):
-        return mesh, None  # which check_mesh refuses
-    return axes_by_role(mesh, dp_mesh_dims)
-
-
-def axes_by_role(mesh: DeviceMesh, dp_mesh_dims: Any, *, without: str = "") -> tuple[DeviceMesh, DeviceMesh | None]:
-    """What `data_and_tensor` returns, as if the mesh did not have one of its sharding axes.
-
-    Raises:
-        ArgumentError: as there.
-    """
+        return mesh, None  # check_mesh refuses it
     names = tuple(mesh.mesh_dim_names or ())
     if dp_mesh_dims is not None:
         replicating, sharding = dims_named(names, dp_mesh_dims)
-        return _parts(mesh, names, replicating, sharding, without)
+        return _split(mesh, names, replicating, sharding, without)
     if not set(names).intersection((*TENSOR, *OTHERS)):
         return mesh, None  # one axis, or two of which the first replicates
     for name in names:
@@ -98,11 +135,11 @@ def axes_by_role(mesh: DeviceMesh, dp_mesh_dims: Any, *, without: str = "") -> t
             f"mesh {names} has no axis to shard over, as {data[-1]!r} replicates. Add one; of size 1 it cuts nothing. "
             f"Or say that nothing is sharded: dp_mesh_dims=DataParallelMeshDims(replicate={data[-1]!r})."
         )
-    return _parts(mesh, names, data[:replicates], [*data[replicates:], *sharding], without)
+    return _split(mesh, names, data[:replicates], [*data[replicates:], *sharding], without)
 
 
 def dims_named(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
-    """The axes that `dp_mesh_dims` names to replicate and to shard over, as given."""
+    """Return the axes that `dp_mesh_dims` names to replicate and to shard over."""
     if DataParallelMeshDims is None or not isinstance(dims, DataParallelMeshDims):
         raise ArgumentError(
             "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims such as "
@@ -124,14 +161,15 @@ def dims_named(names: Sequence[str], dims: Any) -> tuple[list[str], list[str]]:
 
 
 def dims_of(shape: Mapping[str, int]) -> Any:
-    """The `dp_mesh_dims` of a mesh with such a shape, if names of axes alone do not say it: nothing is sharded."""
+    """Return the `dp_mesh_dims` of a mesh with a shape on which nothing is sharded, which names do not say."""
     _, replicating = seen_shape(shape)
     return None if replicating is None or DataParallelMeshDims is None else DataParallelMeshDims(replicate=replicating)
 
 
-def _parts(
+def _split(
     mesh: DeviceMesh, names: tuple[str, ...], replicating: list[str], sharding: list[str], without: str
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh of the data axes, of which the sharding ones are one, and the mesh of the others."""
     data = [*replicating, *sharding]
     others = [name for name in names if name not in data]
     if not data:
@@ -152,58 +190,58 @@ def _parts(
         raise ArgumentError(
             f"mesh {names} has no axis besides {without!r} to shard experts over. Add one; of size 1 it cuts nothing."
         )
-    parts = [_as_one(mesh, of) for of in (replicating, sharding) if of]
+    groups = [tuple(group) for group in (replicating, sharding) if group]
+    parts = [mesh[group[0]] if len(group) == 1 else flattened_mesh(mesh[group]) for group in groups]
     whole = parts[0] if len(parts) == 1 else joined_mesh(*parts)
-    whole = whole if sharding else only_replicating(whole)
-    return whole, mesh[tuple(others)] if others else None
+    return whole if sharding else only_replicating(whole), mesh[tuple(others)] if others else None
 
 
-def _as_one(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[tuple(names)])
+# --- tensor axes -------------------------------------------------------------------------------------------------
 
 
 def tensor_axis(
-    model: nn.Module,
+    contents: ModelContents,
     data: DeviceMesh,
-    given: DeviceMesh | None = None,
+    given: DeviceMesh | None,
+    experts: ExpertMeshes | None,
     known: Container[nn.Parameter] = (),
     *,
     whole_model: bool = True,
-    elsewhere: Sequence[str] = (),
 ) -> DeviceMesh | None:
-    """The mesh of the tensor axes: those that the model's DTensors are on, each on some or all; None if it has none.
+    """Return the mesh of the tensor axes that the model's DTensors are on; None if it has none.
 
     Args:
         data: the data axes.
         given: the tensor axes of the mesh that the model is to be compiled for.
-        known: parameters that are sharded already, or are on a mesh of their own.
+        known: parameters that are sharded already.
         whole_model: False for a part of one, which need not have DTensors.
-        elsewhere: names of the axes that parameters on a mesh of their own are DTensors on.
 
     Raises:
         ArgumentError: DTensors are on another mesh, or there are none on a tensor axis.
         UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
-    found, of, whole = given, "", None
-    used, data = set(elsewhere), seen_axes(data)
-    for (name, *_), param in named_parameters(model).items():
-        if not isinstance(param, DTensor) or param in known:
+    found, first, whole = given, "", None
+    of_experts = experts.params if experts is not None else ()
+    used, data = set(_names(experts.axis if experts is not None else None)), seen_axes(data)
+    for name, param in contents.named.items():
+        if not isinstance(param, DTensor) or param in known or name in of_experts:
             continue
         mesh, around = param.device_mesh, data_axes_of(param, data)
         if around:
-            whole = _same_whole(name, mesh, whole, data, around)
+            _check_whole(name, mesh, whole, data, around)
+            whole = mesh
             check_placement(name, param)
             if len(around) == mesh.ndim:
                 continue
-            mesh = mesh[(mesh.mesh_dim_names or ())[len(around) :]]
-        elif _is_on_data_axes(param, data):
+            mesh = mesh[_names(mesh)[len(around) :]]
+        elif _is_replicated_on(param, data):
             raise UnsupportedError(
                 f"parameter {name} is a DTensor on the data axes, too, of {mesh}, where they are not the outermost. "
                 "Order the axes as in ('dp', 'tp'), or distribute it over the tensor axis alone: "
                 "parallelize_module(model, mesh['tp'], plan)."
             )
-        names = mesh.mesh_dim_names or ()
-        shards = bool({*names} & {*(data.mesh_dim_names or ())}) and (mesh.ndim > 1 or mesh == data)
+        names = _names(mesh)
+        shards = bool({*names} & {*_names(data)}) and (mesh.ndim > 1 or mesh == data)
         if shards or mesh == data or (not names and (mesh.ndim > 1 or found is None)):
             raise ArgumentError(
                 f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). "
@@ -220,33 +258,33 @@ def tensor_axis(
                 found = mesh_of_both(found, mesh)
                 _check_joins(name, data, found)
             except (RuntimeError, KeyError):
-                others = f"parameter {of} is" if of else "the tensor axis is"
+                others = f"parameter {first} is" if first else "the tensor axis is"
                 raise ArgumentError(
                     f"parameter {name} is distributed over {mesh}, and {others} on {found}. Distribute all parameters "
                     "over axes of the mesh that the model is compiled for."
                 ) from None
         check_placement(name, param)
-        of = of or name
+        first = first or name
         used.update(names)
-    for axis in found.mesh_dim_names or () if found is not None and whole_model else ():
+    for axis in _names(found) if whole_model else ():
         if axis not in used:
             raise ArgumentError(
-                f"mesh has a tensor axis, {axis!r}, and no parameter of {type(model).__name__} is distributed over it. "
-                "Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes alone, such as "
-                "mesh['dp']."
+                f"mesh has a tensor axis, {axis!r}, and no parameter of {type(contents.model).__name__} is distributed "
+                "over it. Call torch.distributed.tensor.parallel.parallelize_module first, or pass the data axes "
+                "alone, such as mesh['dp']."
             )
     return found
 
 
 def data_axes_of(param: DTensor, data: DeviceMesh) -> tuple[str, ...]:
-    """Names of the data axes that a DTensor lies on, replicated, outside of others: FSDP2's full SPMD mesh.
+    """Return the data axes that a DTensor is replicated on, outside of others: FSDP2's full SPMD mesh.
 
     There are none for one on tensor axes alone, and for a shard.
 
     Args:
         data: the data axes; one that was made of several is called "x_y".
     """
-    names = param.device_mesh.mesh_dim_names or ()
+    names = _names(param.device_mesh)
     found = 0
     for axis in data.mesh_dim_names or (None,):
         ends = (end for end in range(found + 1, len(names) + 1) if "_".join(names[found:end]) == axis)
@@ -254,17 +292,13 @@ def data_axes_of(param: DTensor, data: DeviceMesh) -> tuple[str, ...]:
         if not found:
             return ()
     replicated = all(placement.is_replicate() for placement in param.placements[:found])
-    return tuple(names[:found]) if replicated and param.dim() else ()
+    return names[:found] if replicated and param.dim() else ()
 
 
-def _same_whole(
+def _check_whole(
     name: str, mesh: DeviceMesh, whole: DeviceMesh | None, data: DeviceMesh, around: tuple[str, ...]
-) -> DeviceMesh:
-    """The mesh of DTensors on all axes, which is one for all, and of the ranks that parameters are sharded over.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+) -> None:
+    """Raise ArgumentError unless DTensors on all axes are on one mesh, of the ranks that are sharded over."""
     of_data = mesh if len(around) == mesh.ndim else mesh[around]
     if of_data.mesh.flatten().tolist() != data.mesh.flatten().tolist() or mesh != (whole or mesh):
         other = f"others over {whole}" if whole else f"is to be over {data}"
@@ -272,13 +306,12 @@ def _same_whole(
             f"parameter {name} is distributed over {mesh}, and {other}. "
             "Distribute all parameters over the mesh that the model is compiled for."
         )
-    return mesh
 
 
-def _is_on_data_axes(param: DTensor, data: DeviceMesh) -> bool:
-    """Whether a DTensor is on more axes than the data axes, and not sharded over those."""
-    names = param.device_mesh.mesh_dim_names or ()
-    of_data = [p for name, p in zip(names, param.placements) if name in (data.mesh_dim_names or ())]
+def _is_replicated_on(param: DTensor, data: DeviceMesh) -> bool:
+    """Return whether a DTensor is on data axes and others, and replicated on the data axes."""
+    names = _names(param.device_mesh)
+    of_data = [p for name, p in zip(names, param.placements) if name in _names(data)]
     return len(names) > len(of_data) > 0 and all(isinstance(placement, Replicate) for placement in of_data)
 
 
@@ -312,43 +345,42 @@ def check_placement(name: str, param: DTensor) -> None:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+# --- expert axes -------------------------------------------------------------------------------------------------
 
 
 def experts_by_name(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ExpertMeshes | None:
-    """What a mesh with an expert axis is to experts: the other data axes, and that one.
+    """Return the meshes of experts by the names of a mesh's axes: its other data axes, and the expert axis.
 
     Raises:
         ArgumentError: there is no other axis to shard over, or several expert axes.
     """
-    names = tuple((mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None) or ())
+    names = _names(mesh if isinstance(mesh, DeviceMesh) else None)
     found = [name for name in names if name in EXPERT]
-    if dp_mesh_dims is not None:  # what it does not name is the tensor axis, whatever it is called
+    if dp_mesh_dims is not None:  # an axis that it does not name is a tensor axis, whatever it is called
         found = [name for name in found if name in dims_named(names, dp_mesh_dims)[1]]
     if not found:
         return None
     if len(found) > 1:
         raise ArgumentError(f"mesh {names} has {len(found)} expert axes. Give it one.")
-    data, _ = axes_by_role(mesh, dp_mesh_dims, without=found[0])
+    data, _ = data_and_tensor(mesh, dp_mesh_dims, without=found[0])
     return ExpertMeshes(data, mesh[found[0]])
 
 
-def experts_of(
-    model: nn.Module,
+def find_experts(
+    contents: ModelContents,
     data: DeviceMesh,
     given: ExpertMeshes | None,
-    answers: Mapping[str, Any],
+    placements: Mapping[str, Any],
     left_out: Container[nn.Parameter],
     *,
     whole_model: bool = True,
 ) -> ExpertMeshes | None:
-    """The meshes of the parameters that lie otherwise than the others, with their names; None if there are none.
+    """Return the meshes of the parameters that are sharded over another mesh, with their names; None without such.
 
     Args:
         data: the axes that the others are sharded and replicated over.
-        given: what the axes of the mesh say by their names.
-        answers: of `shard_placement_fn`, by names of parameters.
+        given: the expert axes by their names.
+        placements: chosen by `shard_placement_fn`, by names of parameters.
         left_out: parameters that are sharded already, or to be left alone.
         whole_model: False for a part of one, which need not have experts.
 
@@ -356,8 +388,8 @@ def experts_of(
         ArgumentError: there is an expert axis and no parameter on it, or meshes that do not fit each other.
         UnsupportedError: there are several such meshes.
     """
-    named = {name: param for (name, *_), param in named_parameters(model).items() if param not in left_out}
-    found = _by_answers(answers, data)
+    named = {name: param for name, param in contents.named.items() if param not in left_out}
+    found = _chosen_meshes(placements, data)
     if given is not None and given.axis is not None:
         on_axis = {
             name
@@ -366,14 +398,14 @@ def experts_of(
         }
         if whole_model and not on_axis:
             raise ArgumentError(
-                f"mesh has an expert axis, {given.axis_name!r}, and all parameters of {type(model).__name__} lie alike "
-                "along it. Deal the experts out first, such as distribute_tensor(weight, mesh['ep'], [Shard(0)]) for "
-                "each of their weights, or call the axis 'cp' if the model has none."
+                f"mesh has an expert axis, {given.axis_name!r}, and all parameters of {type(contents.model).__name__} "
+                "lie alike along it. Deal the experts out first, such as distribute_tensor(weight, mesh['ep'], "
+                "[Shard(0)]) for each of their weights, or call the axis 'cp' if the model has none."
             )
         found |= {name: found.get(name, given.data) for name in on_axis}
     if not found:
         return None
-    axes = {name: _dealt_along(named[name], over) for name, over in found.items()}
+    axes = {name: _model_axes(named[name], over) for name, over in found.items()}
     (first, mesh), *others = found.items()
     axis = axes[first]
     for name, other in others:
@@ -389,60 +421,42 @@ def experts_of(
     meshes = ExpertMeshes(mesh, axis, frozenset(found))
     check_meshes(meshes, data, first)
     for name in found:
-        param = named[name]
-        if not isinstance(param, DTensor) and is_subclass(param):
-            raise UnsupportedError(
-                f"parameter {name} is a {type(param).__name__}, a tensor subclass, and on another mesh than others. "
-                "Use plain tensors for experts."
-            )
-        if isinstance(param, DTensor):
-            check_placement(name, param)
-            _check_dealt(name, param)
+        _check_expert(name, named[name])
     return meshes
 
 
-def params_of(model: nn.Module, experts: ExpertMeshes | None) -> set[nn.Parameter]:
-    """The parameters of a model that lie otherwise than the others."""
-    return {model.get_parameter(name) for name in experts.params} if experts is not None else set()
-
-
-def _dealt_along(param: nn.Parameter, data: DeviceMesh) -> DeviceMesh | None:
-    """The axes that a parameter is a DTensor on, without data axes if it lies on those, too; None if there are none.
-
-    Args:
-        data: the axes that it is to be sharded over.
-    """
+def _model_axes(param: nn.Parameter, data: DeviceMesh) -> DeviceMesh | None:
+    """Return the axes that a parameter is a DTensor on, without the data axes that it is to be sharded over."""
     if not isinstance(param, DTensor):
         return None
-    names, around = param.device_mesh.mesh_dim_names or (), data_axes_of(param, data)
+    names, around = _names(param.device_mesh), data_axes_of(param, data)
     if len(around) == param.device_mesh.ndim:
         return None
     return axes_of_mesh(param.device_mesh, names[len(around) :]) if around else param.device_mesh
 
 
-def _by_answers(answers: Mapping[str, Any], data: DeviceMesh) -> dict[str, DeviceMesh]:
-    """The mesh of each parameter for which `shard_placement_fn` names another than that of the others."""
+def _chosen_meshes(placements: Mapping[str, Any], data: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the mesh of each parameter for which `shard_placement_fn` chose another one."""
     found: dict[str, DeviceMesh] = {}
-    for name, answer in answers.items():
-        if ShardPlacementResult is None or not isinstance(answer, ShardPlacementResult):
+    for name, placement in placements.items():
+        if ShardPlacementResult is None or not isinstance(placement, ShardPlacementResult):
             continue
-        info = answer.mesh_info
+        info = placement.mesh_info
+        mesh = getattr(info, "mesh", None)
         dims = (getattr(info, "replicate_mesh_dim", None), getattr(info, "shard_mesh_dim", None))
-        if not isinstance(getattr(info, "mesh", None), DeviceMesh) or dims != (
-            (None, 0) if info.mesh.ndim == 1 else (0, 1)
-        ):
+        if not isinstance(mesh, DeviceMesh) or dims != ((None, 0) if mesh.ndim == 1 else (0, 1)):
             raise ArgumentError(
                 f"shard_placement_fn returned a ShardPlacementResult with the mesh_info {brief(info)} for parameter "
                 f"{name}. Give FSDPMeshInfo(mesh, shard_mesh_dim=0) of a mesh of one axis, or HSDPMeshInfo(mesh, "
                 "replicate_mesh_dim=0, shard_mesh_dim=1) of two."
             )
-        if info.mesh != data:
-            found[name] = info.mesh
+        if mesh != data:
+            found[name] = mesh
     return found
 
 
 def check_meshes(meshes: ExpertMeshes, data: DeviceMesh, name: str) -> None:
-    """Raise ArgumentError if axes are not of one mesh, or cannot be told apart from those of the other parameters.
+    """Raise ArgumentError if axes are not of one mesh, or have the name of another axis of the other parameters.
 
     Args:
         name: a parameter on it, for the error.
@@ -454,7 +468,7 @@ def check_meshes(meshes: ExpertMeshes, data: DeviceMesh, name: str) -> None:
             f"parameter {name} is sharded over {meshes.data} and distributed over {meshes.axis}, which are no axes of "
             f"one mesh ({error}). Take both from one."
         ) from error
-    for axis in set(whole.mesh_dim_names or ()).intersection(data.mesh_dim_names or ()):
+    for axis in set(_names(whole)).intersection(_names(data)):
         if _ranks(whole, axis) != _ranks(data, axis):
             raise ArgumentError(
                 f"parameter {name}: {whole} and {data} each have an axis {axis!r}, along which this rank has others. "
@@ -462,13 +476,21 @@ def check_meshes(meshes: ExpertMeshes, data: DeviceMesh, name: str) -> None:
             )
 
 
-def _ranks(mesh: DeviceMesh, axis: str) -> Sequence[int]:
+def _ranks(mesh: DeviceMesh, axis: str) -> list[int]:
     own = mesh if mesh.ndim == 1 else mesh[axis]
     ranks: list[int] = own.mesh.flatten().tolist()
     return ranks
 
 
-def _check_dealt(name: str, param: DTensor) -> None:
+def _check_expert(name: str, param: nn.Parameter) -> None:
+    if not isinstance(param, DTensor):
+        if is_subclass(param):
+            raise UnsupportedError(
+                f"parameter {name} is a {type(param).__name__}, a tensor subclass, and on another mesh than others. "
+                "Use plain tensors for experts."
+            )
+        return
+    check_placement(name, param)
     for size, placement in zip(param.device_mesh.shape, param.placements):
         dim = getattr(placement, "dim", None)
         if dim is not None and chunk_range(param.shape[dim], size, size - 1)[1] == 0:
@@ -479,7 +501,7 @@ def _check_dealt(name: str, param: DTensor) -> None:
 
 
 def _both(first: DeviceMesh | None, second: DeviceMesh | None) -> DeviceMesh | None:
-    """The axes of both, which are parts of one mesh, or none of both."""
+    """Return the axes of both, which are parts of one mesh, or none of both."""
     if first is None or second is None:
         if first is not second:
             raise RuntimeError("one of them is no DTensor")
@@ -487,39 +509,9 @@ def _both(first: DeviceMesh | None, second: DeviceMesh | None) -> DeviceMesh | N
     return first if is_part(second, first) else mesh_of_both(first, second)
 
 
-class Axes(NamedTuple):
-    """Of a mesh what a model makes of it.
-
-    Attributes:
-        data: the axes to shard and to replicate over.
-        mesh: these by name and role.
-        tensor: the tensor axis, if there is one.
-        experts: where parameters are that lie otherwise on the ranks, if there are such.
-        answers: of `shard_placement_fn`, by names of parameters.
-    """
-
-    data: DeviceMesh
-    mesh: Mesh
-    tensor: DeviceMesh | None
-    experts: ExpertMeshes | None
-    answers: Mapping[str, Any]
+def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    return () if mesh is None else tuple(mesh.mesh_dim_names or ())
 
 
-def axes_of(model: nn.Module, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> Axes:
-    """What the axes of a mesh are to a model.
-
-    Args:
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
-
-    Raises:
-        ArgumentError: it cannot be told what an axis is for, or parameters are on other meshes.
-        UnsupportedError: there are too many axes, or a parameter is placed in a way that cannot be sharded yet.
-    """
-    by_name = experts_by_name(mesh, dp_mesh_dims)
-    data, given = data_and_tensor(mesh, dp_mesh_dims)
-    axes, ignored = check_mesh(data), check_ignored(model, options.ignored_params)
-    answers = placements_of(model, options.shard_placement_fn, ignored)
-    experts = experts_of(model, data, by_name, answers, ignored)
-    elsewhere = experts.axis.mesh_dim_names or () if experts is not None and experts.axis is not None else ()
-    tensor = tensor_axis(model, data, given, params_of(model, experts), elsewhere=elsewhere)
-    return Axes(data, axes, tensor, experts, answers)
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

@@ -1,20 +1,23 @@
 """`Options`: the arguments of `compile` that decide which program is made, as one value.
 
-    compile(model, mesh, units=["layers.*"])  ->  Options(units=["layers.*"])  ->  parameter table, pipeline, capture
+    compile(model, mesh, units=["layers.*"])  ->  Options(units=["layers.*"])  ->  CompileRequest
 
-A new option is a field of `Options`, the same key of `OptionArguments`, and a paragraph in the docstring of `compile`.
-Every public function that takes options takes it then: the signatures that `help` shows are made of the fields, mypy
-and IDEs read the keys, and a test holds them together. What it means goes into `options/resolve.py`, if it is about
-parameters, or into `options/resolve.py`; how a file is compared with it into `artifact/stored_options.py`.
+A new option touches two files: here it is a field of `Options` and a key of `OptionArguments`, with its check in
+`validate.py`, and a paragraph in the docstring of `compile`. All public functions that take options take it then.
+`resolve.py` applies it, and `artifact/stored_options.py` says how a file is compared with it.
+
+    @takes_options
+    def load(path, model, mesh=None, **options: Unpack[CompileArguments]): ...
+
+    help(load):  load(path, model, mesh=None, *, reshard_after_forward: bool | int | None = None, ...)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 from torch import nn
@@ -37,14 +40,15 @@ from graphshard.utils.text import brief
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]
 Activation: TypeAlias = Literal["full", "auto"] | Sequence[OpOverload] | float
 DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What a user chooses, as given; the docstring of `graphshard.compile` says what each field means.
+    """Options as the user gave them; the docstring of `graphshard.compile` describes each field.
 
     Raises:
-        ArgumentError: one of them is wrong by itself. Whether they fit a model and a mesh is checked where they meet.
+        ArgumentError: a value is wrong by itself. `resolve` checks that they fit a model and a mesh.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -74,8 +78,8 @@ class Options:
         return cast(Level, level_of(self.verify))
 
 
-class _OfModel(TypedDict, total=False):
-    """Options that are for a model as a whole."""
+class _ModelOptions(TypedDict, total=False):
+    """Options for a model as a whole."""
 
     backend: Backend
     activation: Activation | None
@@ -87,14 +91,14 @@ class _OfModel(TypedDict, total=False):
     verify: Level | None
 
 
-class ModelArguments(_OfModel, total=False):
-    """The fields of `Options` that FSDP2's `fully_shard` has not, as keyword arguments."""
+class ModelArguments(_ModelOptions, total=False):
+    """Fields of `Options` that FSDP2's `fully_shard` does not have, as keyword arguments."""
 
     hardware: Hardware | None
 
 
-class OptionArguments(_OfModel, total=False):
-    """The fields of `Options` as keyword arguments, but for `hardware`, which `explain` takes in a sense of its own."""
+class OptionArguments(_ModelOptions, total=False):
+    """Fields of `Options` as keyword arguments, except `hardware`, which has another meaning in `explain`."""
 
     reshard_after_forward: bool | int | None
     shard_placement_fn: PlacementFn | None
@@ -110,44 +114,43 @@ class CompileArguments(OptionArguments, total=False):
     hardware: Hardware | None
 
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
 def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequence[type] = ()) -> FunctionT:
-    """Write out the options in the signature of a function that takes them as `**options`, behind its own arguments.
+    """Write the options into the signature of a function that takes them as `**options`.
 
     Args:
         without: names of options that it does not take.
-        also: dataclasses whose fields it takes, too.
+        also: further dataclasses whose fields it takes.
     """
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    explicit = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     known = {*signature.parameters, *without}
-    fields = [f for kind in (*also, Options) for f in dataclasses.fields(kind) if f.name not in known]
     options = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type) for f in fields
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for kind in (*also, Options)
+        for f in fields(kind)
+        if f.name not in known
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=[*explicit, *options])  # type: ignore[attr-defined]
     return function
 
 
 def options_given(function: Callable[..., Any], given: Mapping[str, Any]) -> Options:
-    """The options that a function was given as `**options`.
+    """Return the options that a function was given as `**options`.
 
     Raises:
-        ArgumentError: one of them is none, or its value is wrong.
+        ArgumentError: a name is unknown, or a value is wrong.
     """
     check_names(function, given)
     return Options(**given)
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first name that is no argument of a function; it says which one may be meant."""
+    """Raise ArgumentError for the first name that is not an argument of a function."""
     check_known(f"{function.__name__}()", given, list(inspect.signature(function).parameters))
 
 
 def check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise ArgumentError for the first of the names given to something that it does not know."""
+    """Raise ArgumentError for the first unknown name; it suggests the one that may be meant."""
     for name in given:
         if name not in known:
             longer = [other for other in known if other.startswith(name)]

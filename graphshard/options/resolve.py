@@ -1,9 +1,11 @@
-"""What the options of `compile` do to the passes: activation checkpointing, offloading, regathering, and the planner.
+"""Options resolved against one model and one mesh: `resolve(model, mesh, options) -> CompileRequest`.
 
-Where the user's passes name no planner, costs of the machine decide. FSDP2's order, one unit ahead, stays unless
-another one is predicted to gain what it is worth: others split blocks where equal blocks would share their compiled
-regions, which costs compilation and fusion that no cost model sees. `activation="auto"` takes the shortest step: where
-candidates were held to FSDP2's order, some to it and some not, a single policy could be shorter.
+Everything after reads the request: its parameter table, its axes by role, its pipeline with the planner.
+
+Unless the user's passes name a planner, costs of the machine decide when collectives start. FSDP2's order, one unit
+ahead, stays unless another order is predicted to gain what it costs: it may split blocks, where equal blocks would
+share their compiled regions, and no cost model sees that compilation. `activation="auto"` takes the shortest step: of
+candidates that are partly held to FSDP2's order, another one could be shorter.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,12 +30,21 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.signature import CaptureSpec
-from graphshard.ir.mesh import ExpertMeshes, Mesh
-from graphshard.ir.param_table import ParamSpec, ParamTable, build_table
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.units import MODULE_SEPARATOR, find_units
+from graphshard.options.mesh_axes import MeshAxes, find_axes
 from graphshard.options.options import Activation, Options
-from graphshard.options.validate import check_ignored, check_params, check_placements, placements_of
+from graphshard.options.validate import (
+    ModelContents,
+    check_ignored,
+    check_model,
+    check_params,
+    default_mesh,
+    placements_of,
+    shard_dims,
+)
 from graphshard.passes import (
     ActivationCheckpointing,
     Float8AllGather,
@@ -45,6 +56,7 @@ from graphshard.passes import (
     ReshardAfterForward,
 )
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.runtime.shards import Storage
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -54,7 +66,7 @@ from graphshard.utils.text import brief
 log = logging.getLogger(__name__)
 
 # Share of a step, and seconds for each unit, that must be gained to depart from FSDP2's order: a millisecond pays for
-# the ten seconds in which a unit of its own is compiled after 10000 steps.
+# the ten seconds in which one more unit is compiled after 10000 steps.
 WORTH = 0.02
 WORTH_SECONDS = 1e-3
 
@@ -63,36 +75,255 @@ VARIABLE = "GRAPHSHARD_HARDWARE"
 Direction = Literal["forward", "backward"]
 
 
-def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_states: int = 2) -> Pipeline:
-    """The passes that make a program with these options.
+@dataclass(frozen=True, eq=False)
+class CompileRequest:
+    """Arguments of `compile`, resolved against one model and one mesh.
+
+    Attributes:
+        model: the module; of an exported program the module that was made of it.
+        options: as given, with what an exported program decides.
+        mesh: as given to `compile`; None for a mesh that need not exist.
+        axes: of the mesh, by role.
+        spec: what a capture depends on: parameter table, units, precision, mesh, device.
+        profile: costs of the machine; None for an unknown GPU.
+        pipeline: the passes, with the planner.
+        storage: where shards are kept between steps.
+    """
+
+    model: nn.Module
+    options: Options
+    mesh: DeviceMesh | None
+    axes: MeshAxes
+    spec: CaptureSpec
+    profile: Profile | None
+    pipeline: Pipeline
+    storage: Storage
+
+
+def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_dims: Any = None) -> CompileRequest:
+    """Resolve options against a model and a mesh; nothing is changed.
 
     Args:
-        mesh: what the program is for.
+        model: a module, an exported program, or the path of one.
+        mesh: None is all ranks.
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
+
+    Raises:
+        ArgumentError: an argument is wrong, or does not fit the others.
+        UnsupportedError: a parameter or an exported program cannot be compiled with these options.
+    """
+    model, options = resolve_model(model, options)
+    contents = check_model(model)
+    mesh = default_mesh() if mesh is None else mesh
+    axes = find_axes(contents, mesh, options, dp_mesh_dims)
+    assert axes.data is not None
+    return replace(request_for(contents, axes, options, device_of(axes.data)), mesh=mesh)
+
+
+def request_for(
+    contents: ModelContents,
+    axes: MeshAxes,
+    options: Options,
+    device: torch.device,
+    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
+    whole: DeviceMesh | None = None,
+) -> CompileRequest:
+    """Resolve options where the axes of the mesh are known.
+
+    Args:
+        device: this rank's; where it is not here, the kind that the program is for.
+        known: parameters that are sharded already, as parts of the model.
+        whole: the mesh of all axes, if parts of the model have DTensors on it.
+
+    Raises:
+        ArgumentError: an option does not fit the model or the mesh.
+    """
+    spec = capture_spec(contents, axes, options, device, known, whole)
+    profile = profile_here(device, options.hardware)
+    costs = Costs(profile, mesh=spec.mesh) if profile is not None else None
+    storage = Storage(device)
+    if isinstance(options.offload_policy, CPUOffloadPolicy):
+        storage = Storage(torch.device("cpu"), pinned=options.offload_policy.pin_memory and device.type != "cpu")
+    pipeline = pipeline_of(options, spec.mesh, costs)
+    return CompileRequest(contents.model, options, axes.data, axes, spec, profile, pipeline, storage)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# --- exported programs -------------------------------------------------------------------------------------------
+
+
+def resolve_model(model: Any, options: Options) -> tuple[Any, Options]:
+    """Return the module of an exported program or a `.pt2` file, and options with what the program decides.
+
+    Raises:
+        ArgumentError: the program cannot be compiled.
+        UnsupportedError: the program has something that cannot be called from a module, or casts that do not fit the
+            mixed-precision policy.
+    """
+    module = module_of(model)
+    if isinstance(model, nn.Module):
+        return module, options
+    if isinstance(module, ProgramModule):
+        if options.dynamic_shapes is None:
+            options = replace(options, dynamic_shapes=module.program_inputs().dynamic_shapes())
+        _check_casts(module, options.mp_policy)
+    joint = joint_of(module)
+    facts = None if joint is None else facts_of(joint)
+    if facts is not None and options.units is None and facts["units"]:
+        units = [tuple(unit.split(MODULE_SEPARATOR)) if MODULE_SEPARATOR in unit else unit for unit in facts["units"]]
+        options = replace(options, units=units)
+    return module, options
+
+
+def example_of(model: Any) -> tuple[Any, Any]:
+    """Return the example inputs and keyword inputs that an exported program holds; None and None for a module."""
+    examples = model.program_examples() if isinstance(model, ProgramModule) else None
+    return (None, None) if examples is None else examples
+
+
+def _check_casts(module: ProgramModule, mp_policy: Any) -> None:
+    """Raise UnsupportedError for a cast that may have been to the dtype of a parameter.
+
+    `x.to(weight.dtype)` and `x.float()` are the same in a program. With a policy they are not.
+    """
+    policies = list(mp_policy.values()) if isinstance(mp_policy, Mapping) else [mp_policy]
+    wanted = {policy.param_dtype for policy in policies if policy is not None} - {None}
+    stored = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    for dtype, place in module.program_casts():
+        if dtype in stored and wanted - {dtype}:
+            others = ", ".join(sorted(str(other) for other in wanted - {dtype}))
+            raise UnsupportedError(
+                f"mp_policy: the program names {dtype} in {place}. At export that may have been the dtype of a "
+                f"parameter, which mp_policy changes to {others}, or a constant. Export a copy of the module with "
+                f"parameters in {others}, compile that program, and call .to({dtype}) on what compile returns "
+                f"to store parameters in {dtype}; or compile the module itself."
+            )
+
+
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+def capture_spec(
+    contents: ModelContents,
+    axes: MeshAxes,
+    options: Options,
+    device: torch.device,
+    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
+    whole: DeviceMesh | None = None,
+) -> CaptureSpec:
+    """Return what a capture depends on: parameter table, units, precision, mesh. Arguments are as in `request_for`.
+
+    Raises:
+        ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
+        UnsupportedError: backward is to gather among neighbors, and there are experts.
+    """
+    model, mesh, reshard = contents.model, axes.mesh, options.reshard_after_forward
+    units = find_units(model, options.units)
+    precision = precision_of(options.mp_policy, units)
+    if is_int(reshard) and 1 < reshard < mesh.shard.size:
+        mesh = mesh.with_regather(reshard)
+    if axes.tensor is not None:
+        mesh = mesh.with_tensors(axes.tensor)
+    if axes.experts is not None:
+        if mesh.regather is not None:
+            raise UnsupportedError(
+                f"reshard_after_forward={reshard} with parameters on another mesh, as experts are, is not supported. "
+                "Give True or False."
+            )
+        mesh = mesh.with_experts(axes.experts.mesh)
+    check_fit(options, model, units, mesh)
+    ignored = check_ignored(contents, options.ignored_params)
+    distributed = axes.tensor is not None or axes.experts is not None
+    check_params(contents, device.type, ignored, known, distributed=distributed, num_ranks=mesh.size)
+    placements = axes.placements
+    if placements is None:
+        placements = placements_of(contents, options.shard_placement_fn, {*ignored, *known})
+    reshards = None if reshard is None else reshard is True or reshard > 1
+    if reshard is None and options.activation == "auto":  # the plan decides what stays gathered
+        reshards = True
+    table = build_table(
+        model,
+        mesh=mesh,
+        units=units,
+        precision=precision,
+        reshard_after_forward=reshards,
+        dims=shard_dims(contents, placements),
+        ignored=ignored,
+        known=known,
+        experts=axes.experts.params if axes.experts is not None else (),
+        params=contents.params,
+    )
+    for row in table:
+        param = contents.named[row.name]
+        if row.split is not None and row.split.around and not row.expert and param not in known:
+            assert isinstance(param, DTensor)
+            whole = param.device_mesh
+            break
+    return CaptureSpec(
+        table,
+        units,
+        mesh,
+        device,
+        precision,
+        type(model),
+        options.dynamic_shapes,
+        tensor=axes.tensor,
+        experts=axes.experts,
+        whole=whole,
+    )
+
+
+def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Mesh) -> None:
+    """Raise ArgumentError for the first option that does not fit a model with these units, or a mesh."""
+    reshard, num_shards = options.reshard_after_forward, mesh.shard.size
+    if is_int(reshard) and (reshard < 1 or num_shards % reshard):
+        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
+        raise ArgumentError(
+            f"reshard_after_forward={brief(reshard)} must divide the number of ranks that parameters are sharded over, "
+            f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
+        )
+    check_activation(options, type(model).__name__, units)
+
+
+def check_activation(options: Options, model: str, units: Container[str]) -> None:
+    """Raise ArgumentError if units are to save something else, and a model has none."""
+    if options.activation is not None and not units:
+        raise ArgumentError(
+            f"activation={brief(options.activation)} is about the units of {model}, and none were found. Name them "
+            "with units=, such as units=['layers.*'], or call graphshard.fully_shard on them."
+        )
+
+
+# --- passes ------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_states: int = 2) -> Pipeline:
+    """Return the passes that make a program with these options.
+
+    Args:
         costs: of the machine that plans are made for; None plans unit by unit.
         optimizer_states: tensors that the optimizer keeps for each parameter.
 
     Raises:
-        ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
+        ArgumentError: there is a memory limit, and a planner in `passes` or no costs to keep it with.
     """
     pipeline = with_activation(options.passes or Pipeline(), options.activation)
     if mesh.regather is not None:
         pipeline = with_regather(pipeline)
-    auto = options.activation == "auto"
-    pipeline = with_planner(
-        pipeline,
-        costs,
-        memory_limit=options.memory_limit,
-        units_given=options.units is not None,
-        keep=auto,
-        optimizer_states=optimizer_states,
-    )
-    if auto and KeepGathered.name not in [step.name for step in pipeline]:
+    pipeline = with_planner(pipeline, costs, options, optimizer_states=optimizer_states)
+    if options.activation == "auto" and KeepGathered.name not in [step.name for step in pipeline]:
         pipeline = pipeline.insert(KeepGathered(), after=MakePlan.name)
     return with_offload(pipeline) if isinstance(options.offload_policy, CPUOffloadPolicy) else pipeline
 
 
 def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | None:
-    """The profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of a known device; None for an unknown GPU.
+    """Return the profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of the device; None for an unknown GPU.
 
     Raises:
         ArgumentError: there is no such profile.
@@ -114,44 +345,32 @@ def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | N
     return None if known is None else load_profile(known)
 
 
-def with_planner(
-    pipeline: Pipeline,
-    costs: Costs | None,
-    *,
-    memory_limit: int | None,
-    units_given: bool,
-    keep: bool = False,
-    optimizer_states: int = 2,
-) -> Pipeline:
-    """The pipeline with a planner, unless it has one.
+def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, optimizer_states: int = 2) -> Pipeline:
+    """Return the pipeline with a planner by cost, unless it has a planner or there are no costs.
 
-    Args:
-        costs: None plans unit by unit, without costs.
-        memory_limit: bytes; see `PlanByCost`.
-        units_given: the user has named the units, so that nothing is split or joined.
-        keep: parameters may stay gathered between forward and backward, and the shortest step is looked for.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
+    With `activation="auto"` parameters may stay gathered between forward and backward, and the shortest step is taken.
 
     Raises:
-        ArgumentError: there is a memory limit, and the passes' own planner or no costs to keep it with.
+        ArgumentError: there is a memory limit, and a planner in `passes` or no costs to keep it with.
     """
-    if any(isinstance(step, Float8AllGather) for step in pipeline):  # its gathers are not of the sizes that costs know
+    if any(isinstance(step, Float8AllGather) for step in pipeline):  # costs do not know the sizes of its gathers
         costs = None
     index = next((i for i, step in enumerate(pipeline) if type(step) is MakePlan and step.planner is None), None)
     if index is None or costs is None:
-        if memory_limit is not None:
+        if options.memory_limit is not None:
             why = (
                 "no hardware profile of this device is known: measure one with `graphshard calibrate` and pass it as "
                 "hardware="
                 if costs is None
                 else "passes has a planner of its own: give the limit to that"
             )
-            raise ArgumentError(f"memory_limit={memory_limit} cannot be kept, as {why}.")
+            raise ArgumentError(f"memory_limit={options.memory_limit} cannot be kept, as {why}.")
         return pipeline
+    keep = options.activation == "auto"
     planner = PlanByCost(
         costs,
-        memory_limit,
-        Constraints(units=units_given, keep=keep),
+        options.memory_limit,
+        Constraints(units=options.units is not None, keep=keep),
         optimizer_states=optimizer_states,
         worth=0.0 if keep else WORTH,
         worth_seconds=0.0 if keep else WORTH_SECONDS,
@@ -162,50 +381,49 @@ def with_planner(
 
 
 def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following: tuple[str, ...]) -> Pipeline:
-    """The pipeline with a plan unit by unit in which these units are gathered when one has arrived, and not the next.
+    """Return the pipeline with a plan unit by unit that gathers `following` when `unit` has arrived, and not the next.
 
     Raises:
-        UnsupportedError: a planner of the user's decides that, or a limit of memory.
+        UnsupportedError: a planner in `passes`, or a memory limit, decides that.
     """
     lists = dict(getattr(_planner_by_unit(pipeline), f"{direction}_prefetch"), **{unit: following})
     return planned_by_unit(pipeline, f"set_modules_to_{direction}_prefetch", **{f"{direction}_prefetch": lists})
 
 
 def planned_by_unit(pipeline: Pipeline, setter: str, **choices: Any) -> Pipeline:
-    """The pipeline with a plan unit by unit, and these fields of the planner.
+    """Return the pipeline with a plan unit by unit, and these fields of the planner.
 
     Args:
         setter: the method that was called, for the error.
 
     Raises:
-        UnsupportedError: a planner of the user's makes the plan, or one that keeps a limit of memory.
+        UnsupportedError: a planner in `passes`, or a memory limit, makes the plan.
     """
     index, plan = next(((i, p) for i, p in enumerate(pipeline) if isinstance(p, MakePlan)), (0, None))
-    given, planner = plan.planner if plan is not None else None, _planner_by_unit(pipeline)
+    given = plan.planner if plan is not None else None
     free = given is None or isinstance(given, PlanByUnit) or (isinstance(given, PlanByCost) and not given.memory_limit)
     if plan is None or not free:
         who = "memory_limit" if isinstance(given, PlanByCost) else "a planner in passes="
         raise UnsupportedError(f"{setter}: {who} decides when collectives start and what they hold. Leave it out.")
     passes = list(pipeline)
-    passes[index] = replace(plan, planner=replace(planner, **choices))
+    passes[index] = replace(plan, planner=replace(_planner_by_unit(pipeline), **choices))
     return Pipeline(tuple(passes))
 
 
 def _planner_by_unit(pipeline: Pipeline) -> PlanByUnit:
-    """The planner of a pipeline, if it plans unit by unit, or a new one."""
     planners = [step.planner for step in pipeline if isinstance(step, MakePlan)]
     return next((planner for planner in planners if isinstance(planner, PlanByUnit)), PlanByUnit())
 
 
 def with_offload(pipeline: Pipeline) -> Pipeline:
-    """With `offload` before the plan is made, unless the user put it somewhere; backward copies what it needs again."""
+    """Return the pipeline with `offload` before the plan, unless it has it; backward copies what it needs again."""
     default, offloaded = ReshardAfterForward(), ReshardAfterForward(offloaded=True)
     pipeline = pipeline.replace(default.name, offloaded) if default in tuple(pipeline) else pipeline
     return _before_plan(pipeline, OffloadParameters())
 
 
 def with_regather(pipeline: Pipeline) -> Pipeline:
-    """With `regather-in-subgroup` before the plan is made, unless the user put it somewhere."""
+    """Return the pipeline with `regather-in-subgroup` before the plan, unless it has it."""
     return _before_plan(pipeline, RegatherInSubgroup())
 
 
@@ -215,172 +433,11 @@ def _before_plan(pipeline: Pipeline, new: Pass) -> Pipeline:
 
 
 def with_activation(pipeline: Pipeline, activation: Activation | None) -> Pipeline:
-    """The pipeline with this policy of activation checkpointing in front."""
+    """Return the pipeline that starts with this policy of activation checkpointing."""
     if activation is None:
         return pipeline
     if isinstance(activation, (int, float)):
-        return Pipeline((ActivationCheckpointing(float(activation)), *pipeline))
-    if activation == "full" or activation == "auto":
-        return Pipeline((ActivationCheckpointing(activation), *pipeline))
-    return Pipeline((ActivationCheckpointing(tuple(sorted(activation, key=str))), *pipeline))
-
-
-def capture_spec(
-    model: nn.Module,
-    options: Options,
-    mesh: Mesh,
-    device: torch.device,
-    known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
-    tensor: DeviceMesh | None = None,
-    experts: ExpertMeshes | None = None,
-    answers: Mapping[str, Any] | None = None,
-    whole: DeviceMesh | None = None,
-) -> CaptureSpec:
-    """What a capture of a model that is to be sharded depends on.
-
-    Args:
-        mesh: the axes to shard and to replicate over.
-        device: what programs are captured for.
-        known: parameters of parts of the model that are sharded already.
-        tensor: the tensor axis, inside of those of `mesh`, if there is one.
-        experts: where parameters are that lie otherwise on the ranks, if there are such.
-        answers: of `shard_placement_fn`, if it was asked already.
-        whole: the mesh of all axes, if parts of the model have DTensors on it.
-
-    Raises:
-        ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
-        UnsupportedError: parameters are to be gathered again among neighbours, and there are experts.
-    """
-    units = find_units(model, options.units)
-    precision = precision_of(options.mp_policy, units)
-    mesh = _with_regather(mesh, options.reshard_after_forward)
-    if tensor is not None:
-        mesh = mesh.with_tensors(tensor)
-    if experts is not None:
-        if mesh.regather is not None:
-            raise UnsupportedError(
-                f"reshard_after_forward={options.reshard_after_forward} with parameters on another mesh, as experts "
-                "are, is not supported. Give True or False."
-            )
-        mesh = mesh.with_experts(experts.mesh)
-    check_fit(options, model, units, mesh)
-    ignored = check_ignored(model, options.ignored_params)
-    distributed = tensor is not None or experts is not None
-    check_params(model, device.type, ignored, known, distributed=distributed, num_ranks=mesh.size)
-    if answers is None:
-        answers = placements_of(model, options.shard_placement_fn, {*ignored, *known})
-    table = build_table(
-        model,
-        mesh=mesh,
-        units=units,
-        precision=precision,
-        reshard_after_forward=_gathers_again(options),
-        dims=check_placements(model, answers),
-        ignored=ignored,
-        known=known,
-        experts=experts.params if experts is not None else (),
-    )
-    return CaptureSpec(
-        table,
-        units,
-        mesh,
-        device,
-        precision,
-        type(model),
-        options.dynamic_shapes,
-        tensor=tensor,
-        experts=experts,
-        whole=_whole_mesh(model, table, known) or whole,
-    )
-
-
-def _whole_mesh(model: nn.Module, params: ParamTable, known: Container[nn.Parameter]) -> DeviceMesh | None:
-    """The mesh of all axes, if parameters are DTensors on it before they are sharded."""
-    rows = (row for row in params if row.split is not None and row.split.around and not row.expert)
-    found = (model.get_parameter(row.name) for row in rows)
-    return next((param.device_mesh for param in found if param not in known and isinstance(param, DTensor)), None)
-
-
-def _gathers_again(options: Options) -> bool | None:
-    """Whether backward gathers parameters again, among however many ranks; None leaves it to each unit.
-
-    Where the plan decides what stays gathered, that may be any.
-    """
-    given = options.reshard_after_forward
-    if given is None:
-        return True if options.activation == "auto" else None
-    return given is True or given > 1
-
-
-def _with_regather(mesh: Mesh, reshard_after_forward: bool | int | None) -> Mesh:
-    """With the neighbours among which backward gathers again, where that is a smaller group than the axis."""
-    if is_int(reshard_after_forward) and 1 < reshard_after_forward < mesh.shard.size:
-        return mesh.with_regather(reshard_after_forward)
-    return mesh
-
-
-def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Mesh) -> None:
-    """Raise ArgumentError for the first option that does not fit a model with these units, or a mesh."""
-    reshard, num_shards = options.reshard_after_forward, mesh.shard.size
-    if is_int(reshard) and (reshard < 1 or num_shards % reshard):
-        divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
-        raise ArgumentError(
-            f"reshard_after_forward={brief(reshard)} must divide the number of ranks that parameters are sharded over, "
-            f"{num_shards}. Give one of {divisors}; 1 is False, {num_shards} is True."
-        )
-    check_activation(options, type(model).__name__, units)
-
-
-def check_activation(options: Options, model: str, units: Sequence[str]) -> None:
-    """Raise ArgumentError if units are to save something else, and a model has none."""
-    if options.activation is not None and not units:
-        raise ArgumentError(
-            f"activation={brief(options.activation)} is about the units of {model}, and none were found. Name them "
-            "with units=, such as units=['layers.*'], or call graphshard.fully_shard on them."
-        )
-
-
-def resolve_model(model: Any, options: Options) -> tuple[Any, Options]:
-    """Return the module of a program or a `.pt2` file, and options with its dynamic shapes; a module as it is.
-
-    Raises:
-        ArgumentError: the program cannot be compiled.
-        UnsupportedError: the program has something that cannot be called from a module, or casts that do not fit the
-            mixed-precision policy.
-    """
-    module = module_of(model)
-    if not isinstance(model, torch.nn.Module) and isinstance(module, ProgramModule):
-        if options.dynamic_shapes is None:
-            options = replace(options, dynamic_shapes=module.program_inputs().dynamic_shapes())
-        _check_precision(module, options.mp_policy)
-    joint = joint_of(module) if not isinstance(model, torch.nn.Module) else None
-    facts = None if joint is None else facts_of(joint)
-    if facts is not None and options.units is None and facts["units"]:
-        units = [tuple(unit.split(MODULE_SEPARATOR)) if MODULE_SEPARATOR in unit else unit for unit in facts["units"]]
-        options = replace(options, units=units)
-    return module, options
-
-
-def example_of(model: Any) -> tuple[Any, Any]:
-    """Return the example inputs and keyword inputs that a program holds; two times None for others."""
-    examples = model.program_examples() if isinstance(model, ProgramModule) else None
-    return (None, None) if examples is None else examples
-
-
-def _check_precision(module: ProgramModule, spec: Any) -> None:
-    """Raise UnsupportedError for a cast of which nobody knows whether it was to the dtype of a parameter.
-
-    `x.to(weight.dtype)` and `x.float()` are the same in a program. With a policy they are not.
-    """
-    policies = list(spec.values()) if isinstance(spec, Mapping) else [spec]
-    wanted = {policy.param_dtype for policy in policies if policy is not None} - {None}
-    own = {param.dtype for param in module.parameters() if param.is_floating_point()}
-    for dtype, place in module.program_casts():
-        if dtype in own and wanted - {dtype}:
-            others = ", ".join(sorted(str(other) for other in wanted - {dtype}))
-            raise UnsupportedError(
-                f"mp_policy: the program names {dtype} in {place}. At export that may have been the dtype of a "
-                f"parameter, which mp_policy changes to {others}, or a constant. Export a copy of the module with "
-                f"parameters in {others}, compile that program, and call .to({dtype}) on what compile returns "
-                f"to store parameters in {dtype}; or compile the module itself."
-            )
+        policy: Any = float(activation)
+    else:
+        policy = activation if isinstance(activation, str) else tuple(sorted(activation, key=str))
+    return Pipeline((ActivationCheckpointing(policy), *pipeline))

@@ -1,10 +1,10 @@
-"""Meshes that need not exist along which a model communicates, and what makes a model for them.
+"""Meshes that need not exist along which a model communicates, and the model made for them.
 
-    with pretended(model, {"dp": 16, "tp": 8}, parallelize) as (parallelized, mesh):
-        ...                                 `mesh` is a DeviceMesh of 128 ranks, of which this process is one
+    with simulated_mesh(model, {"dp": 16, "tp": 8}, parallelize) as (parallelized, mesh):
+        ...                                 `mesh` is a DeviceMesh of 128 ranks, and this process is one of them
 
-DTensor needs process groups. In the block there are torch's fake ones, which send nothing. Rank 0 is at the begin of
-every axis, and has the largest piece where pieces are uneven.
+DTensor needs process groups. In the block there are torch's fake ones, which send nothing. Rank 0 is the first on every
+axis, and has the largest piece where pieces are uneven.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, DATA, EXPERT, MOST_RANKS, OTHERS, PIPELINE, TENSOR, seen_shape
-from graphshard.ir.param_table import named_parameters
 from graphshard.options.options import Options
-from graphshard.options.validate import check_model
+from graphshard.options.validate import ModelContents, check_model
 from graphshard.torch_compat.dtensor import fake_world, track_draws
 from graphshard.utils.argument_validation import answer_of, check_function, is_int
 from graphshard.utils.text import brief
@@ -38,10 +37,10 @@ _NAMES = ("replicate", "shard")
 
 
 def shape_of(mesh: Any) -> dict[str, int]:
-    """Sizes by name of a mesh that need not exist, along which the model may communicate.
+    """Return the sizes by name of a mesh that need not exist, along which the model may communicate.
 
     Raises:
-        ArgumentError: it is none, or has an axis of which it cannot be told what it is for.
+        ArgumentError: it is not a shape, or the role of an axis is unknown.
     """
     if isinstance(mesh, DeviceMesh):
         raise ArgumentError(
@@ -81,22 +80,20 @@ def shape_of(mesh: Any) -> dict[str, int]:
 
 
 def needs_parallelize(mesh: Any) -> bool:
-    """Whether a shape has an axis along which models communicate, so that they must be made for it."""
+    """Return whether a shape has an axis along which models communicate, so that they must be made for it."""
     return isinstance(mesh, Mapping) and any(name in (*TENSOR, *OTHERS) for name in mesh)
 
 
 @contextlib.contextmanager
-def pretended(
-    model: nn.Module, mesh: Mapping[str, int], parallelize: Parallelize, device_type: str, rank: int = 0
+def simulated_mesh(
+    model: nn.Module, shape: Mapping[str, int], parallelize: Parallelize, device_type: str, rank: int = 0
 ) -> Iterator[tuple[nn.Module, DeviceMesh]]:
-    """In the block there is such a mesh; what is yielded is a copy of the model that was parallelized, and the mesh.
+    """Make a mesh for the block, and yield a parallelized copy of the model with it.
 
     Args:
-        model: left as it is.
-        mesh: sizes by name, outermost first, of `shape_of`.
-        parallelize: of a user's.
+        shape: sizes by name, outermost first, from `shape_of`.
         device_type: of the mesh; "cuda" need not be here where something stands in for it.
-        rank: which one this process is.
+        rank: number of this process.
 
     Raises:
         ArgumentError: there are process groups already, or `parallelize` failed, or made no model.
@@ -104,38 +101,35 @@ def pretended(
     check_function("parallelize", parallelize, "a function of (model, mesh)")
     if dist.is_initialized():
         raise ArgumentError(
-            f"mesh {dict(mesh)} need not exist, and is made of process groups that send nothing; but this process has "
+            f"mesh {dict(shape)} need not exist, and is made of process groups that send nothing; but this process has "
             "process groups. Call it in another process, or torch.distributed.destroy_process_group() first; or pass a "
             "DeviceMesh and a model that was parallelized."
         )
-    with fake_world(math.prod(mesh.values()), rank):
-        seen, _ = seen_shape(mesh)
-        device_mesh = init_device_mesh(device_type, tuple(seen.values()), mesh_dim_names=tuple(seen))
-        track_draws(device_mesh)
+    with fake_world(math.prod(shape.values()), rank):
+        seen, _ = seen_shape(shape)
+        mesh = init_device_mesh(device_type, tuple(seen.values()), mesh_dim_names=tuple(seen))
+        track_draws(mesh)
         copied = on_meta(model)
         with torch.device("meta"):
-            made = answer_of("parallelize", parallelize, copied, device_mesh)
+            made = answer_of("parallelize", parallelize, copied, mesh)
         made = copied if made is None else made
         check_model(made)
-        yield made, device_mesh
+        yield made, mesh
 
 
 def options_for(copied: nn.Module, model: nn.Module, options: Options) -> Options:
-    """The options with parameters of a copy of the model in the place of the model's own."""
+    """Return the options with `ignored_params` of a copy of the model instead of the model's."""
     if options.ignored_params is None:
         return options
     ignored = set(options.ignored_params)
-    names = [name for (name, *_), param in named_parameters(model).items() if param in ignored]
+    names = [name for name, param in ModelContents.of(model).named.items() if param in ignored]
     return replace(options, ignored_params=[copied.get_parameter(name) for name in names])
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device, tied as they were."""
-    tensors = (*model.parameters(), *model.buffers())
-    memo = {id(tensor): _empty(tensor) for tensor in tensors}
+    """Return a copy of a model with parameters and buffers on the meta device, tied as they were."""
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(model, memo)
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

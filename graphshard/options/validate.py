@@ -1,10 +1,12 @@
-"""What each option may be by itself, whatever the model and the mesh; found before anything is done."""
+"""Checks of the arguments of `compile`, made before anything is changed: options, inputs, model, parameters, mesh."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -18,7 +20,6 @@ from torch.export import Dim
 from graphshard.errors import ArgumentError, UnsupportedError, visible
 from graphshard.ir.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.param_table import named_parameters
 from graphshard.ir.precision import check_policy
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.lower.backends import Backend
@@ -33,9 +34,14 @@ from graphshard.utils.text import brief, users_class
 
 _VERIFY = "GRAPHSHARD_VERIFY"
 
+# Dtypes that gloo and NCCL reduce.
+_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# --- options -----------------------------------------------------------------------------------------------------
+
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first option that is wrong by itself; the message names it and the remedy.
+    """Raise ArgumentError for the first option that is wrong whatever the model and the mesh.
 
     Args:
         options: all fields of `Options` by name.
@@ -54,26 +60,26 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def level_of(verify: Any) -> Any:
-    """When rules are verified: as given, or by GRAPHSHARD_VERIFY."""
+    """Return when rules are verified: as given, or by GRAPHSHARD_VERIFY."""
     return verify if verify is not None else os.environ.get(_VERIFY, "ends")
 
 
-def _reshard_after_forward(value: Any) -> None:
-    if not (value is None or isinstance(value, int)):
-        raise ArgumentError(
-            "reshard_after_forward must be True, False, None, or a number of ranks that gather again in backward, "
-            f"got {brief(value)}."
-        )
+def _expect(name: str, fits: bool, expected: str, got: str, remedy: str = "") -> None:
+    if not fits:
+        raise ArgumentError(f"{name} must be {expected}, got {got}.{remedy}")
 
 
-def _shard_placement_fn(value: Any) -> None:
-    if not (value is None or callable(value)):
-        raise ArgumentError(
-            f"shard_placement_fn must be a function from a parameter to Shard(dim) or None, got {type(value).__name__}."
-        )
+def _check_reshard(value: Any) -> None:
+    expected = "True, False, None, or a number of ranks that gather again in backward"
+    _expect("reshard_after_forward", value is None or isinstance(value, int), expected, brief(value))
 
 
-def _mp_policy(value: Any) -> None:
+def _check_placement_fn(value: Any) -> None:
+    expected = "a function from a parameter to Shard(dim) or None"
+    _expect("shard_placement_fn", value is None or callable(value), expected, type(value).__name__)
+
+
+def _check_mp_policy(value: Any) -> None:
     if isinstance(value, Mapping):
         for unit, policy in value.items():
             if not isinstance(unit, str):
@@ -83,64 +89,57 @@ def _mp_policy(value: Any) -> None:
         check_policy(value, "mp_policy")
 
 
-def _offload_policy(value: Any) -> None:
-    if not (value is None or isinstance(value, OffloadPolicy)):
-        raise ArgumentError(
-            f"offload_policy must be a torch.distributed.fsdp.CPUOffloadPolicy or None, got {type(value).__name__}."
-        )
-    if value is not None:
-        check_bool("offload_policy.pin_memory", getattr(value, "pin_memory", True))
+def _check_offload_policy(value: Any) -> None:
+    expected = "a torch.distributed.fsdp.CPUOffloadPolicy or None"
+    _expect("offload_policy", value is None or isinstance(value, OffloadPolicy), expected, type(value).__name__)
+    check_bool("offload_policy.pin_memory", getattr(value, "pin_memory", True))
 
 
-def _ignored_params(value: Any) -> None:
-    if isinstance(value, (nn.Parameter, str)) or not (value is None or isinstance(value, Iterable)):
-        raise ArgumentError(f"ignored_params must be a set of the model's parameters, got a {type(value).__name__}.")
+def _check_ignored_params(value: Any) -> None:
+    single = isinstance(value, (nn.Parameter, str))
+    fits = value is None or (isinstance(value, Iterable) and not single)
+    _expect("ignored_params", fits, "a set of the model's parameters", f"a {type(value).__name__}")
 
 
-def _units(value: Any) -> None:
+def _check_units(value: Any) -> None:
     if isinstance(value, str):
         raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{brief(value)}].")
-    if not (value is None or (isinstance(value, Sequence) and not isinstance(value, bytes))):
-        raise ArgumentError(f"units must be a sequence of name patterns such as ['layers.*'], got {brief(value)}.")
+    fits = value is None or (isinstance(value, Sequence) and not isinstance(value, bytes))
+    _expect("units", fits, "a sequence of name patterns such as ['layers.*']", brief(value))
 
 
-def _backend(value: Any) -> None:
-    check_choice("backend", value, get_args(Backend))
-
-
-def _activation(value: Any) -> None:
+def _check_activation(value: Any) -> None:
     if isinstance(value, (list, tuple, set, frozenset)):
         for op in value:
-            if not isinstance(op, OpOverload):
-                raise ArgumentError(
-                    "activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got "
-                    + (str(op)[:60] if hasattr(op, "overloads") else brief(op))
-                    + (f". Choose one of its overloads: {_overloads(op)}." if hasattr(op, "overloads") else ".")
-                )
+            _check_operator(op)
         return
     share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    if not (value is None or (isinstance(value, str) and value in ("full", "auto")) or share):
-        raise ArgumentError(
-            "activation must be None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 "
-            f"that activations may take, got {brief(value)}."
-        )
+    fits = value is None or (isinstance(value, str) and value in ("full", "auto")) or share
+    expected = "None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 that activations"
+    _expect("activation", fits, f"{expected} may take", brief(value))
 
 
-def _overloads(packet: Any) -> str:
-    return ", ".join(f"torch.ops.{packet}.{name}" for name in packet.overloads())
+def _check_operator(op: Any) -> None:
+    if isinstance(op, OpOverload):
+        return
+    found = brief(op)
+    if hasattr(op, "overloads"):
+        overloads = ", ".join(f"torch.ops.{op}.{name}" for name in op.overloads())
+        found = f"{str(op)[:60]}. Choose one of its overloads: {overloads}"
+    raise ArgumentError(
+        f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {found}."
+    )
 
 
-def _memory_limit(value: Any) -> None:
-    if not (value is None or (is_int(value) and value > 0)):
-        raise ArgumentError(f"memory_limit must be a positive number of bytes, got {brief(value)}.")
+def _check_memory_limit(value: Any) -> None:
+    fits = value is None or (is_int(value) and value > 0)
+    _expect("memory_limit", fits, "a positive number of bytes", brief(value))
 
 
-def _dynamic_shapes(value: Any) -> None:
-    if not (value is None or isinstance(value, (tuple, list, Mapping))):
-        raise ArgumentError(
-            "dynamic_shapes must be a tuple with an entry for each input, or a dict by the inputs' names, as for "
-            f"torch.export.export, got {type(value).__name__}."
-        )
+def _check_dynamic_shapes(value: Any) -> None:
+    fits = value is None or isinstance(value, (tuple, list, Mapping))
+    expected = "a tuple with an entry for each input, or a dict by the inputs' names, as for torch.export.export"
+    _expect("dynamic_shapes", fits, expected, type(value).__name__)
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, (int, type(None), Dim, type(Dim.AUTO))):
             raise ArgumentError(
@@ -149,51 +148,41 @@ def _dynamic_shapes(value: Any) -> None:
             )
 
 
-def _max_captures(value: Any) -> None:
-    check_count("max_captures", value)
+def _check_passes(value: Any) -> None:
+    remedy = " Start from graphshard.Pipeline() and use insert, replace and disable."
+    fits = value is None or isinstance(value, Pipeline)
+    _expect("passes", fits, "a graphshard.Pipeline", type(value).__name__, remedy)
 
 
-def _fullgraph(value: Any) -> None:
-    check_bool("fullgraph", value)
-
-
-def _passes(value: Any) -> None:
-    if not (value is None or isinstance(value, Pipeline)):
-        raise ArgumentError(
-            f"passes must be a graphshard.Pipeline, got {type(value).__name__}. Start from graphshard.Pipeline() and "
-            "use insert, replace and disable."
-        )
-
-
-def _verify(value: Any) -> None:
+def _check_verify(value: Any) -> None:
     check_choice("verify" if value is not None else _VERIFY, level_of(value), get_args(Level))
 
 
-# By option, what raises ArgumentError if a value is wrong by itself. `hardware` is checked where its file is read.
+# The check of each option by itself. `hardware` is checked where its file is read.
 CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "reshard_after_forward": _reshard_after_forward,
-    "shard_placement_fn": _shard_placement_fn,
-    "mp_policy": _mp_policy,
-    "offload_policy": _offload_policy,
-    "ignored_params": _ignored_params,
-    "units": _units,
-    "backend": _backend,
-    "activation": _activation,
-    "memory_limit": _memory_limit,
-    "dynamic_shapes": _dynamic_shapes,
-    "max_captures": _max_captures,
-    "fullgraph": _fullgraph,
-    "passes": _passes,
-    "verify": _verify,
+    "reshard_after_forward": _check_reshard,
+    "shard_placement_fn": _check_placement_fn,
+    "mp_policy": _check_mp_policy,
+    "offload_policy": _check_offload_policy,
+    "ignored_params": _check_ignored_params,
+    "units": _check_units,
+    "backend": functools.partial(check_choice, "backend", choices=get_args(Backend)),
+    "activation": _check_activation,
+    "memory_limit": _check_memory_limit,
+    "dynamic_shapes": _check_dynamic_shapes,
+    "max_captures": functools.partial(check_count, "max_captures"),
+    "fullgraph": functools.partial(check_bool, "fullgraph"),
+    "passes": _check_passes,
+    "verify": _check_verify,
 }
 
+# --- inputs ------------------------------------------------------------------------------------------------------
 
-# What gloo and NCCL add up.
-_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_EXAMPLES = ("example_inputs", "example_kwargs")
 
 
-def check_containers(inputs: Any, kwargs: Any, names: tuple[str, str] = ("example_inputs", "example_kwargs")) -> None:
-    """Raise ArgumentError where a container of a call's inputs was forgotten; `names` are those of the arguments."""
+def check_containers(inputs: Any, kwargs: Any, names: tuple[str, str] = _EXAMPLES) -> None:
+    """Raise ArgumentError unless a call's inputs are in a tuple or list and in a dict; `names` are the arguments'."""
     if not (inputs is None or isinstance(inputs, (tuple, list))):
         more = f". Pass ({'tensor' if isinstance(inputs, torch.Tensor) else '...'},)."
         raise ArgumentError(
@@ -206,16 +195,13 @@ def check_containers(inputs: Any, kwargs: Any, names: tuple[str, str] = ("exampl
             raise ArgumentError(f"{names[1]} must have names of inputs for keys, got {brief(name)}.")
 
 
-def check_examples(
-    model: nn.Module, inputs: Any, kwargs: Any, names: tuple[str, str] = ("example_inputs", "example_kwargs")
-) -> None:
-    """Raise ArgumentError for inputs that forward does not take: another container, too many, or others by name."""
+def check_examples(model: nn.Module, inputs: Any, kwargs: Any, names: tuple[str, str] = _EXAMPLES) -> None:
+    """Raise ArgumentError for inputs that forward does not take."""
     check_containers(inputs, kwargs, names)
     if inputs is None and kwargs is None:
         return
     try:
-        signature = inspect.signature(model.forward)
-        signature.bind(*(inputs or ()), **(kwargs or {}))
+        inspect.signature(model.forward).bind(*(inputs or ()), **(kwargs or {}))
     except TypeError as error:
         given = ", ".join([*map(brief, inputs or ()), *(f"{brief(key)}: {brief(kwargs[key])}" for key in kwargs or ())])
         raise ArgumentError(
@@ -224,8 +210,11 @@ def check_examples(
         ) from None
 
 
+# --- mesh --------------------------------------------------------------------------------------------------------
+
+
 def default_mesh() -> DeviceMesh:
-    """All ranks on one axis, of CUDA devices where there are any.
+    """Return a mesh of all ranks on one axis, of CUDA devices where there are any.
 
     Raises:
         ArgumentError: there is no process group yet.
@@ -239,7 +228,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """The axes of a mesh; raise ArgumentError if it is none to compile for."""
+    """Return the data axes of a mesh by role; raise ArgumentError if it is not one to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
@@ -257,106 +246,170 @@ def check_mesh(mesh: Any) -> Mesh:
     return axes
 
 
-def check_model(model: Any, *, in_parts: bool = False) -> None:
-    """Raise ArgumentError if the module cannot be compiled; submodules may have been, if it is sharded in parts."""
+# --- model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ModelContents:
+    """Modules, parameters and buffers of a model, listed in one walk.
+
+    Attributes:
+        modules: each once, by its first name.
+        params: each once, by all its names, in the order of registration.
+        buffers: each once, by its first name.
+    """
+
+    model: nn.Module
+    modules: Mapping[str, nn.Module]
+    params: Mapping[tuple[str, ...], nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelContents:
+        """Walk a model."""
+        modules: dict[nn.Module, str] = {}
+        params: dict[nn.Parameter, list[str]] = {}
+        buffers: dict[torch.Tensor, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            modules.setdefault(module, path)
+            for name, param in module._parameters.items():
+                if param is not None:
+                    params.setdefault(param, []).append(prefix + name)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers.setdefault(buffer, prefix + name)
+        return cls(
+            model,
+            {name: module for module, name in modules.items()},
+            {tuple(names): param for param, names in params.items()},
+            {name: buffer for buffer, name in buffers.items()},
+        )
+
+    @functools.cached_property
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """Parameters by their first names."""
+        return {name: param for (name, *_), param in self.params.items()}
+
+
+def check_model(model: Any, *, in_parts: bool = False) -> ModelContents:
+    """Return the contents of a model.
+
+    Args:
+        in_parts: it is sharded from the inside out, so that submodules may have been.
+
+    Raises:
+        ArgumentError: it cannot be compiled.
+    """
     what = "module" if in_parts else "model"
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.")
-    cls = users_class(model)
-    named = (*model.named_modules(), *model.named_parameters(), *model.named_buffers())
-    for name in (name for name, _ in named):
+    contents = ModelContents.of(model)
+    for problem in _model_problems(contents, in_parts=in_parts):
+        raise ArgumentError(f"{what}: {problem}")
+    return contents
+
+
+def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]:
+    """Yield sentences that say why a model cannot be compiled, and what to do."""
+    model, cls = contents.model, users_class(contents.model)
+    cannot = f"{cls.__name__} cannot be compiled"
+    for name in (*contents.modules, *contents.named, *contents.buffers):
         try:
             name.encode()
         except UnicodeEncodeError:
-            shown = brief(name)
-            raise ArgumentError(f"{what}: the name {shown} has a character that no file takes. Rename it.") from None
-    for name, sub in (("", model),) if in_parts else model.named_modules():
-        if is_compiled(sub) or (name and not OF_UNITS.isdisjoint(sub.__dict__)):
-            which = f"its submodule {name!r} is" if name else "it is"
-            raise ArgumentError(
-                f"{what}: {cls.__name__} cannot be compiled: {which} already compiled. Compile the root module, once."
+            yield f"the name {brief(name)} has a character that no file takes. Rename it."
+    for name, module in contents.modules.items():
+        which = f"its submodule {name!r}" if name else "it"
+        known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
+        if known and not (in_parts and name):
+            yield f"{cannot}: {which} is already compiled. Compile the root module, once."
+        if is_replicated(module):
+            yield (
+                f"{cannot}: torch's replicate was applied to {which}, whose gradients it reduces in hooks. Apply "
+                "replicate to a module around the compiled one, or leave it out."
             )
-    for name, sub in model.named_modules():
-        if is_replicated(sub):
-            which = f"its submodule {name!r}" if name else "it"
-            raise ArgumentError(
-                f"{what}: {cls.__name__} cannot be compiled: torch's replicate was applied to {which}, whose gradients "
-                "it reduces in hooks. Apply replicate to a module around the compiled one, or leave it out."
+        if isinstance(module, torch.jit.ScriptModule):
+            yield (
+                f"{cannot}: {which} was made by torch.jit, which holds its parameters and code where nobody can "
+                "exchange them. Leave torch.jit.script or trace out: the module runs as it is written. Functions that "
+                "torch.jit.script made may stay."
             )
-        if isinstance(sub, torch.jit.ScriptModule):
-            which = f"its submodule {name!r}" if name else "it"
-            raise ArgumentError(
-                f"{what}: {cls.__name__} cannot be compiled: {which} was made by torch.jit, which holds its parameters "
-                "and code where nobody can exchange them. Leave torch.jit.script or trace out: the module runs as it "
-                "is written. Functions that torch.jit.script made may stay."
-            )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*contents.named.items(), *contents.buffers.items()):
         if nn.parameter.is_lazy(tensor):
-            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise ArgumentError(
-                f"{what}: {cls.__name__} cannot be compiled: {name} of {owner} has no shape yet. Call the model once "
-                "with an example of its inputs, before graphshard.compile and the optimizer."
+            owner = type(contents.modules[name.rpartition(".")[0]]).__name__
+            yield (
+                f"{cannot}: {name} of {owner} has no shape yet. Call the model once with an example of its inputs, "
+                "before graphshard.compile and the optimizer."
             )
         if isinstance(tensor, WholeParameter):
-            raise ArgumentError(
-                f"{what}: {cls.__name__} cannot be compiled: it is, and {name} is gathered within "
-                "graphshard.uncompiled. Leave the block, or compile a copy.deepcopy of it."
+            yield (
+                f"{cannot}: it is, and {name} is gathered within graphshard.uncompiled. Leave the block, or compile a "
+                "copy.deepcopy of it."
             )
     if cls.forward is nn.Module.forward:
-        raise ArgumentError(
-            f"{what}: {cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, "
-            "or give it a forward."
+        yield (
+            f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or give "
+            "it a forward."
         )
     if isinstance(model.__dict__.get("forward"), Entry):
-        raise ArgumentError(f"{what}: {cls.__name__} is a part of a compiled model. Compile the root module, once.")
+        yield f"{cls.__name__} is a part of a compiled model. Compile the root module, once."
     if "forward" in model.__dict__:
-        raise ArgumentError(
-            f"{what}: {cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile "
-            "the model before whatever replaced its forward is applied, or subclass it."
+        yield (
+            f"{cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile the "
+            "model before whatever replaced its forward is applied, or subclass it."
         )
 
 
-def check_ignored(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
-    """The parameters to leave alone; raise ArgumentError if they are not the model's."""
-    own = {id(param) for param in model.parameters()}
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+def check_ignored(contents: ModelContents, ignored: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
+    """Return the parameters to leave alone; raise ArgumentError if one is not the model's."""
+    known = {id(param) for param in contents.params.values()}
     found = tuple(ignored or ())
     for item in found:
-        if id(item) not in own:
+        if id(item) not in known:
             what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else brief(item)
             raise ArgumentError(
-                f"ignored_params holds {what}, which is no parameter of {type(model).__name__}. Pass the objects in "
-                "model.parameters(), before any conversion."
+                f"ignored_params holds {what}, which is no parameter of {type(contents.model).__name__}. Pass the "
+                "objects in model.parameters(), before any conversion."
             )
     return frozenset(found)
 
 
 def check_params(
-    model: nn.Module,
+    contents: ModelContents,
     device_type: str,
     ignored: frozenset[nn.Parameter],
-    known: Container[nn.Parameter] = (),
+    known: Container[nn.Parameter],
     *,
-    distributed: bool = False,
-    num_ranks: int | None = None,
+    distributed: bool,
+    num_ranks: int,
 ) -> None:
-    """Raise ArgumentError for the first parameter that cannot be sharded over a mesh of devices of a type.
+    """Check that parameters can be sharded over a mesh of `num_ranks` devices.
 
-    UnsupportedError for one whose gradients are to be of another dtype.
+    Args:
+        known: parameters that are sharded already.
+        distributed: DTensors on tensor or expert axes are expected; `mesh_axes` has checked them.
 
-    Those that are `known` are sharded over it already; DTensors may be `distributed` over a tensor axis, and were
-    looked at, as those were that all ranks of the mesh have whole.
+    Raises:
+        ArgumentError: one cannot.
+        UnsupportedError: its gradients are to be of another dtype.
     """
-    for (name, *_), param in named_parameters(model).items():
+    for name, param in contents.named.items():
         if param in known:
             continue
-        if isinstance(param, DTensor) and not distributed and not _is_whole(param, num_ranks):
-            raise ArgumentError(
-                f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Pass the "
-                "plain module, and to cut it along a tensor axis parallelize=, a function of (model, mesh); or, where "
-                "there are process groups, the DeviceMesh that its axis is of."
-            )
-        if not isinstance(param, DTensor):
-            _check_class(name, param, ignored=param in ignored)
+        if isinstance(param, DTensor):
+            replicated = all(placement.is_replicate() for placement in param.placements)
+            if not distributed and not (replicated and param.device_mesh.size() == num_ranks):
+                raise ArgumentError(
+                    f"parameter {name} is a DTensor already (fully_shard or parallelize_module was applied). Pass the "
+                    "plain module, and to cut it along a tensor axis parallelize=, a function of (model, mesh); or, "
+                    "where there are process groups, the DeviceMesh that its axis is of."
+                )
+        elif is_subclass(param):
+            _check_subclass(name, param, ignored=param in ignored)
         if getattr(param, "grad_dtype", param.dtype) != param.dtype:  # torch 2.11 may have none
             raise UnsupportedError(
                 f"parameter {name} is of {param.dtype} and wants gradients of another dtype (grad_dtype="
@@ -373,21 +426,15 @@ def check_params(
         if param.requires_grad and param.dtype not in _REDUCIBLE:
             raise ArgumentError(
                 f"parameter {name} is trainable and of {param.dtype}, whose gradients cannot be reduced. Use one of "
-                f"{', '.join(str(dtype) for dtype in _REDUCIBLE)}, freeze it, or pass it in ignored_params."
+                f"{', '.join(map(str, _REDUCIBLE))}, freeze it, or pass it in ignored_params."
             )
 
 
-def _is_whole(param: DTensor, num_ranks: int | None) -> bool:
-    return param.device_mesh.size() == num_ranks and all(placement.is_replicate() for placement in param.placements)
+def _check_subclass(name: str, param: nn.Parameter, *, ignored: bool) -> None:
+    """Raise ArgumentError for a tensor subclass without the methods that say how it is gathered.
 
-
-def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:
-    """Raise ArgumentError for a tensor subclass that does not say how it is gathered.
-
-    On the meta device it may say so later, when there are shards to set methods on.
+    On the meta device it may get them later, when there are shards to set methods on.
     """
-    if not is_subclass(param):
-        return
     kind, missing = type(param).__name__, missing_methods(param)
     if ignored:
         raise ArgumentError(
@@ -402,36 +449,32 @@ def _check_class(name: str, param: nn.Parameter, *, ignored: bool) -> None:
         )
 
 
-def placements_of(model: nn.Module, placement_fn: Any, left_out: Container[nn.Parameter]) -> dict[str, Any]:
-    """What `shard_placement_fn` answers for parameters, by their first names, where that is not None.
+def placements_of(contents: ModelContents, placement_fn: Any, left_out: Container[nn.Parameter]) -> dict[str, Any]:
+    """Return what `shard_placement_fn` chooses for parameters, by first name, where that is not None.
 
-    It is asked once for each, as FSDP2 does it, and not for scalars and those to leave out.
+    It is called once for each, as FSDP2 does, and not for scalars and those to leave out.
 
     Raises:
         ArgumentError: it raised something.
     """
     if placement_fn is None:
         return {}
-    named = {name: param for (name, *_), param in named_parameters(model).items()}
-    asked = {name: param for name, param in named.items() if param not in left_out and param.dim() > 0}
-    answers = {name: answer_of("shard_placement_fn", placement_fn, param) for name, param in asked.items()}
-    return {name: answer for name, answer in answers.items() if answer is not None}
+    asked = {name: param for name, param in contents.named.items() if param not in left_out and param.dim() > 0}
+    chosen = {name: answer_of("shard_placement_fn", placement_fn, param) for name, param in asked.items()}
+    return {name: placement for name, placement in chosen.items() if placement is not None}
 
 
-def check_placements(model: nn.Module, answers: Mapping[str, Any]) -> dict[str, int]:
-    """The dim of each parameter that is to be sharded along a certain one, by its first name.
-
-    Args:
-        answers: those of `placements_of`.
+def shard_dims(contents: ModelContents, placements: Mapping[str, Any]) -> dict[str, int]:
+    """Return the dim to shard along, by first name, of parameters for which `shard_placement_fn` chose one.
 
     Raises:
-        ArgumentError: an answer is something else than a dim of the parameter.
+        ArgumentError: a placement is not a dim of the parameter.
     """
     dims: dict[str, int] = {}
-    for name, answer in answers.items():
-        placement, param = answer, model.get_parameter(name)
-        if ShardPlacementResult is not None and isinstance(answer, ShardPlacementResult):
-            placement = answer.placement
+    for name, placement in placements.items():
+        param = contents.named[name]
+        if ShardPlacementResult is not None and isinstance(placement, ShardPlacementResult):
+            placement = placement.placement
         if placement is None:
             continue
         if not isinstance(placement, Shard):

@@ -37,10 +37,11 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.windows import flop_of_all
-from graphshard.options.mesh_axes import axes_of, dims_of
+from graphshard.options.mesh_axes import MeshAxes, dims_of, find_axes
 from graphshard.options.options import Options
 from graphshard.options.resolve import capture_spec
-from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, pretended, shape_of
+from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, shape_of, simulated_mesh
+from graphshard.options.validate import ModelContents
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.predict.symbolic_cost import Inputs, symbolize
 from graphshard.runtime.groups import make_groups, whole_mesh
@@ -140,7 +141,7 @@ def at_place(
 ) -> Iterator[tuple[nn.Module, CaptureSpec]]:
     """In the block there is such a mesh: the model to capture, and what else the capture depends on."""
     if isinstance(place, Mesh):
-        yield model, capture_spec(model, options, place, device)
+        yield model, capture_spec(ModelContents.of(model), MeshAxes(place), options, device)
     elif isinstance(place, DeviceMesh):
         if device.type != "cpu":
             raise ArgumentError(
@@ -150,7 +151,7 @@ def at_place(
         yield model, _spec_on(model, options, place, device)
     else:
         assert parallelize is not None
-        with pretended(model, dict(place), parallelize, device.type) as (parallelized, mesh):
+        with simulated_mesh(model, dict(place), parallelize, device.type) as (parallelized, mesh):
             chosen = options_for(parallelized, model, options)
             yield parallelized, _spec_on(parallelized, chosen, mesh, device, dims_of(dict(place)))
 
@@ -159,9 +160,11 @@ def _spec_on(
     model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
 ) -> CaptureSpec:
     """What a capture depends on where process groups exist."""
-    data, mesh, tensor, experts, answers = axes_of(model, device_mesh, options, dims)
-    spec = capture_spec(model, options, mesh, device, {}, tensor, experts, answers)
-    return replace(spec, groups=make_groups(spec.mesh, whole_mesh(data, tensor), experts))
+    contents = ModelContents.of(model)
+    axes = find_axes(contents, device_mesh, options, dims)
+    assert axes.data is not None
+    spec = capture_spec(contents, axes, options, device)
+    return replace(spec, groups=make_groups(spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts))
 
 
 def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:

@@ -21,8 +21,11 @@ import graphshard
 from graphshard.artifact.fingerprint import differences, environment
 from graphshard.artifact.stored_options import check_same_options, describe_options, restored_options
 from graphshard.ir.mesh import Mesh
-from graphshard.module.compiled_module import prepare
+from graphshard.module.compiled_module import make_tracer
+from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import Options
+from graphshard.options.resolve import request_for
+from graphshard.options.validate import ModelContents
 from tests.artifact.test_artifact import refused
 from tests.distributed.twins import assert_same, grads_of
 from tests.exported import Layer, Net, batch, export_net, nothing_is_compiled, rewritten
@@ -256,10 +259,11 @@ def test_every_public_option_comes_back(tmp_path: Path, mesh: DeviceMesh) -> Non
         "units": ["layers.0", ("layers.1", "head")],
         "ignored_params": [model.layers[0].norm.bias],
     }
-    here = prepare(model, Options(**options, backend="eager"), Mesh.of_shape(2), torch.device("cpu"))
+    contents, axes, device = ModelContents.of(model), MeshAxes(Mesh.of_shape(2)), torch.device("cpu")
+    here = make_tracer(request_for(contents, axes, Options(**options, backend="eager"), device))
     again = restored_options(describe_options(here), model, here.spec.params)
     assert again.keys() == {*options, "backend"}
-    there = prepare(model, Options(**again), Mesh.of_shape(2), torch.device("cpu"))
+    there = make_tracer(request_for(contents, axes, Options(**again), device))
     assert there.spec.params.rows == here.spec.params.rows
     assert (there.spec.units, there.storage) == (here.spec.units, here.storage)
     check_same_options(tmp_path, describe_options(here), here.spec.params, there, given=options)

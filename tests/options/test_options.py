@@ -18,9 +18,10 @@ import graphshard
 from graphshard.artifact.stored_options import FACTS, NOT_COMPARED, ROWS
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
+from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import CompileArguments, OptionArguments, Options
 from graphshard.options.resolve import capture_spec, profile_here
-from graphshard.options.validate import CHECKS
+from graphshard.options.validate import CHECKS, ModelContents
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.predict.training_config import ExplainArguments
@@ -154,8 +155,9 @@ def test_every_option_is_checked() -> None:
 )
 def test_an_option_that_does_not_fit(option: dict[str, Any], mesh: tuple[int, ...] | None, message: str) -> None:
     """Found when it meets the model and the mesh."""
+    axes = MeshAxes(Mesh.of_shape(mesh or 4))
     with pytest.raises(ArgumentError, match=message):
-        capture_spec(Blocks(2), Options(**option), Mesh.of_shape(mesh or 4), torch.device("cpu"))
+        capture_spec(ModelContents.of(Blocks(2)), axes, Options(**option), torch.device("cpu"))
 
 
 def test_level_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +176,8 @@ def test_iterators_are_read_once() -> None:
     model = Blocks(2)
     options = Options(ignored_params=(param for param in [next(model.parameters())]))
     for size in (2, 4):
-        table = capture_spec(model, options, Mesh.of_shape(size), torch.device("cpu")).params
+        axes = MeshAxes(Mesh.of_shape(size))
+        table = capture_spec(ModelContents.of(model), axes, options, torch.device("cpu")).params
         assert [row.ignored for row in table] == [True, False]
 
 

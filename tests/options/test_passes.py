@@ -21,6 +21,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program
+from graphshard.options.options import Options
 from graphshard.options.resolve import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
@@ -60,7 +61,7 @@ def test_the_profile_of_the_device(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
     """Another plan costs compilation; a prediction is there all the same."""
-    (step,) = (s for s in with_planner(Pipeline(), COSTS, memory_limit=None, units_given=False) if s.name == "plan")
+    (step,) = (s for s in with_planner(Pipeline(), COSTS, Options()) if s.name == "plan")
     ours, theirs = step.planner(partitioned), PlanByUnit()(partitioned)
     assert ours.events == theirs.events
     assert [b.members for b in ours.buckets] == [b.members for b in theirs.buckets]
@@ -77,7 +78,8 @@ def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
 def test_one_decision_for_memory_takes_the_shortest_step() -> None:
     """Where gains are only taken if they pay for compilation, a single policy may be shorter."""
     for keep in (False, True):
-        pipeline = with_planner(Pipeline(), COSTS, memory_limit=1 << 30, units_given=False, keep=keep)
+        options = Options(memory_limit=1 << 30, activation="auto" if keep else None)
+        pipeline = with_planner(Pipeline(), COSTS, options)
         (planner,) = (step.planner for step in pipeline if isinstance(step, MakePlan))
         assert isinstance(planner, PlanByCost)
         assert (planner.worth + planner.worth_seconds == 0) == keep
@@ -95,17 +97,16 @@ def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
 
 def test_the_passes_own_planner_stays() -> None:
     pipeline = Pipeline().replace("plan", MakePlan(PlanByUnit()))
-    assert with_planner(pipeline, COSTS, memory_limit=None, units_given=False) is pipeline
+    assert with_planner(pipeline, COSTS, Options()) is pipeline
     with pytest.raises(ArgumentError, match="memory_limit=5 cannot be kept, as passes has a planner of its own"):
-        with_planner(pipeline, COSTS, memory_limit=5, units_given=False)
+        with_planner(pipeline, COSTS, Options(memory_limit=5))
     with pytest.raises(ArgumentError, match="no hardware profile of this device is known: measure one"):
-        with_planner(Pipeline(), None, memory_limit=5, units_given=False)
+        with_planner(Pipeline(), None, Options(memory_limit=5))
 
 
 def test_named_units_are_constraints() -> None:
-    planners = [
-        s.planner for s in with_planner(Pipeline(), COSTS, memory_limit=9, units_given=True) if s.name == "plan"
-    ]
+    pipeline = with_planner(Pipeline(), COSTS, Options(memory_limit=9, units=["layers.*"]))
+    planners = [s.planner for s in pipeline if s.name == "plan"]
     assert [(p.constraints, p.memory_limit) for p in planners] == [(Constraints(units=True), 9)]
 
 
