@@ -61,11 +61,11 @@ def package(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
-def imports(root: Path = ROOT) -> Iterator[Import]:
-    """All imports of the package's modules by each other, those inside functions included."""
+def imports(root: Path = ROOT, *, in_functions: bool = True) -> Iterator[Import]:
+    """Yield the imports of the package's modules by each other."""
     known = modules(root)
     for source, path in known.items():
-        for target, line in imported(path):
+        for target, line in imported(path, in_functions=in_functions):
             if target.startswith("graphshard"):
                 while target not in known:  # a name of a module, not a module
                     target = target.rpartition(".")[0]
@@ -73,9 +73,10 @@ def imports(root: Path = ROOT) -> Iterator[Import]:
                     yield Import(source, target, line)
 
 
-def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """What a file imports, and where; of `from a import b` it is a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path: Path, *, in_functions: bool = True) -> Iterator[tuple[str, int]]:
+    """Yield the names that a file imports, and the lines; `from a import b` yields a.b."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if in_functions else tree.body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
