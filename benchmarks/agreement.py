@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphshard.runtime.meeting import End, Meeting
+from graphshard.runtime.rendezvous import End, Rendezvous
 
 CONNECTIONS = 64
 HEADER = ("ranks", "differs", "seconds", "bytes sent", "bytes read", "requests/rank", "checks/rank", "all texts, bytes")
@@ -77,10 +77,10 @@ def meet(counted: Sequence[Counted], texts: Sequence[str]) -> tuple[float, list[
 
     def run(first: int) -> None:
         mine = range(first, len(texts), len(counted))
-        meetings = {rank: Meeting(counted[first], "step 1", 0, rank, len(texts)) for rank in mine}  # type: ignore[arg-type]
+        meetings = {rank: Rendezvous(counted[first], "step 1", 0, rank, len(texts)) for rank in mine}  # type: ignore[arg-type]
         start.wait()
         for rank, meeting in meetings.items():
-            meeting.come(texts[rank], tell, lambda waited: None)
+            meeting.join(texts[rank], tell, lambda waited: None)
         ends.extend(meeting.end(lambda waited: None) for meeting in meetings.values())
 
     threads = [threading.Thread(target=run, args=(first,)) for first in range(len(counted))]

@@ -27,8 +27,8 @@ from torch.fx import Graph
 
 import graphshard
 from graphshard.ir.graph import c10d
+from graphshard.lower.eager import compile_operators
 from graphshard.lower.inductor import compile_inductor
-from graphshard.lower.operators import compile_operators
 from graphshard.lower.regions import RegionCall, executor
 from graphshard.torch_compat.dtensor import fake_world
 from tests.helpers import Blocks

@@ -23,10 +23,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.ir.program import Phase
 from graphshard.lower.executor import Boxed
-from graphshard.runtime import arrivals
-from graphshard.runtime.code import Codes
+from graphshard.runtime import gradient_ready
+from graphshard.runtime.bound_program import BoundProgram
 from graphshard.torch_compat.dtensor import fake_world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -91,16 +90,16 @@ def _returning_again() -> Iterator[None]:
 
         return call
 
-    code, code_of_arrivals = Codes.of, arrivals._code
+    code, code_of_arrivals = BoundProgram.code, gradient_ready._Code
 
-    def of_arrivals(phase: Phase, *args: Any, **kwargs: Any) -> Any:
-        made = code_of_arrivals(phase, *args, **kwargs)
+    def of_arrivals(*args: Any) -> Any:
+        made = code_of_arrivals(*args)
         made.run = once(made, made.run)
         return made
 
     with (
-        mock.patch.object(Codes, "of", lambda self, phase: once(phase.module, code(self, phase))),
-        mock.patch.object(arrivals, "_code", of_arrivals),
+        mock.patch.object(BoundProgram, "code", lambda self, phase: once(phase.module, code(self, phase))),
+        mock.patch.object(gradient_ready, "_Code", of_arrivals),
     ):
         yield
 

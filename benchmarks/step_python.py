@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
 from graphshard.ir.program import Phase
-from graphshard.runtime.code import Codes
+from graphshard.runtime.bound_program import BoundProgram
 from tests.helpers import Blocks
 
 FEW = 5
@@ -70,10 +70,10 @@ def _replayed(layers: int) -> tuple[Callable[[], None], tuple[Callable[[], torch
     """A step whose programs return what they returned before, and its two parts."""
     model = graphshard.compile(Blocks(layers, bias=True), init_device_mesh("cpu", (2,)), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, code = torch.ones(2, 4), Codes.of
+    x, code = torch.ones(2, 4), BoundProgram.code
     kept: dict[Any, Any] = {}
 
-    def replay(codes: Codes, phase: Phase) -> Callable[[list[Any]], Any]:
+    def replay(codes: BoundProgram, phase: Phase) -> Callable[[list[Any]], Any]:
         if phase.module not in kept:
             run = code(codes, phase)
             return lambda inputs: kept.setdefault(phase.module, run(inputs))
@@ -83,7 +83,7 @@ def _replayed(layers: int) -> tuple[Callable[[], None], tuple[Callable[[], torch
         loss.backward()
         optimizer.zero_grad()
 
-    mock.patch.object(Codes, "of", replay).start()
+    mock.patch.object(BoundProgram, "code", replay).start()
     for _ in range(3):
         backward(model(x))
     return lambda: backward(model(x)), (lambda: model(x), backward)

@@ -14,7 +14,6 @@ import multiprocessing
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import torch
@@ -23,8 +22,8 @@ from torch import nn
 
 import graphshard
 from graphshard.module.compiled_module import CompiledModule
-from graphshard.runtime.status import Finding, Process, Status, Step
-from graphshard.runtime.watch import Watch, pause_of
+from graphshard.runtime.health_monitor import HealthMonitor, pause_of
+from graphshard.runtime.rank_status import ProcessIdentity, RankStatus, StepRecord
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankPool
 
@@ -40,38 +39,20 @@ def on_a_rank(rank: int, world_size: int, looks: int) -> float:
     assert isinstance(model, CompiledModule)
     peers = model._graphshard.agreement.peers
     assert peers is not None
-    watch = Watch(peers.standing, peers.standing.store)
+    monitor = peers.monitor
     start = time.thread_time()
     for _ in range(looks):
-        watch.look(peers.standing)
+        monitor.look()
     return (time.thread_time() - start) / looks
 
 
-@dataclass
-class Simulated:
+class Simulated(HealthMonitor):
     """A rank that is always in its thousandth step."""
 
-    rank: int
-    ranks: tuple[int, ...]
-    findings: list[Finding] = field(default_factory=list)
-
-    def status(self, beat: int) -> Status:
-        steps = tuple(Step(number, number, "backward of Llama") for number in range(993, 1001))
-        return Status(
-            self.rank, Process.this(), steps, "runs backward of Llama", where="/home/me/train.py:100", beat=beat
-        )
-
-    def is_current(self) -> bool:
-        return True
-
-    def behind(self, other: Status) -> None:
-        pass
-
-    def found(self, finding: Finding) -> None:
-        self.findings.append(finding)
-
-    def leave(self, why: str) -> None:
-        pass
+    def status(self) -> RankStatus:
+        steps = tuple(StepRecord(number, number, "backward of Llama") for number in range(993, 1001))
+        doing, where = "runs backward of Llama", "/home/me/train.py:100"
+        return RankStatus(self.rank, ProcessIdentity.this(), steps, doing, where=where, beat=self._beat)
 
 
 def serve(to_parent: Connection) -> None:
@@ -89,15 +70,14 @@ def all_looks(port: int, seconds: float) -> int:
 
     def run(first: int) -> None:
         store = dist.PrefixStore("watching", dist.TCPStore("127.0.0.1", port, is_master=False))
-        mine = [Simulated(rank, ranks) for rank in ranks[first::CONNECTIONS]]
-        watches = [Watch(peers, store) for peers in mine]
+        mine = [Simulated(ranks, rank, store) for rank in ranks[first::CONNECTIONS]]
         start.wait()
         finish = time.monotonic() + seconds
         while time.monotonic() < finish:
-            for watch, peers in zip(watches, mine, strict=True):
-                watch.look(peers)
+            for monitor in mine:
+                monitor.look()
                 count[first] += 1
-        assert not any(peers.findings for peers in mine)
+        assert all(monitor.finding is None for monitor in mine)
 
     threads = [threading.Thread(target=run, args=(first,)) for first in range(CONNECTIONS)]
     for thread in threads:

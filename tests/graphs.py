@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graphshard.module import compiled_module
-from graphshard.runtime.device_graphs import ResultT
+from graphshard.runtime.cuda_graphs import CudaGraphs, ResultT
 from graphshard.torch_compat.operators import TorchDispatchMode, pytree
 
 # A call, its results, and whether it writes to what it is given.
@@ -52,8 +52,8 @@ class _Recorder(TorchDispatchMode):
 
 
 @dataclass
-class Graphs:
-    """`DeviceGraphs` of a CPU.
+class Graphs(CudaGraphs):
+    """`CudaGraphs` of a CPU.
 
     Attributes:
         captured, launched: how often.

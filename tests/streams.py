@@ -33,8 +33,8 @@ from torch.fx.node import map_aggregate
 import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
 from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, TOGETHER, UPLOAD
-from graphshard.lower.lines import Call, Line, print_lines
-from graphshard.runtime.in_place import FUNCTIONAL
+from graphshard.lower.executor_lines import Call, Line, print_lines
+from graphshard.runtime.gloo import FUNCTIONAL
 
 COMPUTE, HOST, KEPT = "compute", "host", "kept "
 CUDA = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ from torch.autograd import DeviceType
 
 from benchmarks.gpu.settings import Setup, Size, Step, world
 from benchmarks.gpu.variants import variants
-from graphshard.runtime.recording import clock_of
+from graphshard.runtime.step_recorder import clock_of
 
 _WARMUP = 2
 # Seconds that a process has to end.

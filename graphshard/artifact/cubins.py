@@ -14,8 +14,8 @@ from graphshard.codec.gpu_code import cubin_name, decode_gpu_code
 from graphshard.codec.lowered import decode_region
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES, Capability
+from graphshard.lower.eager import outputs_of
 from graphshard.lower.kernels import GpuCode, check_code, dotted
-from graphshard.lower.operators import outputs_of
 
 
 def gpu_file(key: str, capability: str) -> str:

@@ -24,8 +24,8 @@ from graphshard.frontend.inputs import count_tokens, stand_ins
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.lower.operators import runs_as_it_is
-from graphshard.lower.packages import Package
+from graphshard.lower.aoti_package import Package
+from graphshard.lower.eager import runs_as_it_is
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
@@ -33,7 +33,7 @@ from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.predict.step_prediction import Bound, bound_of, explained
 from graphshard.predict.training_config import Training
-from graphshard.runtime.accumulation import Accumulation
+from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.schedule.agreed import Share, agreed
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.text import brief

@@ -28,16 +28,16 @@ from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.printer import number, print_program
 from graphshard.ir.program import Program, Region
+from graphshard.lower.aoti_package import PackagedRegion
+from graphshard.lower.eager import compile_eager, compile_operators
 from graphshard.lower.kernels import GpuRegion
-from graphshard.lower.operators import compile_eager, compile_operators
-from graphshard.lower.packages import PackagedRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.installed_programs import reason_of
 from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.graph_rules import Checked
-from graphshard.runtime.step import BackwardFactory, Strides, Variant
+from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)

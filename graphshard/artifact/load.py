@@ -43,7 +43,7 @@ from graphshard.options.mesh_axes import find_axes
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
 from graphshard.options.resolve import device_of, request_for
 from graphshard.options.validate import check_model, default_mesh
-from graphshard.runtime.groups import ranks_of, whole_mesh
+from graphshard.runtime.process_groups import ranks_of, whole_mesh
 from graphshard.utils.argument_validation import path_of
 
 log = logging.getLogger(__name__)

@@ -37,8 +37,8 @@ from graphshard.frontend.signature import Signature
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Region
+from graphshard.lower.aoti_package import Package, check_package
 from graphshard.lower.kernels import dotted
-from graphshard.lower.packages import Package, check_package
 
 # What there is of a region: a package, code for GPUs, its operators, which run as they are, or operators to compile.
 CODES = ("native", "gpu", "operators", "later")

@@ -31,7 +31,7 @@ from graphshard.options.options import Options
 from graphshard.options.resolve import request_for
 from graphshard.options.simulated_mesh import Parallelize, options_for, simulated_mesh
 from graphshard.options.validate import ModelContents
-from graphshard.runtime.groups import make_groups, neighbours, whole_mesh
+from graphshard.runtime.process_groups import make_groups, neighbors, whole_mesh
 from graphshard.schedule.agreed import Share
 from graphshard.torch_compat.dtensor import group_of
 
@@ -77,7 +77,7 @@ def groups_found(programs: Iterable[Program], known: Mapping[str, str], mesh: De
         for axis in program.mesh.axes:
             if axis.name in known:
                 continue
-            ranks = neighbours(program.mesh, mesh, axis)
+            ranks = neighbors(program.mesh, mesh, axis)
             group = group_of(ranks)
             if group is None:
                 raise ArtifactError(

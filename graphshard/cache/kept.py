@@ -24,8 +24,8 @@ from graphshard.codec.partitioned import decode_partitioned, encode_partitioned
 from graphshard.frontend.signature import Signature
 from graphshard.ir import checked_files
 from graphshard.ir.program import Program
-from graphshard.lower.libraries import KeptRegion, Kernels
-from graphshard.lower.operators import compile_eager, compile_operators
+from graphshard.lower.eager import compile_eager, compile_operators
+from graphshard.lower.region_store import KeptRegion, Kernels
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
 from graphshard.pipeline.pipeline import Partitioned

@@ -37,8 +37,8 @@ from graphshard.ir.fold import fold
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
+from graphshard.lower.aoti_package import Package
 from graphshard.lower.kernels import dotted
-from graphshard.lower.packages import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.utils.argument_validation import check_count, path_of

@@ -26,14 +26,14 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, given_sizes
 from graphshard.ir.transport import reduced_over
 from graphshard.lower.backends import compiler_for
+from graphshard.lower.eager import compile_eager
 from graphshard.lower.executor import Executor
-from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
 from graphshard.options.validate import check_examples
 from graphshard.pipeline.observe import Observer
-from graphshard.runtime.groups import bind_groups, shard_index
+from graphshard.runtime.process_groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.operators import pytree

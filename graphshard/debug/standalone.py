@@ -19,8 +19,8 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.recompute import RANDOM_STATE
 from graphshard.lower.executor import lines_of
-from graphshard.lower.lines import print_lines
-from graphshard.runtime.groups import bind_groups
+from graphshard.lower.executor_lines import print_lines
+from graphshard.runtime.process_groups import bind_groups
 from graphshard.torch_compat.aot_autograd import run_with_rng_state
 from graphshard.torch_compat.symbolic_sizes import hint
 

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower.operators import compile_eager, compile_operators, runs_as_it_is
+from graphshard.lower.eager import compile_eager, compile_operators, runs_as_it_is
+from graphshard.lower.region_store import store_here
 from graphshard.lower.regions import Compiled, Compiler
-from graphshard.lower.store import store_here
 
 Backend = Literal["inductor", "eager"]
 

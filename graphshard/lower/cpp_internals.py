@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from graphshard.lower.beginnings import ASKS_EVERY
-from graphshard.lower.damage import RemovedError, check_whole
-from graphshard.lower.together import Compilers, Job, compile_together
+from graphshard.lower.background_warmup import ASKS_EVERY
+from graphshard.lower.batch_compile import Compilers, Job, compile_together
+from graphshard.lower.inductor_cache import RemovedError, check_whole
 from graphshard.lower.triton_internals import Kernels
 from graphshard.torch_compat.inductor import (
     CppPythonBindingsCodeCache,

@@ -19,8 +19,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from graphshard.lower.beginnings import Beginning
-from graphshard.lower.cache import VARIABLE
+from graphshard.lower.background_warmup import Beginning
+from graphshard.lower.inductor_cache import VARIABLE
 from graphshard.torch_compat.inductor_settings import VecISA, cpu_vec_isa, inductor_config
 from graphshard.torch_compat.operators import replaced
 

@@ -22,12 +22,12 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.ir.driver_internals import compiler_stand_in
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
-from graphshard.lower.cache import writable_cache
+from graphshard.lower.aoti_package import Package
+from graphshard.lower.eager import num_kernels, runs_as_it_is
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.inductor import decompose, known_options, whole_operators
+from graphshard.lower.inductor_cache import writable_cache
 from graphshard.lower.kernels import GpuCode, Kernel
-from graphshard.lower.operators import num_kernels, runs_as_it_is
-from graphshard.lower.packages import Package
 from graphshard.lower.regions import Compiled, Compiler
 from graphshard.torch_compat.inductor import compile_fx_inner, kernel_side_table, triton_kernel_wrapper_mutation
 from graphshard.torch_compat.inductor_settings import inductor_config

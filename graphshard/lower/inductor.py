@@ -28,24 +28,30 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.lower import kept_dims
-from graphshard.lower.cache import writable_cache
+from graphshard.lower.aoti_package import Package
 from graphshard.lower.cpp_internals import Batch, load, pending_in
 from graphshard.lower.cpu_internals import wait_for_cpu
-from graphshard.lower.float_inputs import float_inputs, floats_as_tensors, with_float_inputs
-from graphshard.lower.libraries import EXTERN_KERNELS, KeptRegion, Kernels, trimmed
-from graphshard.lower.numbers import numbers_as_tensors
-from graphshard.lower.one_hots import OneHots, has_one_hots
+from graphshard.lower.eager import compile_operators, num_kernels, outputs_of, runs_as_it_is
+from graphshard.lower.inductor_cache import writable_cache
+from graphshard.lower.inductor_rewrites import (
+    DIMS_ARE_LOST,
+    WITHOUT_LOST_DIMS,
+    OneHots,
+    float_inputs,
+    floats_as_tensors,
+    has_one_hots,
+    numbers_as_tensors,
+    sums_as_sizes,
+    unknown_in,
+    with_dims,
+    with_float_inputs,
+)
 from graphshard.lower.onednn_internals import is_faster, products
-from graphshard.lower.operators import compile_operators, num_kernels, outputs_of, runs_as_it_is
-from graphshard.lower.packages import Package
+from graphshard.lower.rank_work_split import Claim, Claims, cores_here, place_here, shares_of
+from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, Store, store_here, trimmed
 from graphshard.lower.regions import Boxed, Compiled
-from graphshard.lower.shares import Claim, Claims, cores_here, place_here, shares_of
-from graphshard.lower.store import Store, store_here
 from graphshard.lower.triton_internals import Scopes, wait_for_triton
-from graphshard.lower.unknown import sums_as_sizes, unknown_in
-from graphshard.torch_compat.aot_autograd import TracingContext, get_decompositions, tracing
-from graphshard.torch_compat.fake_tensors import fake_mode_of
+from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor import (
     CompiledFxGraph,
     PyCodeCache,
@@ -139,8 +145,8 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         return functools.partial(compile_operators, region)
     outputs = outputs_of(region.module)
     on_cpu = outputs[0].device.type == "cpu"
-    loses = kept_dims.ARE_LOST and not on_cpu
-    options = known_options(kept_dims.WITHOUT) if loses and size_inputs(region.module.graph) else {}
+    loses = DIMS_ARE_LOST and not on_cpu
+    options = known_options(WITHOUT_LOST_DIMS) if loses and size_inputs(region.module.graph) else {}
     (wait_for_cpu if on_cpu else wait_for_triton)()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
@@ -162,7 +168,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         except Exception as error:
             return _operators_instead(region, name, error)
         run = with_float_inputs(compiled, float_inputs(region.module))
-        return kept_dims.with_dims(run, outputs) if loses and not options else run
+        return with_dims(run, outputs) if loses and not options else run
 
     return finish
 

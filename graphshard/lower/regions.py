@@ -1,10 +1,9 @@
-"""Cut the scheduled graph at its collectives into regions and write the executor that calls them.
+"""Regions: a scheduled graph is cut at its collectives, and an executor calls the compute between them.
 
     wait, region_0(...), start, region_1(...), wait, region_0(...), ...
 
-What lies between two collectives is pure compute with no rank in it. Equal regions share compiled code, so the
-time to compile does not grow with depth. The executor is an FX graph of region calls and collectives;
-`lower/executor.py` makes its code of it, which is the program that runs, line by line.
+Compute between two collectives does not depend on the rank. Equal regions share compiled code, so the time to compile
+does not grow with depth. The executor is an FX graph of region calls and collectives; `executor.py` makes its code.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import hashlib
 import logging
 import operator
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +38,71 @@ from graphshard.ir.printer import describe, print_graph, print_subgraphs
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.units import unit_of
-from graphshard.lower.executor import Boxed, Executor
-from graphshard.lower.region_call import RegionCall
+from graphshard.lower.executor import Executor
+from graphshard.lower.executor_lines import Boxed
 from graphshard.torch_compat.fx_code import uncompiled
 from graphshard.utils.progress import check_cancelled, collector_paused
 
 log = logging.getLogger(__name__)
 
-# Callable regions by name; closing it ends what it has begun.
+# Yields compiled regions by name; closing it ends what it has begun.
 Compiled = Generator[tuple[str, Boxed], None, None]
-# Makes regions callable, by name, in an order of its own; is given a function to show progress with.
+# Compiles regions, by name, in any order; is given a function to show progress with.
 Compiler = Callable[[dict[str, Region], Callable[[str], None]], Compiled]
+
+
+class _Callers(weakref.WeakSet[GraphModule]):
+    """Executors that are alive."""
+
+    def __deepcopy__(self, _: Any) -> _Callers:
+        return _Callers()
+
+
+class RegionCall:
+    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
+
+    Not a module: global module hooks, which debugging tools install, must not see regions.
+
+    Attributes:
+        within: for a region of dynamic sizes, the sizes of the program it was compiled for; else None. Compilation
+            relies on what is known of them by then, and may find out more (that one is always 2, say), so other
+            programs do not use it.
+        kept: it is from a file, and stays without callers.
+        callers: executors that call it.
+    """
+
+    def __init__(self, fn: Boxed, within: object = None, *, kept: bool = False) -> None:
+        self.fn = fn
+        self.within = within
+        self.kept = kept
+        self.callers = _Callers()
+
+    @property
+    def source(self) -> str:
+        """Code of the generated kernels; "" for a region that runs operator by operator."""
+        return str(getattr(self.fn, "source_code", ""))
+
+    @property
+    def codes(self) -> tuple[object, ...]:
+        """Code for each kind of GPU that it was compiled for (`graphshard.cross`)."""
+        return tuple(getattr(self.fn, "codes", ()))
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether what it launches can be part of a CUDA graph."""
+        return bool(getattr(self.fn, "can_be_captured", True))
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.fn(inputs)
+
+
+def drop_regions(compiled: dict[str, RegionCall], programs: Iterable[Program]) -> None:
+    """Remove the regions that only these programs call; the programs themselves can still run."""
+    programs = list(programs)
+    gone = {phase.module for program in programs for phase in program.phases.values()}
+    for key in {key for program in programs for key in program.region_names.values()}:
+        if key in compiled and not compiled[key].kept and gone.issuperset(compiled[key].callers):
+            del compiled[key]
 
 
 def lower(
@@ -57,13 +111,12 @@ def lower(
     compiled: dict[str, RegionCall],
     show: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Replace the compute of every phase by region calls, in place, and make these callable.
+    """Replace the compute of every phase by region calls, in place, and compile the regions.
 
     Args:
         program: scheduled; its graphs hold ATen operators and collectives, or are outlined.
-        compiler: makes regions callable.
-        compiled: regions by key; what is there is used, what is new is added.
-        show: told what is being compiled.
+        compiled: regions by key; new ones are added.
+        show: is called with what is being compiled.
     """
     start = time.perf_counter()
     if not any(phase.module.graph.find_nodes(op="call_module") for phase in program.phases.values()):
@@ -87,7 +140,7 @@ def lower(
 
 @collector_paused()
 def outline(program: Program) -> None:
-    """Replace the compute of every phase by calls of regions, which are yet to be compiled, in place."""
+    """Replace the compute of every phase by calls of regions that are not compiled yet, in place."""
     cuts = {name: cut(phase) for name, phase in program.phases.items()}
     calls = [call for found in cuts.values() for call in found]
     distinct = {call.region.key: call.region for call in calls}
@@ -102,7 +155,7 @@ def outline(program: Program) -> None:
 
 
 def list_calls(program: Program) -> None:
-    """Find what an outlined program calls, in order."""
+    """List the regions that an outlined program calls, in order."""
     keys = program.region_names
     calls = (phase.module.graph.find_nodes(op="call_module") for phase in program.phases.values())
     program.region_calls = [keys[str(node.target)] for found in calls for node in found]
@@ -110,20 +163,20 @@ def list_calls(program: Program) -> None:
 
 @dataclass(frozen=True)
 class Extract:
-    """The kernels of a run, in canonical form; equal ones have equal keys, and one of them becomes a region."""
+    """Kernels of a run in canonical form; equal ones have equal keys, and one of them becomes a region."""
 
     key: str
     text: str
     graph: Graph
 
     def as_region(self) -> Region:
-        """With code that runs it."""
+        """Return a region with code that runs it."""
         return Region(self.key, self.text, GraphModule(nn.Module(), self.graph))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a region: the run of nodes it stands for, what it reads and what others read of it."""
+    """One call of a region: the nodes it replaces, its inputs, and the values that others read."""
 
     run: list[Node]
     inputs: list[Node]
@@ -134,8 +187,8 @@ class Call:
 def cut(phase: Phase) -> list[Call]:
     """Cut a phase at its collectives into region calls, in order.
 
-    Views and dynamic sizes do not leave a region: whoever needs one makes it again from what it is made of. Random
-    numbers that nobody reads do, or they would not be drawn, and the next would be others than in eager mode.
+    Views and dynamic sizes do not leave a region: a reader makes them again. Random numbers that are not read do, or
+    they would not be drawn, and the next would differ from eager mode.
     """
     _pick_idle_draws(phase.module.graph)
     nodes = [node for node in phase.module.graph.nodes if node.op != "call_function" or not is_size(node)]
@@ -153,7 +206,7 @@ def cut(phase: Phase) -> list[Call]:
 
 
 def _pick_idle_draws(graph: Graph) -> None:
-    """Let a region return the first tensor of a random operator that makes several and that nobody reads."""
+    """Let a region return the first tensor of a random operator that makes several, none of which is read."""
     for node in list(graph.nodes):
         if is_random(node) and not node.users and not isinstance(node.meta["val"], torch.Tensor):
             with graph.inserting_after(node):
@@ -161,7 +214,7 @@ def _pick_idle_draws(graph: Graph) -> None:
 
 
 def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Sequence[str]) -> Graph:
-    """The graph of region calls and collectives that runs. Views that it returns stand behind what they are of."""
+    """Make the graph of region calls and collectives that runs. Views that it returns directly follow their base."""
     graph = Graph()
     env: dict[Node, Node] = {}
     call_at = {call.run[0]: call for call in calls}
@@ -201,7 +254,7 @@ def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Seq
 
 
 def _base_of_plain(node: Node) -> Node | None:
-    """What a view is made of, by views that are given nothing else; None for one of an input, or with dynamic sizes."""
+    """Return the base of a view through views without other arguments; None for an input, or with dynamic sizes."""
     while is_view(node):
         if len(node.all_input_nodes) != 1:
             return None
@@ -210,7 +263,7 @@ def _base_of_plain(node: Node) -> Node | None:
 
 
 def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
-    """The module of a graph of region calls and collectives; `regions` by the names that it calls them."""
+    """Make the module of a graph of region calls and collectives; `regions` by the names that it calls them."""
     root = nn.Module()
     for name, region in regions.items():
         setattr(root, name, region)
@@ -222,7 +275,7 @@ def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
 
 
 def _where(run: list[Node], units: Sequence[str]) -> str:
-    """The units a run computes, and modules of the root unit: "embed, layers.0"."""
+    """Name the units a run computes, and modules of the root unit: "embed, layers.0"."""
     modules = (module_of(node) for node in run if not is_view(node))
     found = list(dict.fromkeys(name for name in (unit_of(module, units) or module for module in modules) if name))
     return ", ".join(found) if len(found) < 4 else f"{found[0]} to {found[-1]}"
@@ -235,7 +288,7 @@ def _is_compute(node: Node) -> bool:
 
 
 def _runs(nodes: list[Node]) -> list[list[Node]]:
-    """Maximal runs of compute between collectives."""
+    """Split nodes into maximal runs of compute between collectives."""
     runs: list[list[Node]] = [[]]
     for node in nodes:
         if _is_compute(node):
@@ -246,9 +299,9 @@ def _runs(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
-    """What the kernels of a run read from outside, in order of first use. Views are made again inside.
+    """Return what the kernels of a run read from outside, in order of first use. Views are made again inside.
 
-    Dynamic sizes come last, those of all shapes in the run: its code may need one that no operator is given.
+    Dynamic sizes of all shapes in the run come last: its code may need one that no operator takes.
     """
     kernels = {node for node in run if not is_view(node)}
     roots = [root for node in run if node in kernels for source in node.all_input_nodes for root in _roots(source)]
@@ -261,7 +314,7 @@ def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
 
 
 def _roots(node: Node) -> Iterator[Node]:
-    """What a value is made of in place, if it is a view or a size: what is computed, communicated or given."""
+    """Yield what a value is made of through views and sizes: values computed, communicated or given."""
     if node.op == "call_function" and (is_view(node) or is_size(node)):
         for source in node.all_input_nodes:
             yield from _roots(source)
@@ -270,10 +323,10 @@ def _roots(node: Node) -> Iterator[Node]:
 
 
 def extract(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Extract:
-    """Extract the kernels of a run into a graph of their own, in canonical form.
+    """Extract the kernels of a run into a separate graph, in canonical form.
 
-    Values are numbered in order of first use and nothing but operators, shapes, strides, dtypes and devices goes
-    into the key, so that equal blocks of a model give equal regions.
+    Values are numbered in order of first use, and only operators, shapes, strides, dtypes and devices go into the key,
+    so equal blocks of a model give equal regions.
     """
     graph = Graph()
     env: dict[Node, Node] = {}

@@ -20,12 +20,11 @@ from torch.fx import Node
 from graphshard.ir.driver_internals import compiler_stand_in, stands_in
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
-from graphshard.lower.cache import writable_cache
-from graphshard.lower.copies import copies_of
 from graphshard.lower.cross_internals import options_for_gpus
+from graphshard.lower.eager import copies_of, num_kernels, outputs_of
 from graphshard.lower.inductor import decompose, whole_operators
-from graphshard.lower.operators import num_kernels, outputs_of
-from graphshard.lower.unknown import sums_as_sizes
+from graphshard.lower.inductor_cache import writable_cache
+from graphshard.lower.inductor_rewrites import sums_as_sizes
 from graphshard.torch_compat.inductor import (
     BaseSchedulerNode,
     Dep,

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphshard.lower.beginnings import Beginning
+from graphshard.lower.background_warmup import Beginning
 from graphshard.torch_compat.aot_autograd import TracingContext, tracing
 from graphshard.torch_compat.inductor import FxGraphCache, TritonBundler, async_compile, triton_compat
 from graphshard.torch_compat.operators import replaced

@@ -1,7 +1,7 @@
 """Agreement of the ranks of one model on its plans, its parameters and its collectives.
 
 Ranks must run the same collectives in the same order. Programs that differ are found before they run: ranks compare
-hashes of what their programs communicate in the rendezvous store (`runtime/meeting.py`).
+hashes of what their programs communicate in the rendezvous store (`runtime/rendezvous.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.peers import Peers
-from graphshard.runtime.waiting import MAKES
+from graphshard.runtime.peers import MAKES, Peers
 from graphshard.schedule.agreed import agreed
 
 # What a rank says of its trace; ranks take the largest.

@@ -23,12 +23,12 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.runtime.ahead import Ahead
-from graphshard.runtime.arrivals import Arrival, Taker
-from graphshard.runtime.clipping import Clipping, placed_alike
-from graphshard.runtime.graphs import trained_by_one_call
-from graphshard.runtime.shown_parameter import behind
-from graphshard.runtime.updates import ELEMENTWISE, Updates, is_elementwise, is_whole
+from graphshard.runtime.autograd_checks import trained_by_one_call
+from graphshard.runtime.gradient_clipping import Clipping, placed_alike
+from graphshard.runtime.gradient_ready import Arrival, GradientConsumer
+from graphshard.runtime.optimizer_updates import ELEMENTWISE, Updates, is_elementwise, is_whole
+from graphshard.runtime.prefetch import GatherPrefetch
+from graphshard.runtime.shards import shard_of
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
 from graphshard.utils.text import brief
 
@@ -121,9 +121,9 @@ class CompiledStep:
         self._updates = Updates(optimizer, fuses=model._graphshard.tracer.options.backend != "eager")
         self._by_shards = is_elementwise(optimizer)
         self._clipping = Clipping(clip_norm) if clip_norm is not None else None
-        self._taker = Taker(self._clipping.take if self._clipping is not None else self._update)
+        self._consumer = GradientConsumer(self._clipping.take if self._clipping is not None else self._update)
         self._gather_ahead = gather_ahead
-        self._ahead: Ahead | None = None
+        self._prefetch: GatherPrefetch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; return the loss, or for several microbatches a tensor of their losses."""
@@ -183,19 +183,19 @@ class CompiledStep:
     def _last(self, loss: torch.Tensor) -> torch.Tensor:
         """Run the backward that reduces gradients, and all that follows."""
         accumulation = self._model._graphshard.accumulation
-        self._taker.params, self._taker.ran, self._taker.at_the_end = self._taken(loss), False, False
-        accumulation.taker = self._taker if self._taker.params else None
-        self._ahead = self._begin_ahead() if self._gather_ahead else None
+        self._consumer.params, self._consumer.ran, self._consumer.at_the_end = self._taken(loss), False, False
+        accumulation.consumer = self._consumer if self._consumer.params else None
+        self._prefetch = self._begin_prefetch() if self._gather_ahead else None
         try:
             try:
                 self._scaled(loss).backward()
             finally:
-                self._taker.beside.finish()
-            self.updated_in_backward = self._taker.ran
-            if self._clipping is not None and self._taker.ran:
+                self._consumer.thread.finish()
+            self.updated_in_backward = self._consumer.ran
+            if self._clipping is not None and self._consumer.ran:
                 self._end_clipping(self._clipping)
         finally:
-            accumulation.taker = None
+            accumulation.consumer = None
             if self._clipping is not None:
                 self._clipping.forget()
         if self.updated_in_backward:
@@ -205,29 +205,29 @@ class CompiledStep:
         if self._scaler is None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         self._optimizer.zero_grad()
-        if self._ahead is not None:
-            self._ahead.finish()
-            accumulation.ahead = self._ahead
+        if self._prefetch is not None:
+            self._prefetch.finish()
+            accumulation.prefetch = self._prefetch
         return loss.detach()
 
-    def _begin_ahead(self) -> Ahead | None:
+    def _begin_prefetch(self) -> GatherPrefetch | None:
         """Return the gathers of the next forward, if the loss goes through one program, which will run it, too."""
         programs = {call.executable for call in self._model._graphshard.accumulation.calls}
-        ahead: Ahead | None = programs.pop().ahead() if len(programs) == 1 else None
-        if ahead is not None:
-            ahead.begin()
-        return ahead
+        prefetch: GatherPrefetch | None = programs.pop().prefetch() if len(programs) == 1 else None
+        if prefetch is not None:
+            prefetch.begin()
+        return prefetch
 
     def _update(self, arrivals: list[Arrival]) -> None:
         """Update parameters, and start to gather them if the next forward begins with that."""
         self._updates(arrivals)
-        if self._ahead is not None:
-            at_the_end = self._taker.at_the_end or self._model._graphshard.accumulation.taker is None
-            self._ahead.updated([param for param, _ in arrivals], start=at_the_end)
+        if self._prefetch is not None:
+            at_the_end = self._consumer.at_the_end or self._model._graphshard.accumulation.consumer is None
+            self._prefetch.updated([param for param, _ in arrivals], start=at_the_end)
 
     def _is_late(self, arrivals: Iterable[Arrival]) -> bool:
         """Return whether parameters may be updated last: the next forward does not begin with them."""
-        return self._ahead is not None and not self._ahead.first([param for param, _ in arrivals])
+        return self._prefetch is not None and not self._prefetch.first([param for param, _ in arrivals])
 
     def _end_clipping(self, clipping: Clipping) -> None:
         """Update parameters by the gradients that were kept; leave it to torch if those are not all."""
@@ -342,7 +342,7 @@ def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parame
             )
         for index, param in enumerate(group["params"]):
             if id(param) not in owned and not walked:  # parameters that are not sharded
-                owned |= {id(behind(each)) for module in model.modules() for each in module._parameters.values()}
+                owned |= {id(shard_of(each)) for module in model.modules() for each in module._parameters.values()}
                 walked = True
             if id(param) not in owned:
                 raise ArgumentError(

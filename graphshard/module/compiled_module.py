@@ -30,10 +30,9 @@ from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import CompileRequest
 from graphshard.pipeline.observe import Recorder
-from graphshard.runtime.device_graphs import CudaGraphs, DeviceGraphs
-from graphshard.runtime.groups import make_groups, whole_mesh
+from graphshard.runtime.cuda_graphs import CudaGraphs, GraphArena, ModelGraphs
 from graphshard.runtime.peers import peers_of
-from graphshard.runtime.replays import Arena, Replaying
+from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.runtime.shards import aliases, copy_of, param_refs, shard_module
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import brief
@@ -119,7 +118,7 @@ def make_runner(
     mesh: DeviceMesh,
     recorder: Callable[[str], Recorder | None] = lambda name: None,
     cache: Cache | None = None,
-    replaying: Replaying | None = None,
+    replaying: ModelGraphs | None = None,
 ) -> Runner:
     """Return the runner of a module on a mesh; all ranks must call this together.
 
@@ -188,7 +187,7 @@ def _retie(module: nn.Module, _keys: Any) -> None:
             alias.tie()
 
 
-def replaying_of(cuda_graphs: Any, request: CompileRequest) -> Replaying | None:
+def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | None:
     """Return what replays regions as CUDA graphs; None if nothing does.
 
     Args:
@@ -204,17 +203,17 @@ def replaying_of(cuda_graphs: Any, request: CompileRequest) -> Replaying | None:
     device = request.spec.device
     graphs = graphs_of(device, cuda_graphs)
     if cuda_graphs is True:
-        return Replaying(Arena(graphs, device), None)
+        return ModelGraphs(GraphArena(graphs, device), None)
     if request.profile is None:
         raise ArgumentError(
             "cuda_graphs='auto': no hardware profile of this GPU says what launches cost. Pass one as hardware=, or "
             "True or False."
         )
     costs = Costs(request.profile, mesh=request.axes.mesh, fused=request.options.backend != "eager")
-    return Replaying(Arena(graphs, device), costs)
+    return ModelGraphs(GraphArena(graphs, device), costs)
 
 
-def graphs_of(device: torch.device, cuda_graphs: bool | str) -> DeviceGraphs:
+def graphs_of(device: torch.device, cuda_graphs: bool | str) -> CudaGraphs:
     """Return what captures launches on a device.
 
     Raises:

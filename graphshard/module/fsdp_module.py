@@ -23,8 +23,8 @@ from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.units import modules_of
 from graphshard.module.runner import Runner
 from graphshard.options.resolve import Direction
-from graphshard.runtime.custom import Comm, Custom, Hook, Used
 from graphshard.runtime.unsharded import UnshardHandle
+from graphshard.runtime.user_collectives import Comm, Hook, UserCollectives, UserObject
 from graphshard.torch_compat.dtensor import register_as
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number, check_texts
 from graphshard.utils.text import MADE_OF, brief, users_class
@@ -277,12 +277,12 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
             ArgumentError: it has no `allocate`, or cannot be called.
             UnsupportedError: a planner in `passes`, or a memory limit, decides what travels together; so below.
         """
-        chosen = Custom(gathers={self._graphshard_unit.name: _checked(comm)})
+        chosen = UserCollectives(gathers={self._graphshard_unit.name: _checked(comm)})
         self._graphshard_unit.runner.customize("set_custom_all_gather", chosen)
 
     def set_custom_reduce_scatter(self, comm: Comm) -> None:
         """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
-        chosen = Custom(reductions={self._graphshard_unit.name: _checked(comm)})
+        chosen = UserCollectives(reductions={self._graphshard_unit.name: _checked(comm)})
         self._graphshard_unit.runner.customize("set_custom_reduce_scatter", chosen)
 
     def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
@@ -301,7 +301,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         check_function("hook", hook, "lambda gradient: ...")
         if stream is not None and unit.runner.tracer.spec.mesh.replicate is not None:
             raise ArgumentError(f"stream={brief(stream)}: with replicas the hook runs where their all-reduce does.")
-        unit.runner.customize("set_all_reduce_hook", Custom(hooks={unit.name: Used(_on(stream, hook))}))
+        unit.runner.customize("set_all_reduce_hook", UserCollectives(hooks={unit.name: UserObject(_on(stream, hook))}))
 
     # --- settings of FSDP2 without effect ------------------------------------------------------------------------
 
@@ -376,13 +376,13 @@ _NO_BUFFERS = (
 )
 
 
-def _checked(comm: Any) -> Used:
+def _checked(comm: Any) -> UserObject:
     if not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise ArgumentError(
             f"comm must have FSDP2's allocate(size, *, dtype, device) and __call__(output_tensor, input_tensor, group, "
             f"...), got {brief(comm)}."
         )
-    return Used(comm)
+    return UserObject(comm)
 
 
 def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:

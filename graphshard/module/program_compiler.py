@@ -28,7 +28,7 @@ from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import check_activation
 from graphshard.pipeline.observe import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
-from graphshard.runtime.step import BackwardFactory, Strides, Variant
+from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.fx_code import forget_sources

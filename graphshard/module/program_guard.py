@@ -26,8 +26,8 @@ from graphshard.guards.value_branches import WARNING
 from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
-from graphshard.runtime.apart import span_of
-from graphshard.runtime.step import Executable
+from graphshard.runtime.bound_program import memory_span
+from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.dtensor import is_checkpointed
 from graphshard.torch_compat.operators import memory_of, pytree
 from graphshard.utils.plain_values import MISSING
@@ -285,7 +285,7 @@ class BufferMemory:
                     self._compare(("input", str(number), source, tensor), ("buffer", name, name, buffer))
 
     def _compare(self, one: tuple[str, str, str, torch.Tensor], other: tuple[str, str, str, torch.Tensor]) -> None:
-        (begin, end), (first, last) = span_of(one[3]), span_of(other[3])
+        (begin, end), (first, last) = memory_span(one[3]), memory_span(other[3])
         if one[3] is other[3] or first >= end or begin >= last:
             return
         for kind, key, name, _ in (one, other):

@@ -21,7 +21,7 @@ from graphshard.ir.entry import install_entries
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
-from graphshard.lower.region_call import drop_regions
+from graphshard.lower.regions import drop_regions
 from graphshard.module.argument_checks import (
     SubmoduleCheck,
     check_materialized,
@@ -35,17 +35,14 @@ from graphshard.module.split_module import SplitModule, SplitState, as_written
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.accumulation import Accumulation
-from graphshard.runtime.call import free
-from graphshard.runtime.code import Codes
-from graphshard.runtime.custom import Custom
-from graphshard.runtime.groups import whole_mesh
-from graphshard.runtime.left import reduce_left
-from graphshard.runtime.replays import Replaying
+from graphshard.runtime.bound_program import BoundProgram, SlotValues
+from graphshard.runtime.cuda_graphs import ModelGraphs
+from graphshard.runtime.executable import Executable
+from graphshard.runtime.gradient_accumulation import Accumulation
+from graphshard.runtime.process_groups import whole_mesh
 from graphshard.runtime.shards import Alias, aliases
-from graphshard.runtime.step import Executable
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
-from graphshard.runtime.values import Values
+from graphshard.runtime.user_collectives import UserCollectives
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.fx_code import forget_sources
 from graphshard.torch_compat.operators import pytree
@@ -85,9 +82,9 @@ class Runner(ProgramCompiler):
     reshard_chosen: set[str] = field(default_factory=set)
     prefetched: dict[tuple[Direction, str], tuple[str, ...]] = field(default_factory=dict)
     reductions_under_way: dict[str, int] = field(default_factory=dict)
-    custom: Custom = field(default_factory=Custom)
+    custom: UserCollectives = field(default_factory=UserCollectives)
     event: torch.Event | None = None
-    replaying: Replaying | None = None
+    replaying: ModelGraphs | None = None
     path: str = ""
     model_runner: Runner | None = None
     split_state: SplitState = field(default_factory=SplitState)
@@ -171,18 +168,13 @@ class Runner(ProgramCompiler):
         make_backward = self.backwards(program, signature) if of_file is None else of_file.make_backward
         follows_strides = of_file is None and make_backward is not None and self.tracer.options.backend == "eager"
         tracer, names = self.tracer, self.tracer.model_names
-        codes = Codes(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
-        values = Values(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
+        bound = BoundProgram(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
+        values = SlotValues(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
         executable = Executable(
-            program,
-            codes,
+            bound,
             values,
             make_backward,
             self.accumulation,
-            names,
-            self.unsharded,
-            self.groups,
-            self.custom,
             self.aliases,
             follows_strides=follows_strides,
             defers=of_file is None,
@@ -302,8 +294,8 @@ class Runner(ProgramCompiler):
 
     def reshard(self, names: Collection[str]) -> None:
         """Free parameters that were gathered by hand, or that forward left to a backward, which gathers them again."""
-        self.accumulation.drop_ahead()
-        free(self.accumulation.calls, names)
+        self.accumulation.drop_prefetch()
+        self.accumulation.free_gathered(names)
         self.unsharded.shown.hide_left(names)
         held = [name for name in names if name in self.unsharded.full]
         if held:
@@ -312,7 +304,7 @@ class Runner(ProgramCompiler):
 
     def reshard_all(self) -> None:
         """Free all that was gathered by hand or ahead, and let modules hold their shards."""
-        self.accumulation.drop_ahead()
+        self.accumulation.drop_prefetch()
         self.unsharded.shown.forget()
         if self.unsharded.full:
             self.reshard(list(self.unsharded.full))
@@ -322,7 +314,7 @@ class Runner(ProgramCompiler):
         if self.event is not None:
             self.event.wait()
             self.event = None
-            self.accumulation.drop_ahead()
+            self.accumulation.drop_prefetch()
         several = torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name)
         if self.unsharded.left:
             params = ((ref.row.name, ref.param) for ref in self.tracer.params)
@@ -372,7 +364,7 @@ class Runner(ProgramCompiler):
                 "or do that after a step."
             )
         for executable in chosen:
-            reduce_left(executable)
+            executable.reduce_left()
         self.unsharded.end()
 
     # --- plans ---------------------------------------------------------------------------------------------------
@@ -403,7 +395,7 @@ class Runner(ProgramCompiler):
         self.replan(planned_by_unit(self._pipeline(name), name, reductions_under_way=most))
         self.reductions_under_way = chosen
 
-    def customize(self, setter: str, chosen: Custom) -> None:
+    def customize(self, setter: str, chosen: UserCollectives) -> None:
         """Let the user run collectives of units; each bucket is then of one unit.
 
         Args:
@@ -423,7 +415,7 @@ class Runner(ProgramCompiler):
         All ranks that have shards of the model call this together: the first call makes the group.
         """
         name, mesh, peers = "set_separate_reduce_scatter_group", self.tracer.spec.mesh, self.agreement.peers
-        self.customize(name, Custom())
+        self.customize(name, UserCollectives())
         if enable and not self.custom.group and mesh.shard.size > 1:
             shards = process_group(self.groups[mesh.shard.name])
             if peers is not None:

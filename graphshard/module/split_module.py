@@ -33,7 +33,7 @@ from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_reco
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module.tracer import Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
-from graphshard.runtime.shown import places_of
+from graphshard.runtime.unsharded_view import places_of
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import users_class
 

@@ -52,7 +52,7 @@ from graphshard.pipeline.few import stamped
 from graphshard.pipeline.observe import Observer
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pass, run_pipeline
 from graphshard.repeats.find_repeats import find_repeats
-from graphshard.runtime.groups import sharding_mesh
+from graphshard.runtime.process_groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.few import folded_plan

@@ -30,9 +30,8 @@ from graphshard.module.argument_checks import check_materialized
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
-from graphshard.runtime.shown import Places, Shown, places_of
-from graphshard.runtime.shown_parameter import WholeParameter
 from graphshard.runtime.unsharded import start_gathering
+from graphshard.runtime.unsharded_view import Places, Shown, WholeParameter, places_of
 from graphshard.torch_compat.operators import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
 from graphshard.utils.text import users_class

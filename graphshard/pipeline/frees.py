@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from graphshard.lower.lines import Line, Variable
+from graphshard.lower.executor_lines import Line, Variable
 
 
 def faults(lines: Sequence[Line]) -> Iterator[tuple[str, int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from graphshard.ir.program import Program
 from graphshard.lower.executor import Executor
-from graphshard.lower.lines import print_line
+from graphshard.lower.executor_lines import print_line
 from graphshard.pipeline.frees import faults
 from graphshard.pipeline.graph_rules import (
     Checked,

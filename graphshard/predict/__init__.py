@@ -17,7 +17,7 @@ predicts the changes of `step_changes.py`, `answers.py` shows them. `calibrate.p
   Programs of other meshes are freed, as each is as large as the base's.
 * **A formula is a straight line of definitions** (regions, buckets, clock), evaluated by one lambdified function. It is
   never substituted. `smooth` and `crossover` resolve each maximum by the branch that it takes at a point.
-* **Profiles of a step use code that differs by a clock around each line** (`runtime/recording.py`), so that numerics
+* **Profiles of a step use code that differs by a clock around each line** (`runtime/step_recorder.py`), so numerics
   are the same, and steps that are not measured pay nothing. The slowest rank counts, and all ranks measure at once.
 * **The arrival of a collective is unknown** if compute does not wait for it. It is given until the end of its wait, as
   an upper bound. The wait of compute is known, and is the cost.

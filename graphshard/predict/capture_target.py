@@ -44,7 +44,7 @@ from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, op
 from graphshard.options.validate import ModelContents
 from graphshard.pipeline.observe import Level, Observer
 from graphshard.predict.symbolic_cost import Inputs, symbolize
-from graphshard.runtime.groups import make_groups, whole_mesh
+from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.torch_compat.operators import pytree
 from graphshard.torch_compat.symbolic_sizes import assume_total, hint
 from graphshard.utils.argument_validation import check_choice, check_count, is_int

@@ -25,8 +25,8 @@ from graphshard.module.runner import Runner
 from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
 from graphshard.predict.step_profile import RankStep, StepProfile, measured_spans, profile_of
-from graphshard.runtime.groups import is_fake
-from graphshard.runtime.recording import Recording, clock_of, recording
+from graphshard.runtime.process_groups import is_fake
+from graphshard.runtime.step_recorder import Recording, clock_of, recording
 from graphshard.torch_compat.autograd_state import is_profiling
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import answer_of, check_count, check_function
@@ -101,7 +101,7 @@ def _check_state(model: CompiledModule) -> None:
             f"model: {name} runs programs of a file, which have nothing to predict from. Profile a model that "
             "graphshard.compile compiled: its steps are the same."
         )
-    by_hand = sorted(runner.unsharded.by_hand)
+    by_hand = sorted(runner.unsharded.full.keys() - runner.unsharded.kept)
     if by_hand:
         raise ArgumentError(
             f"model: {name} has parameters that were gathered by hand ({brief(by_hand[0])}), which a backward would "

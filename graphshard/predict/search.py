@@ -26,7 +26,7 @@ from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.repeats import Uneven
-from graphshard.lower.shares import cores_here
+from graphshard.lower.rank_work_split import cores_here
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
 from graphshard.utils.argument_validation import check_count

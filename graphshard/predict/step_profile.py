@@ -18,9 +18,9 @@ from graphshard.debug.html_report import COLORS, Measured, MeasuredProgram, Span
 from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
-from graphshard.lower.lines import Call, Start, Wait
+from graphshard.lower.executor_lines import Call, Start, Wait
 from graphshard.runtime.gloo import as_planned
-from graphshard.runtime.recording import PhaseRun, Recording, Stamp
+from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import Ends, Estimate, Step, ends_of, estimate
 from graphshard.utils.argument_validation import write_given

@@ -1,8 +1,7 @@
-"""Parameters as DTensors: how a module's parameters become shards, and how a shard meets the graph.
+"""Parameters as DTensors: conversion of a module's parameters to shards, and the padded shards that the graph reads.
 
-A rank stores its piece without gaps, in a buffer of the padded shard's size where the padding lies behind it, so that
-the graph, which is the same on every rank, can read the padded shard without a copy. What lies in the padding is never
-used.
+A rank stores its piece without gaps, followed by the padding where that is at the end in memory, so that the graph,
+which is the same on every rank, can read the padded shard without a copy. The padding is never used.
 """
 
 from __future__ import annotations
@@ -28,14 +27,21 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
-from graphshard.runtime.groups import shard_index
-from graphshard.runtime.shown_parameter import behind
+from graphshard.runtime.process_groups import shard_index
 from graphshard.torch_compat.dtensor import dtensor_of, joined_mesh, sharded_like
+
+# Attribute of a full parameter that a module shows: its shard.
+SHARD_ATTRIBUTE = "_graphshard_shard"
+
+
+def shard_of(param: nn.Parameter | None) -> nn.Parameter | None:
+    """Return the shard of a parameter that is shown gathered, or the parameter itself."""
+    return param if param is None else param.__dict__.get(SHARD_ATTRIBUTE, param)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where shards are kept: on the mesh's device or, offloaded, on the host, pinned if they are copied from there."""
+    """Place of shards: the mesh's device or, offloaded, the host, pinned if they are copied from there."""
 
     device: torch.device
     pinned: bool = False
@@ -58,8 +64,8 @@ def shard_module(
     Args:
         mesh: the data axes.
         tensor: the tensor axis, if there is one.
-        experts: where parameters are that lie otherwise on the ranks.
-        known: those that are shards already, and stay as they are: what is replicated does not look like one.
+        experts: meshes of the parameters of experts.
+        known: parameters that are shards already, and stay: what is replicated does not look like one.
     """
     shards = {}
     for row in table:
@@ -72,7 +78,7 @@ def shard_module(
         for name, param in owner._parameters.items():
             if param is not None and table[f"{dot}{name}"].name in shards:
                 owner._parameters[name] = shards[table[f"{dot}{name}"].name]
-                param.__dict__[REPLACED] = f"{dot}{name}"  # who holds it elsewhere trains it no more
+                param.__dict__[REPLACED] = f"{dot}{name}"  # other references to it train it no more
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
@@ -95,7 +101,7 @@ def _shard(
 
 
 def _stored(piece: torch.Tensor, row: ParamSpec, storage: Storage) -> torch.Tensor:
-    """A dense copy of a rank's piece; with room for the padding behind it, if it is behind it that padding lies."""
+    """Copy a rank's piece without gaps, with room for the padding if that is at the end in memory."""
     if row.memory_dim == 0 and row.shape:
         padded = _padded(piece, row, storage.device)
         return (padded.pin_memory() if storage.pinned else padded).narrow(row.dim, 0, piece.shape[row.dim])
@@ -104,20 +110,20 @@ def _stored(piece: torch.Tensor, row: ParamSpec, storage: Storage) -> torch.Tens
 
 
 def _padded(piece: torch.Tensor, row: ParamSpec, device: torch.device) -> torch.Tensor:
-    """A padded shard that begins with a piece; the rest is zero."""
+    """Copy a piece to the beginning of a padded shard; the rest is zero."""
     padded = torch.empty_strided(row.padded_shape, row.padded_stride, dtype=piece.dtype, device=device).zero_()
     padded.narrow(row.dim, 0, piece.shape[row.dim]).copy_(piece)
     return padded
 
 
 def dense(piece: torch.Tensor, row: ParamSpec, device: torch.device) -> torch.Tensor:
-    """A copy without gaps in the parameter's memory order."""
+    """Copy without gaps, in the parameter's memory order."""
     strides = row.stride_of(piece.shape)
     return torch.empty_strided(piece.shape, strides, dtype=piece.dtype, device=device).copy_(piece)
 
 
 def as_dtensor(local: torch.Tensor, row: ParamSpec, mesh: DeviceMesh, tensor: DeviceMesh | None) -> DTensor:
-    """A shard of a parameter as the DTensor that FSDP2 would make: on the tensor axis, too, if it is split there."""
+    """Make a shard the DTensor that FSDP2 would make: on the tensor axis, too, if the parameter is split there."""
     shape, stride = torch.Size(row.whole_shape), row.stride_of(row.whole_shape)
     axes, mesh = Mesh.of(mesh), seen_axes(mesh)
     if row.split is not None and row.split.cuts and tensor is not None:
@@ -131,7 +137,7 @@ def as_dtensor(local: torch.Tensor, row: ParamSpec, mesh: DeviceMesh, tensor: De
 
 
 def copy_of(param: nn.Parameter) -> nn.Parameter:
-    """What torch copies of a Parameter; of a shard that decides what is gathered of it, all that it holds."""
+    """Copy a parameter as torch does; of a shard that decides what is gathered of it, all that it holds."""
     if not (is_extended(param) and isinstance(param, DTensor)):
         return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
     shard = shard_in(param)
@@ -144,15 +150,15 @@ def copy_of(param: nn.Parameter) -> nn.Parameter:
 
 
 def shard_parts(param: nn.Parameter, row: ParamSpec) -> list[torch.Tensor]:
-    """The tensors that the padded shard of a parameter which decides what is gathered of it is made of."""
+    """Return the tensors of the padded shard of a parameter that decides what is gathered of it."""
     return parts_of(padded_to(shard_in(param), row.padded_shape, row.dim))
 
 
 def padded_shard(param: nn.Parameter, row: ParamSpec) -> torch.Tensor:
-    """The padded shard that the graph reads, sharing memory with the parameter where its padding lies behind it.
+    """Return the padded shard that the graph reads, in the parameter's memory if the padding is at its end.
 
-    Whoever replaced the local tensor (`to_empty`, `load_state_dict(assign=True)`) may have left no room behind
-    it; it then gets a buffer with room, once. A short shard whose padding lies between its elements is copied.
+    If the local tensor was replaced without room for padding (`to_empty`, `load_state_dict(assign=True)`), it gets a
+    buffer with room, once. A short shard whose padding is between its elements is copied.
     """
     assert isinstance(param, DTensor)
     local = param._local_tensor
@@ -175,7 +181,7 @@ def _has_room(local: torch.Tensor, row: ParamSpec) -> bool:
 
 @dataclass(frozen=True)
 class ParamRef:
-    """Where a parameter lives; the parameter object itself may be replaced at any time."""
+    """Place of a parameter; the parameter object itself may be replaced at any time."""
 
     row: ParamSpec
     owner: nn.Module
@@ -183,18 +189,18 @@ class ParamRef:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter as it is now, or its shard while it is shown gathered."""
-        param = behind(self.owner._parameters[self.attribute])
+        """The present parameter, or its shard while it is shown gathered."""
+        param = shard_of(self.owner._parameters[self.attribute])
         assert param is not None
         return param
 
     def checked(self) -> nn.Parameter:
-        """The parameter as it is now.
+        """Return the present parameter.
 
         Raises:
-            ParameterError: it was removed, or replaced by something that is no shard of it.
+            ParameterError: it was removed, or replaced by something that is not a shard of it.
         """
-        param = behind(self.owner._parameters.get(self.attribute))
+        param = shard_of(self.owner._parameters.get(self.attribute))
         if param is None:
             raise ParameterError(
                 f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
@@ -223,12 +229,12 @@ class Alias:
     attribute: str
 
     def tie(self) -> None:
-        """Let the name mean the parameter again."""
+        """Register the parameter under the name again."""
         self.owner._parameters[self.attribute] = self.ref.param
 
     def check(self) -> None:
-        """Raise ParameterError if the name means something else than the parameter."""
-        if behind(self.owner._parameters.get(self.attribute)) is not self.ref.param:
+        """Raise ParameterError if another object is registered under the name."""
+        if shard_of(self.owner._parameters.get(self.attribute)) is not self.ref.param:
             raise ParameterError(
                 f"{self.name} was tied to {self.ref.row.name} when graphshard.compile was called, and is not any more. "
                 f"Tie it again, or untie it before the model is compiled."
@@ -236,7 +242,7 @@ class Alias:
 
 
 def aliases(module: nn.Module, refs: Iterable[ParamRef]) -> Iterator[Alias]:
-    """The names of tied parameters behind their first."""
+    """Yield the names of tied parameters, except the first of each."""
     for ref in refs:
         for name in ref.row.names[1:]:
             prefix, _, attribute = name.rpartition(".")
@@ -244,7 +250,7 @@ def aliases(module: nn.Module, refs: Iterable[ParamRef]) -> Iterator[Alias]:
 
 
 def param_refs(module: nn.Module, table: ParamTable) -> Iterator[ParamRef]:
-    """References to the parameters of a table in its order."""
+    """Yield references to the parameters of a table in its order."""
     for row in table:
         prefix, _, attribute = row.name.rpartition(".")
         yield ParamRef(row, module.get_submodule(prefix), attribute)

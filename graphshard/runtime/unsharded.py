@@ -1,4 +1,4 @@
-"""Parameters that are gathered by hand, ahead of the calls that use them, and kept for several."""
+"""Parameters that are gathered by hand, before the calls that use them, and kept for several calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from graphshard.ir.graph import c10d
 from graphshard.ir.mesh import Axis, Mesh
@@ -16,10 +17,13 @@ from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
 from graphshard.ir.transport import Steps, landing, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
-from graphshard.runtime.groups import on_gloo
+from graphshard.runtime.process_groups import on_gloo
 from graphshard.runtime.shards import Alias, ParamRef, padded_shard
-from graphshard.runtime.shown import Shown, places_of
+from graphshard.runtime.unsharded_view import Shown, places_of
 from graphshard.torch_compat.dtensor import process_group
+
+# Identity and version of a shard, and version of its parameter.
+Written = tuple[int, int, int]
 
 
 @dataclass
@@ -28,11 +32,11 @@ class Unsharded:
 
     Attributes:
         full: gathered parameters, or what is on its way.
-        kept: those that stay gathered after a backward.
-        calls: how often the model and entries, by name, were called with gradients since the last backward.
-        several: how often that was before the last backward, where it was more than once.
-        left: what tells whether a parameter that was gathered for several calls was written to since, as far as torch
-            knows: `.data` and `_foreach` functions leave no trace, so it is kept for no more calls than there were.
+        kept: parameters that stay gathered after a backward.
+        calls: number of calls of the model and entries, by name, with gradients since the last backward.
+        several: `calls` before the last backward, where it was more than one.
+        left: versions of parameters that were gathered for several calls. `.data` and `_foreach` functions leave no
+            trace, so these stay gathered for no more calls than there were before the last backward.
     """
 
     full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
@@ -42,20 +46,15 @@ class Unsharded:
     left: dict[str, Written] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
 
-    @property
-    def by_hand(self) -> set[str]:
-        """Those that the next backward frees."""
-        return self.full.keys() - self.kept
-
     def read(self, name: str) -> torch.Tensor:
-        """A gathered parameter; waits until it has arrived."""
+        """Return a gathered parameter, when it has arrived."""
         value = self.full[name]
         if isinstance(value, _Gathering):
             value = self.full[name] = value.wait()
         return value
 
     def free(self, names: Iterable[str]) -> None:
-        """Forget gathered parameters; what is on its way is waited for first."""
+        """Free gathered parameters, when they have arrived."""
         for name in list(names):
             if name in self.full:
                 self.read(name)
@@ -64,23 +63,23 @@ class Unsharded:
             self.shown.hide([name])
 
     def end(self) -> None:
-        """A backward has ended: free what is not kept for others."""
-        self.free(self.by_hand)
+        """End a backward: free what is not kept for others."""
+        self.free(self.full.keys() - self.kept)
         self.shown.hide()
-        if self.calls and not self.kept:  # others of the same step are to come
+        if self.calls and not self.kept:  # else other backwards of the same step are to come
             self.several = {name: count for name, count in self.calls.items() if count > 1}
             self.calls.clear()
 
     def is_one_of_several(self, name: str) -> bool:
-        """Whether a call is one of several before a backward, by the last one."""
+        """Predict whether other calls follow before a backward, by the last one."""
         return self.calls[name] < self.several.get(name, 0)
 
-    def leave(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Watch parameters that were gathered for several calls: nobody has said that they do not change."""
+    def leave(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watch parameters that were gathered for several calls, as the user has not said that they do not change."""
         self.left.update((name, written(param)) for name, param in params if name in self.full)
 
-    def written(self, params: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-        """Which of them have changed since."""
+    def written(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+        """Return which of the watched parameters have changed."""
         return [name for name, param in params if name in self.left and self.left[name] != written(param)]
 
     def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
@@ -91,19 +90,15 @@ class Unsharded:
                 self.shown.show(places_of(ref, aliases, ref.row.name), full)
 
     def show_after_call(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
-        """As `show`; of those that nobody has unsharded, which would be shown if this call had gathered them."""
+        """As `show`; parameters that were not unsharded by hand only if this call would have left them gathered."""
         several = self.left.keys() | self.kept
         self.show((ref for ref in refs if ref.row.name not in several), aliases)
         kept = [ref for ref in refs if ref.row.shows and ref.row.name in several and ref.row.name in self.full]
         self.shown.show_left((places_of(ref, aliases, ref.row.name), self.read(ref.row.name)) for ref in kept)
 
 
-# A shard, and how often it and the parameter were written to.
-Written = tuple[int, int, int]
-
-
-def written(param: torch.nn.Parameter) -> Written:
-    """What is other when a parameter or its shard were written to, or replaced, as far as torch knows."""
+def written(param: nn.Parameter) -> Written:
+    """Return what changes when a parameter or its shard is written to, or replaced, as far as torch knows."""
     local = shard_in(param)
     return id(local), local._version, param._version
 
@@ -116,27 +111,15 @@ class _Gathering:
     row: ParamSpec
 
     def wait(self, left: int = 0) -> torch.Tensor:
-        """The parameter, but for steps of its landing that are left to do."""
+        """Return the parameter, without the last `left` steps of its landing."""
         full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
         steps = landing(self.row)
         return _after(full, steps[: len(steps) - left])
 
 
-def landed(full: torch.Tensor, row: ParamSpec, left: int) -> torch.Tensor:
-    """A parameter, after the last steps of its landing."""
-    steps = landing(row)
-    return _after(full, steps[len(steps) - left :])
-
-
-def _after(full: torch.Tensor, steps: Steps) -> torch.Tensor:
-    for target, args, kwargs in steps:
-        full = target(full, *args, **kwargs)
-    return full
-
-
 @dataclass(frozen=True)
 class _Packed:
-    """Part of a buffer: of each rank's piece those elements that are one parameter's."""
+    """One parameter's part of a buffer: some elements of each rank's piece."""
 
     buffer: torch.Tensor
     sizes: Sequence[int]
@@ -144,15 +127,27 @@ class _Packed:
     shape: torch.Size
 
     def wait(self) -> torch.Tensor:
-        """The parameter's shards, one behind another."""
+        """Return the parameter's shards, concatenated."""
         ranks = c10d.wait_tensor(self.buffer).view(-1, sum(self.sizes))
         part = ranks.split(list(self.sizes), 1)[self.index].contiguous()
         return part.view(len(ranks) * self.shape[0], *self.shape[1:])
 
 
+def landed(full: torch.Tensor, row: ParamSpec, left: int) -> torch.Tensor:
+    """Apply the last `left` steps of a parameter's landing."""
+    steps = landing(row)
+    return _after(full, steps[len(steps) - left :])
+
+
+def _after(value: torch.Tensor, steps: Steps) -> torch.Tensor:
+    for target, args, kwargs in steps:
+        value = target(value, *args, **kwargs)
+    return value
+
+
 @torch.no_grad()
 def start_gathering(
-    params: Iterable[tuple[ParamSpec, torch.nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
+    params: Iterable[tuple[ParamSpec, nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, _Gathering]:
     """Start to gather parameters, in their compute dtypes; one launch for each axis and dtype that travels.
 
@@ -164,9 +159,7 @@ def start_gathering(
     shards = copied_to([padded_shard(param, row) for row, param in params], device)
     sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamSpec, torch.Tensor]]] = {}
     for (row, _), shard in zip(params, shards):
-        shard = shard.to(row.compute_dtype)
-        for target, args, kwargs in prologue(row):
-            shard = target(shard, *args, **kwargs)
+        shard = _after(shard.to(row.compute_dtype), prologue(row))
         sent.setdefault((row.on(mesh).shard, shard.dtype), []).append((row, shard))
     found: dict[str, _Gathering] = {}
     for (axis, _), members in sent.items():
@@ -180,16 +173,18 @@ def start_gathering(
         buffers = gather(shards, axis.size, groups[axis.name])
         found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(large, buffers))
         sizes = [shard.numel() for _, shard in small]
-        packed = [_Packed(buffers[-1], sizes, index, shard.shape) for index, (_, shard) in enumerate(small)]
-        found.update((row.name, _Gathering(part, row)) for (row, _), part in zip(small, packed, strict=True))
+        for index, (row, shard) in enumerate(small):
+            found[row.name] = _Gathering(_Packed(buffers[-1], sizes, index, shard.shape), row)
     return found
 
 
+@dataclass(frozen=True)
 class UnshardHandle:
-    """What `unshard(async_op=True)` returns."""
+    """Handle that `unshard(async_op=True)` returns."""
 
-    def __init__(self, unsharded: Unsharded, refs: Sequence[ParamRef], aliases: Sequence[Alias]) -> None:
-        self._unsharded, self._refs, self._aliases = unsharded, refs, aliases
+    _unsharded: Unsharded
+    _refs: Sequence[ParamRef]
+    _aliases: Sequence[Alias]
 
     def wait(self) -> None:
         """Return when the parameters have arrived, and let modules show them; the next call waits otherwise."""

@@ -23,7 +23,7 @@ import graphshard
 from graphshard import ArtifactError
 from graphshard.artifact.archive import MANIFEST, read_archive
 from graphshard.artifact.members import read_artifact
-from graphshard.lower.packages import check_package
+from graphshard.lower.aoti_package import check_package
 from graphshard.schedule.by_unit import PlanByUnit
 from tests import exported
 from tests.exported import Net, export_net, rewritten, zipped
@@ -46,7 +46,9 @@ def refused(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **opti
     """The error of loading a file; the model must be as it was, and nothing of the file executed."""
     model = Net() if model is None else model
     before = dict(model.named_parameters())
-    executed = mock.patch("graphshard.lower.packages.load_package", side_effect=AssertionError("native code is loaded"))
+    executed = mock.patch(
+        "graphshard.lower.aoti_package.load_package", side_effect=AssertionError("native code is loaded")
+    )
     with executed, pytest.raises(ArtifactError) as caught:
         graphshard.load(path, model, mesh, **options)
     assert not isinstance(model, graphshard.module.compiled_module.CompiledModule)

@@ -17,8 +17,8 @@ from graphshard.artifact.cubins import read_gpu_code
 from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
 from graphshard.ir.driver_internals import stand_in
-from graphshard.lower.operators import compile_operators
-from graphshard.lower.packages import Package
+from graphshard.lower.aoti_package import Package
+from graphshard.lower.eager import compile_operators
 from tests.artifact.test_artifact import package, refused
 from tests.exported import Small, export_net, rewritten
 from tests.helpers import Blocks
@@ -47,7 +47,7 @@ def unfinished(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_native() -> Iterator[None]:
-    with mock.patch("graphshard.lower.packages.load_package", side_effect=AssertionError("native code is loaded")):
+    with mock.patch("graphshard.lower.aoti_package.load_package", side_effect=AssertionError("native code is loaded")):
         yield
 
 

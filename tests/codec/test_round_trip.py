@@ -36,7 +36,7 @@ from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.plan import Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Phase, Planner, Program, Region, Size, Slot, Stage, UnitMemory
 from graphshard.ir.sizes import size_inputs
-from graphshard.lower.operators import compile_operators
+from graphshard.lower.eager import compile_operators
 from graphshard.lower.regions import lower
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
 from graphshard.schedule.build import Constraints

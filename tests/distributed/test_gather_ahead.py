@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
-from graphshard.runtime.ahead import Ahead
+from graphshard.runtime.prefetch import GatherPrefetch
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.test_compile_step import (
     ADAMW,
@@ -38,27 +38,28 @@ class _Counted:
         self.started = self.finished = self.taken = 0
 
     def __enter__(self) -> _Counted:
-        self._own = Ahead._start, Ahead.finish, Ahead._begin
+        self._own = GatherPrefetch._start, GatherPrefetch.finish, GatherPrefetch._begin
         start, finish, begin = self._own
 
-        def counted_start(ahead: Ahead, number: int) -> None:
+        def counted_start(ahead: GatherPrefetch, number: int) -> None:
             self.started += 1
             start(ahead, number)
 
-        def counted_finish(ahead: Ahead) -> None:
+        def counted_finish(ahead: GatherPrefetch) -> None:
             before = self.started
             finish(ahead)
             self.finished += self.started - before
 
-        def counted_begin(ahead: Ahead, number: int, inputs: list[Any]) -> Any:
+        def counted_begin(ahead: GatherPrefetch, number: int, inputs: list[Any]) -> Any:
             self.taken += number in ahead._under_way
             return begin(ahead, number, inputs)
 
-        Ahead._start, Ahead.finish, Ahead._begin = counted_start, counted_finish, counted_begin  # type: ignore[method-assign]
+        GatherPrefetch._start, GatherPrefetch.finish = counted_start, counted_finish  # type: ignore[method-assign]
+        GatherPrefetch._begin = counted_begin  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Ahead._start, Ahead.finish, Ahead._begin = self._own  # type: ignore[method-assign]
+        GatherPrefetch._start, GatherPrefetch.finish, GatherPrefetch._begin = self._own  # type: ignore[method-assign]
 
 
 def _llama(rank: int, world_size: int, policy: str, shape: tuple[int, ...], n: int, reshard: bool) -> tuple[int, int]:

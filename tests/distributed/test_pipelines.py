@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.torch_version import TorchVersion
 
 import graphshard
-from graphshard.runtime.hang_up import hang_up
+from graphshard.runtime.gloo import close_connections
 from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, groups_of, params_of
 from tests.ranks import Ranks
 
@@ -222,7 +222,7 @@ def _zero_bubble(rank: int, world_size: int) -> str:
     pipeline = Pipeline(_ours, "zero bubble", FP32)
     with pytest.raises((graphshard.UnsupportedError, RuntimeError)) as caught:
         pipeline.step(torch.randn(8, 8), torch.randn(8, 8))
-    hang_up(pipeline.group)
+    close_connections(pipeline.group)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.runtime.recording import DeviceClock
+from graphshard.runtime.step_recorder import DeviceClock
 from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, filled, world_mesh

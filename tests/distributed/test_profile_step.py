@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard import ArgumentError, StepProfile
-from graphshard.runtime.recording import HostClock, current_recording, recording
+from graphshard.runtime.step_recorder import HostClock, current_recording, recording
 from tests.distributed.twins import assert_same, grads_of, params_of, world_mesh
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld, Ranks

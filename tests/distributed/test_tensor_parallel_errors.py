@@ -21,7 +21,7 @@ from graphshard.frontend.eager_operators import OperatorWatch
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Slot
 from graphshard.options.mesh_axes import data_and_tensor
-from graphshard.runtime.accumulation import Accumulation
+from graphshard.runtime.gradient_accumulation import Accumulation
 from tests.distributed.tensor_parallel import Mlps, mlps
 from tests.ranks import FakeWorld
 

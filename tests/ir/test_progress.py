@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.lower import inductor
+from graphshard.lower.region_store import Store
 from graphshard.lower.regions import Compiler
-from graphshard.lower.store import Store
 from graphshard.module import program_compiler
 from graphshard.utils import progress as module
 from graphshard.utils.progress import progress

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
-from graphshard.lower.operators import outputs_of
+from graphshard.lower.eager import outputs_of
 from graphshard.lower.regions import Boxed, extract
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.graph import aten
-from graphshard.lower.copies import copies_of
+from graphshard.lower.eager import copies_of
 
 SHARDS = (torch.randn(4, 3), torch.randn(5), torch.randn(3), torch.randn(0))
 
@@ -33,7 +33,7 @@ def test_casts_and_packing() -> None:
     copies = copies_of(module, "cpu")
     assert copies is not None
     inputs = list(SHARDS)
-    with mock.patch("graphshard.lower.copies.foreach_copy_", wraps=torch._foreach_copy_) as started:
+    with mock.patch("graphshard.lower.eager.foreach_copy_", wraps=torch._foreach_copy_) as started:
         found = copies(inputs)
     assert not inputs, "what is given is let go of"
     assert started.call_count == 2, "to bfloat16, and float32"
@@ -56,7 +56,7 @@ def _before_a_reduction(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
 def test_gradients() -> None:
     copies = copies_of(_region(_before_a_reduction, GRADIENTS), "cpu")
     assert copies is not None
-    with mock.patch("graphshard.lower.copies.foreach_copy_", wraps=torch._foreach_copy_) as started:
+    with mock.patch("graphshard.lower.eager.foreach_copy_", wraps=torch._foreach_copy_) as started:
         found = copies(list(GRADIENTS))
     ((there, _),) = (call.args for call in started.call_args_list)
     assert all(value.is_contiguous() for value in there), "what has gaps would be copied one by one, with all others"

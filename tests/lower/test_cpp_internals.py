@@ -15,12 +15,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from graphshard.lower import cpp_internals, inductor, together
+from graphshard.lower import batch_compile, cpp_internals, inductor
 from graphshard.lower.cpp_internals import Batch, Pending
-from graphshard.lower.damage import check_whole
 from graphshard.lower.elf import damage_of
 from graphshard.lower.inductor import compile_all, compile_inductor
-from graphshard.lower.store import Store
+from graphshard.lower.inductor_cache import check_whole
+from graphshard.lower.region_store import Store
 from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import INPUT, compute, regions_from, values
 
@@ -36,8 +36,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _counted() -> Any:
     """The runs of compilers of several kernels or one; not those that Inductor makes."""
-    run = together.Compilers.run
-    return mock.patch.object(together.Compilers, "run", autospec=True, side_effect=run)
+    run = batch_compile.Compilers.run
+    return mock.patch.object(batch_compile.Compilers, "run", autospec=True, side_effect=run)
 
 
 def _inductors() -> Any:
@@ -107,7 +107,7 @@ def _hits() -> int:
 @pytest.mark.parametrize("problem", [RuntimeError("ended with 1"), OSError(28, "No space left on device")])
 def test_what_does_not_work_together_is_compiled_alone(problem: Exception) -> None:
     first = 3000 + len(str(problem))
-    with mock.patch.object(together.Compilers, "run", side_effect=problem):
+    with mock.patch.object(batch_compile.Compilers, "run", side_effect=problem):
         made = dict(compile_all(regions_from(first, 2), lambda told: None))
     torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(2)])
 
@@ -135,7 +135,7 @@ def test_compilers_are_ended_with_the_work() -> None:
     """A rank that is not needed any more, or Ctrl-C: nothing is waited for, no thread and no lock is left."""
     begun, ended = threading.Event(), threading.Event()
 
-    def run(self: together.Compilers, *_: Any) -> str:
+    def run(self: batch_compile.Compilers, *_: Any) -> str:
         begun.set()
         while not self.ended:
             ended.wait(0.01)
@@ -147,7 +147,7 @@ def test_compilers_are_ended_with_the_work() -> None:
             raise KeyboardInterrupt
 
     regions = regions_from(5000, 2)
-    with mock.patch.object(together.Compilers, "run", run), cancelled_by(check), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(batch_compile.Compilers, "run", run), cancelled_by(check), pytest.raises(KeyboardInterrupt):
         dict(compile_all(regions, lambda told: None))
     assert ended.is_set()
     assert not any(thread.name.startswith("graphshard-compilers") for thread in threading.enumerate())

@@ -18,8 +18,8 @@ from torch.fx import Graph
 from graphshard.ir.graph import WAIT, aten, c10d
 from graphshard.ir.program import Program
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.executor import Executor, lines_of
-from graphshard.lower.lines import Call, Operator, Return, Start, Take, Wait, print_lines
+from graphshard.lower.executor import Executor, lines_of, profiler_range
+from graphshard.lower.executor_lines import Call, Operator, Return, Start, Take, Wait, print_lines
 from graphshard.lower.regions import RegionCall, executor, lower
 from tests.helpers import PACKED, Blocks, captured, through
 
@@ -118,7 +118,7 @@ def test_a_region_is_the_last_to_hold_its_inputs(freed: bool) -> None:
         return (torch.ones(2),)
 
     run = executor(_dies(freed), {"region_0": RegionCall(region)})
-    for code in (run.forward, run.with_ranges()):
+    for code in (run.forward, run.function(None, profiler_range)):
         arguments = [torch.zeros(2)]
         values = code(arguments)
         assert arguments == []

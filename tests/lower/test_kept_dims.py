@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphshard.lower.kept_dims import with_dims
+from graphshard.lower.inductor_rewrites import with_dims
 
 
 def test_dims_come_back() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower import inductor, onednn_internals, store
+from graphshard.lower import inductor, onednn_internals, region_store
+from graphshard.lower.aoti_package import PackagedRegion, check_package
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.libraries import KeptRegion
-from graphshard.lower.packages import PackagedRegion, check_package
+from graphshard.lower.region_store import KeptRegion
 from graphshard.lower.regions import Boxed
 from tests.lower.small_regions import region_of
 
@@ -121,8 +121,8 @@ def test_code_is_kept_and_is_of_its_processor() -> None:
     assert isinstance(second, KeptRegion)
     for one, other in zip(first(list(inputs)), second(list(inputs)), strict=True):
         assert torch.equal(one, other)
-    with mock.patch.object(store, "vendor", return_value="another"):
-        assert store.store_here().find(region) is None
+    with mock.patch.object(region_store, "vendor", return_value="another"):
+        assert region_store.store_here().find(region) is None
 
 
 def test_a_package_computes_the_same_bits() -> None:

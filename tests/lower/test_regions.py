@@ -17,8 +17,8 @@ from graphshard.ir.graph import is_view
 from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program, Region
 from graphshard.lower.backends import compiler_for
+from graphshard.lower.eager import compile_eager
 from graphshard.lower.inductor import compile_inductor
-from graphshard.lower.operators import compile_eager
 from graphshard.lower.regions import Boxed, RegionCall, cut, extract, lower
 from tests.helpers import Blocks, Scales, assert_gradients, captured, copied, step, through
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from graphshard.lower.region_call import RegionCall, drop_regions
+from graphshard.lower.regions import RegionCall, drop_regions
 from graphshard.module.runner import Runner
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import graphshard
 from graphshard.module.compile_step import check_loss, check_optimizer
-from graphshard.runtime.graphs import trained_by_one_call
-from graphshard.runtime.updates import is_elementwise
+from graphshard.runtime.autograd_checks import trained_by_one_call
+from graphshard.runtime.optimizer_updates import is_elementwise
 
 SEPARATELY = r"Call loss.backward\(\), optimizer.step\(\) and optimizer.zero_grad\(\) one after the other instead"
 

@@ -22,7 +22,7 @@ from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor
-from graphshard.lower.lines import Call, Line, Start, Take, Wait
+from graphshard.lower.executor_lines import Call, Line, Start, Take, Wait
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline import graph_rules

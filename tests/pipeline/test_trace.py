@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard import Pipeline
+from graphshard.lower.executor import profiler_range
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
@@ -100,7 +101,7 @@ def test_ranges_change_nothing(fake_world: FakeWorld) -> None:
     )
     (program,) = graphshard.programs(model)
     for phase in program.phases.values():
-        code = inspect.getsource(phase.module.with_ranges())
+        code = inspect.getsource(phase.module.function(None, profiler_range))
         assert code != phase.module.code
         plain = [line.split("): ", 1)[1] if "record_function" in line else line.strip() for line in code.splitlines()]
         assert plain == [line.strip() for line in phase.module.code.splitlines()]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphshard.runtime.device_graphs import CudaGraphs
+from graphshard.runtime.cuda_graphs import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
 

@@ -15,7 +15,7 @@ from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.runtime.gloo import add_own_half, exchange_reductions, swap_halves
-from graphshard.runtime.groups import on_gloo
+from graphshard.runtime.process_groups import on_gloo
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.ways import make_link
 from tests.helpers import Blocks, captured

@@ -20,9 +20,9 @@ from graphshard.ir import operators
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.program import Phase, Program
-from graphshard.lower.arrivals import Taken, with_arrivals
 from graphshard.lower.executor import Executor, _with_frees
-from graphshard.lower.lines import Call, Line, Start, Wait
+from graphshard.lower.executor_lines import Call, Line, Start, Wait
+from graphshard.lower.line_rewrites import Taken, hand_over_gradients
 from graphshard.passes import MakePlan, OffloadActivations, OffloadParameters
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -232,7 +232,7 @@ def test_updates_where_gradients_arrive(fake_world: FakeWorld, shape: tuple[int,
         for place, s in enumerate(backward.phase.outputs)
         if s.kind == "grad" and s.of == "param"
     ]
-    lines, groups = with_arrivals(backward.lines, taken)
+    lines, groups = hand_over_gradients(backward.lines, taken)
     sources = {one.place: one.sources for one in taken}
     updates = {number: [i for place in places for i in sources[place]] for number, places in enumerate(groups)}
     assert sum(map(len, updates.values())) > 0

@@ -12,7 +12,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import build_table
 from graphshard.ir.precision import precision_of
-from graphshard.runtime.groups import make_groups
+from graphshard.runtime.process_groups import make_groups
 from graphshard.runtime.shards import Storage, param_refs, shard_module
 from graphshard.runtime.unsharded import start_gathering
 from tests.ranks import FakeWorld

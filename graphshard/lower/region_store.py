@@ -1,0 +1,245 @@
+"""Generated code of regions, kept next to Inductor's cache, and run in other processes without importing Inductor.
+
+    graphshard-regions/3f0c....-81aa....region      what the code depends on besides the region, and the region's text
+
+    cpp_fused_0 = async_compile.cpp_pybinding(...)      left out; the file has the library
+    class Runner: def call(self, args): ...             kept as it is
+
+Inductor's own cache is asked with a graph in its decompositions. To trace and to hash that takes most of the time that
+is left of compiling, and imports all of Inductor. Here a region is looked up by the text that it is cut out with.
+
+A region is not kept if it is not for the CPU, has dynamic sizes, names more of Inductor than the calls of kernels, or
+calls operators that are not torch's: what they are decomposed into may change, and the text does not say so. Files are
+checked when they are read; damaged ones are removed, and made again.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import dis
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import operator
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphshard.ir.checked_files import read, remove, remove_left_behind, remove_oldest, touch, write
+from graphshard.ir.program import Region
+from graphshard.ir.sizes import symbols_of
+from graphshard.lower.inductor_rewrites import NEVER_RUN
+from graphshard.torch_compat.inductor_settings import data_pointer, inductor_cache, keeps_code
+from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables, vendor
+from graphshard.utils.source_lines import codes_of
+
+log = logging.getLogger(__name__)
+
+# Bytes that the directory may have; a region has about 0.1 MB for each kernel.
+LIMIT = 1 << 30
+_ENDING = ".region"
+_TORCHS = ("aten", "prims")
+# Functions of torch that generated code calls, by Inductor's names.
+EXTERN_KERNELS: Mapping[str, Any] = {
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "addmm": torch.addmm,
+    "baddbmm": torch.baddbmm,
+}
+_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Code of a region.
+
+    Attributes:
+        source: Python that calls kernels; it ends with `call`.
+        libraries: shared libraries of the kernels, by the names that the source calls them by.
+    """
+
+    source: str
+    libraries: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def trimmed(source: str, libraries: Mapping[str, bytes]) -> Kernels | None:
+    """Remove what makes kernels from generated code; None if the rest needs Inductor."""
+    kept = []
+    for statement in ast.parse(source).body:
+        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        if isinstance(statement, ast.If) or (isinstance(statement, ast.FunctionDef) and statement.name in NEVER_RUN):
+            continue
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("torch._inductor"):
+            continue
+        making = names & {"async_compile", "AsyncCompile"}
+        if making and isinstance(statement, (ast.Assign, ast.Expr, ast.Delete)):
+            continue
+        used = {n.attr for n in ast.walk(statement) if isinstance(n, ast.Attribute) and _is_extern(n.value)}
+        if making or not used <= EXTERN_KERNELS.keys():
+            return None
+        kept.append(statement)
+    text = ast.unparse(ast.Module(kept, []))
+    code = compile(text, "<region>", "exec")
+    # Names of the module itself, or imported, are in `co_names`.
+    defined = {"extern_kernels", *libraries, *vars(builtins), *code.co_names}
+    inner = (part for part in codes_of(code) if part is not code)
+    return Kernels(text, libraries) if all(_globals_of(part) <= defined for part in inner) else None
+
+
+def _is_extern(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "extern_kernels"
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    return {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+
+
+class KeptRegion:
+    """A region whose code was kept; it is loaded at once, so that damage is found before it is needed.
+
+    Args:
+        source_code: to show; by default the code that runs, without the code of kernels.
+
+    Raises:
+        ImportError, SyntaxError, ...: it cannot be loaded.
+    """
+
+    def __init__(self, key: str, kernels: Kernels, source_code: str = "") -> None:
+        self.kernels = kernels
+        self.source_code = source_code or kernels.source
+        names: dict[str, Any] = {"extern_kernels": SimpleNamespace(**EXTERN_KERNELS)}
+        names |= {"__name__": f"graphshard_region_{key}", **_loaded(key, kernels.libraries)}
+        exec(compile(kernels.source, f"<region {key}>", "exec"), names)
+        self._call = names["call"]
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self._call(inputs)
+
+
+def _loaded(key: str, libraries: Mapping[str, bytes]) -> dict[str, Any]:
+    """Load the functions of shared libraries."""
+    pointer = data_pointer()
+    os.environ[_POINTER] = str(pointer)
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:
+        for name, content in libraries.items():
+            path = Path(directory) / f"{name}.so"
+            path.write_bytes(content)
+            full = f"graphshard_region_{key}.{name}.kernel"  # libraries initialize what the last part names
+            loader = importlib.machinery.ExtensionFileLoader(full, str(path))
+            spec = importlib.util.spec_from_file_location(full, path, loader=loader)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+            found[name] = module.kernel
+    return found
+
+
+class Store:
+    """Directory of regions, for processes in the same environment (versions, processor, settings) as this one.
+
+    Args:
+        directory: is made when needed; None keeps nothing.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        facts = _facts()
+        if " at 0x" in facts:  # a function that the user gave to Inductor, which could be any other
+            directory = None
+        self._directory, self._environment = directory, _digest(facts)
+
+    def __bool__(self) -> bool:
+        """Return whether any region was kept."""
+        return self._directory is not None and any(self._directory.glob(f"{self._environment}-*{_ENDING}"))
+
+    def find(self, region: Region) -> KeptRegion | None:
+        """Return a region's code; None if it was not kept."""
+        path = self._path(region)
+        if path is None or not path.exists():
+            return None
+        try:
+            facts, members = read(path)
+            libraries = {name: members[name] for name in facts["libraries"]}
+            found = KeptRegion(region.key, Kernels(members["code"].decode(), libraries), members["shown"].decode())
+        except FileNotFoundError:  # another process has removed it
+            return None
+        except Exception as error:
+            removed = remove(path)
+            _warn(str(path.parent), f"{path.name}: {type(error).__name__}: {error}", removed=removed)
+            return None
+        touch(path)
+        return found
+
+    def keep(self, region: Region, kernels: Kernels | None, shown: str) -> None:
+        """Keep the code of a region, unless it is None; `shown` is all that was generated."""
+        path = self._path(region)
+        if path is None or kernels is None or path.exists():
+            return
+        facts = {"torch": torch.__version__, "region": region.key, "libraries": list(kernels.libraries)}
+        code = {"code": kernels.source.encode(), "shown": shown.encode()}
+        with contextlib.suppress(OSError):  # Inductor's cache has it, if that can be written
+            write(path, facts, {**code, **kernels.libraries})
+
+    def shrink(self) -> None:
+        """Remove the least recently used regions over the limit."""
+        if self._directory is not None:
+            remove_left_behind(self._directory, _ENDING)
+            remove_oldest(self._directory.glob(f"*{_ENDING}"), LIMIT)
+
+    def _path(self, region: Region) -> Path | None:
+        if self._directory is None or not all(map(_is_plain, region.module.graph.nodes)):
+            return None
+        return self._directory / f"{self._environment}-{_digest(region.text)}{_ENDING}"
+
+
+def store_here() -> Store:
+    """Return the store in Inductor's cache; one that keeps nothing if Inductor does not use its cache."""
+    try:
+        return Store(Path(inductor_cache(), "graphshard-regions") if keeps_code() else None)
+    except OSError:
+        return Store(None)
+
+
+def _facts() -> str:
+    found = {
+        "graphshard": own_files(),
+        "torch": [str(torch.__version__), torch.version.git_version, sys.version],
+        "processor": [vendor(), instruction_set()],
+        "settings": settings(),
+        "variables": variables(),
+    }
+    return json.dumps(found, sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _is_plain(node: Node) -> bool:
+    """Return whether the region's text says all about a node."""
+    value = node.meta.get("val")
+    on_cpu = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    known = node.op in ("placeholder", "output") or (
+        node.op == "call_function"
+        and (node.target is operator.getitem or getattr(node.target, "namespace", "") in _TORCHS)
+    )
+    return on_cpu and known and not symbols_of(value)
+
+
+@functools.cache
+def _warn(directory: str, why: str, *, removed: bool) -> None:
+    what = "It was removed, and is compiled again" if removed else "It cannot be removed: remove the directory"
+    log.warning("a compiled region in %s cannot be used, %s. %s.", directory, why, what)

@@ -1,0 +1,284 @@
+"""Program bound to a model and a mesh: the code that its phases run, and the values that its names stand for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+from graphshard.errors import InputError
+from graphshard.ir.graph import base_of, is_collective, kind_of
+from graphshard.ir.mesh import ExpertMeshes, Mesh
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.sizes import given_sizes
+from graphshard.ir.strides import strides_without_gaps
+from graphshard.ir.subclasses import shard_in
+from graphshard.lower.executor import Executor, profiler_range
+from graphshard.lower.executor_lines import Boxed, Line
+from graphshard.runtime.cuda_graphs import ModelGraphs
+from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers, reduce_in_place
+from graphshard.runtime.peers import Peers
+from graphshard.runtime.process_groups import bind_groups, on_gloo, shard_index
+from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
+from graphshard.runtime.step_recorder import current_recording
+from graphshard.runtime.unsharded import Unsharded
+from graphshard.runtime.user_collectives import UserCollectives
+from graphshard.torch_compat.dtensor import sharded_like
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class BoundProgram:
+    """Code of a program's phases, and of its backwards for other tangents and microbatches.
+
+    Args:
+        program: lowered; names of process groups replace the names of axes in its executors.
+        mesh: the mesh the parameters are sharded over.
+        groups: names of the process groups by the names of the axes.
+        peers: the other ranks; None where there are none.
+        collectives: that the user runs.
+        graphs: CUDA graphs of regions; None for none.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: DeviceMesh,
+        groups: Mapping[str, str],
+        peers: Peers | None,
+        collectives: UserCollectives | None,
+        graphs: ModelGraphs | None,
+    ) -> None:
+        self.program, self.groups, self.collectives = program, groups, collectives
+        self._mesh, self._peers, self._graphs = mesh, peers, graphs
+        # Programs that are a backward alone.
+        self._others: dict[GraphModule, Program] = {}
+        self._codes: dict[tuple[GraphModule, bool], Boxed] = {}
+        # Label and communication of each phase that communicates.
+        self._sent: dict[GraphModule, tuple[str, str]] = {}
+        for name, phase in program.phases.items():
+            self._bind(name, phase)
+
+    def bind_backward(self, program: Program) -> Phase:
+        """Bind the backward of another program like the phases of this one."""
+        phase = program.phases["backward"]
+        self._bind("backward", phase)
+        self._others[phase.module] = program
+        return phase
+
+    @property
+    def other_programs(self) -> list[Program]:
+        """Programs that are a backward alone."""
+        return list(self._others.values())
+
+    def _bind(self, name: str, phase: Phase) -> None:
+        launches = [node for node in phase.module.graph.nodes if is_collective(node)]
+        if launches:
+            counts = Counter(kind_of(node) for node in launches)
+            kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
+            sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
+            self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
+        bind_groups(phase.module.graph, self.groups)
+        if self.collectives is not None:
+            self.collectives.bind(phase, Mesh.of(self._mesh))
+        reduce_in_place(phase)  # before gloo's rewrite: it recognizes the results of reductions
+        exchange_reductions(phase)
+        if on_gloo(self._mesh.get_group(0), self._mesh.device_type):
+            gather_into_buffers(phase)
+        phase.module.recompile()
+
+    def code(self, phase: Phase) -> Boxed:
+        """Return the phase's code; while it is recorded or a profiler runs, code that shows what runs."""
+        executor, recording, ranges = phase.module, current_recording(), profiling()
+        if recording is not None:
+            assert isinstance(executor, Executor)
+            return recording.code(executor, self._others.get(executor, self.program), phase)
+        if not ranges and self._graphs is None:
+            return executor.forward
+        if (executor, ranges) not in self._codes:
+            self._codes[executor, ranges] = self.function(phase)
+        return self._codes[executor, ranges]
+
+    def function(self, phase: Phase, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
+        """Compile lines of the phase's executor: with ranges while a profiler runs, else with CUDA graphs if any."""
+        executor = phase.module
+        assert isinstance(executor, Executor)
+        if profiling():
+            return executor.function(lines, profiler_range, **known)
+        if self._graphs is None:
+            return executor.function(lines, **known)
+        return self._graphs.of(self._others.get(executor, self.program), executor).function(lines, **known)
+
+    def step(self, phase: Phase, how: str = "") -> AbstractContextManager[None]:
+        """Return the context in which a phase runs, which tells the other ranks, if it communicates."""
+        sent = self._sent.get(phase.module)
+        if self._peers is None or sent is None:
+            return _NOTHING
+        label, text = sent
+        return self._peers.step(label + how, text + how)
+
+
+def profiling() -> bool:
+    """Return whether torch's profiler runs."""
+    return bool(profiler._is_profiler_enabled)
+
+
+class SlotValues:
+    """Values of the slots of a program.
+
+    Args:
+        program: lowered and bound.
+        module: the module that owns the buffers.
+        params: where the parameters live.
+        mesh: the mesh the parameters are sharded over.
+        names: names of the parameters in the model by their names in the program.
+        unsharded: parameters that were gathered by hand.
+        experts: where parameters are that lie otherwise on the ranks.
+
+    Attributes:
+        params: by their names in the program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        params: Sequence[ParamRef],
+        mesh: DeviceMesh,
+        names: Mapping[str, str],
+        unsharded: Unsharded,
+        experts: ExpertMeshes | None = None,
+    ) -> None:
+        self.params = {ref.row.name: ref for ref in params}
+        self.names, self.unsharded = names, unsharded
+        self._program = program
+        self._module = module
+        self._rank = shard_index(mesh)
+        self._expert_rank = shard_index(experts.data) if experts is not None else 0
+        # For each buffer the buffers of its module, and its key there.
+        self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
+        forward = program.phases["forward"]
+        self._updated = _updated_but_saved(forward)
+        # Inputs of forward, each with the parameter if it is a padded shard.
+        self._inputs = [(slot, self._sharded(slot)) for slot in forward.inputs]
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the inputs of forward in a call with these tensors."""
+        return [
+            padded_shard(ref.param, ref.row) if ref is not None else self._input(slot, tensors)
+            for slot, ref in self._inputs
+        ]
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
+        """Return the dynamic sizes of a call."""
+        return {Slot("size", name): size for name, size in given_sizes(self._program.sizes, tensors).items()}
+
+    def _input(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return an input of forward; a copy of what a step updates later, if backward must see the old value."""
+        value = self.read(slot, tensors)
+        if slot.kind == "input" and self._program.sizes and value.stride() != (strides := strides_without_gaps(value)):
+            return value.new_empty_strided(value.shape, strides).copy_(value)
+        return value.new_empty_strided(value.shape, value.stride()).copy_(value) if slot in self._updated else value
+
+    def read(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value of a slot in a call with these tensors."""
+        if slot.kind == "param":
+            ref = self.params[slot.name]
+            return shard_in(ref.param.detach()) if ref.row.ignored else padded_shard(ref.param, ref.row)
+        if slot.kind == "part":
+            ref = self.params[slot.name]
+            return shard_parts(ref.param, ref.row)[slot.index]
+        if slot.kind == "gathered":
+            return self.unsharded.read(self.names[slot.name])
+        if slot.kind == "input":
+            return tensors[int(slot.name)].detach()
+        if slot.kind == "size":
+            return self.sizes(tensors)[slot]
+        return self.buffer(slot.name)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """Return a buffer of the module, or a constant of the program."""
+        constant = self._program.constants.get(name)
+        if constant is not None:
+            return constant
+        if name not in self._owners:  # the guard checks that modules are the captured ones
+            owner, _, key = name.rpartition(".")
+            self._owners[name] = self._module.get_submodule(owner)._buffers, key
+        buffers, key = self._owners[name]
+        buffer = buffers[key]
+        assert buffer is not None
+        return buffer
+
+    def _sharded(self, slot: Slot) -> ParamRef | None:
+        """Return the parameter of an input of forward that is a padded shard, and is not copied."""
+        plain = slot.kind == "param" and slot not in self._updated and not self.params[slot.name].row.ignored
+        return self.params[slot.name] if plain else None
+
+    def as_gradient(self, value: torch.Tensor, slot: Slot, ref: ParamRef | None) -> torch.Tensor:
+        """Convert a result of backward for autograd; `ref` is the parameter that it is a gradient of."""
+        if ref is None:
+            return value
+        param = ref.param
+        return sharded_like(self.local_gradient(value, slot, param), param) if isinstance(param, DTensor) else value
+
+    def local_gradient(self, value: torch.Tensor, slot: Slot, param: nn.Parameter) -> torch.Tensor:
+        """Cut the padding off a parameter's gradient."""
+        row = self.params[slot.name].row
+        if row.ignored or not isinstance(param, DTensor):
+            return value
+        if value.shape == param._local_tensor.shape:  # a view of all of it would cost as much as the rest
+            return value
+        local = row.without_padding(value, self._expert_rank if row.expert else self._rank)
+        if row.memory_dim > 0 and local.shape != value.shape:
+            local = dense(local, row, local.device)
+        return local
+
+
+def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
+    """Find buffers and inputs that a step updates in place, and of which it saves the old value, or a view of it."""
+    slots = forward.slot_of()
+    results = list(zip(forward.results, forward.outputs, strict=True))
+    updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
+    kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
+    return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))
+
+
+def check_no_aliases(tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
+    """Check that inputs that forward writes to share no memory with others, which a program reads before it writes.
+
+    A tensor that is given twice is one in the program, too.
+
+    Args:
+        tensors: of a call, and the tensors that modules hold.
+        written: which of them forward writes to.
+
+    Raises:
+        InputError: one of these shares memory with another input.
+    """
+    spans = [memory_span(tensor) for tensor in tensors]
+    for number in written:
+        begin, end = spans[number]
+        for other, (first, last) in enumerate(spans):
+            if tensors[other] is not tensors[number] and first < end and begin < last:
+                pair = f"inputs {min(number, other)} and {max(number, other)}"
+                raise InputError(
+                    f"{pair} of the call share memory, and forward writes to input {number}. Pass a copy of one, "
+                    "x.clone()."
+                )
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first element and of the end of the last; (0, 0) without memory."""
+    if tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

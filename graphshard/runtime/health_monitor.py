@@ -1,0 +1,254 @@
+"""Progress of this rank, and the thread that publishes it and watches the next rank.
+
+Each rank watches one other, so the cost for a rank does not grow with their number. All ranks read what one finds.
+
+    rank 0 --watches--> rank 1 --watches--> rank 2 --watches--> rank 0
+
+A process that has ended is noticed at once on the same machine. On another machine it counts as dead when its status
+has not changed for a minute, as a thread may wait that long for Python's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from graphshard.errors import DivergenceError, PeerError
+from graphshard.runtime.gloo import close_connections
+from graphshard.runtime.rank_status import (
+    Finding,
+    ProcessIdentity,
+    RankStatus,
+    StepRecord,
+    differ_text,
+    error_text,
+    first_difference,
+    users_line,
+)
+from graphshard.runtime.rendezvous import OVER
+from graphshard.torch_compat.dtensor import process_group, rendezvous_store
+
+log = logging.getLogger(__name__)
+
+# Seconds after which a rank that waits names the rank that it waits for.
+WARNS_AFTER = 4.0
+# Seconds that the thread sleeps; all ranks together look at most 2,000 times a second, with three requests each.
+_SHORTEST_SLEEP, _LOOKS_A_SECOND = 0.25, 2000
+_SILENCE = 60.0
+_REMEMBERED_STEPS = 8
+
+
+def pause_of(num_ranks: int) -> float:
+    """Return the seconds between two looks of a rank."""
+    return max(_SHORTEST_SLEEP, num_ranks / _LOOKS_A_SECOND)
+
+
+class HealthMonitor:
+    """Progress of one rank among the ranks of a mesh, and what is found out about the others.
+
+    Args:
+        ranks: in the order of the mesh.
+        store: a separate connection, as a wait blocks the connection it is made on.
+
+    Attributes:
+        groups: names of the process groups in which the rank may wait; closed when other ranks cannot come.
+        number: steps that it has begun.
+        doing: "" while the user's program runs.
+        meeting: name of the rendezvous at which it waits.
+        finding: why ranks cannot go on; None as long as they can.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: dist.Store) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.groups: set[str] = set()
+        self.number = self._warned_at = 0
+        self.doing = self.meeting = ""
+        self.finding: Finding | None = None
+        self._store = store
+        self._status = RankStatus(rank, ProcessIdentity.this())
+        self._steps: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
+        self._step_began = 0.0
+        self._next = ranks[(ranks.index(rank) + 1) % len(ranks)]
+        self._knows_next = False
+        self._heard = (-1, time.monotonic())  # last beat of the next rank, and when it changed
+        self._beat = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, group_store: dist.Store) -> HealthMonitor:
+        """Start the thread, which ends with the process group that has this store, or with the monitor."""
+        self._group_store = weakref.ref(group_store)
+        args = weakref.ref(self), self._stop, pause_of(len(self.ranks))
+        self._thread = threading.Thread(target=_watch, args=args, name="graphshard watch", daemon=True)
+        self._thread.start()
+        atexit.register(_leave_at_exit, weakref.ref(self))
+        return self
+
+    # --- in the main thread --------------------------------------------------------------------------------------
+
+    def begin(self, label: str, text: str) -> None:
+        """Begin a step that communicates `text`."""
+        digest = zlib.crc32(text.encode(), self._steps[-1].digest if self._steps else 0)
+        self.number += 1
+        self._steps.append(StepRecord(self.number, digest, label))
+        self.doing, self._step_began = f"runs {label}", time.monotonic()
+
+    def follow(self, number: int) -> None:
+        """Adopt the step count of other ranks, which warn themselves about ranks that lag."""
+        self.number = self._warned_at = number
+
+    def check_meeting(self, step: int) -> None:
+        """Raise DivergenceError or PeerError if a finding keeps ranks from a rendezvous at a step."""
+        finding = self.finding
+        if finding is not None and (finding.how == "died" or finding.step <= step):
+            raise self.error(finding)
+
+    def check_step(self) -> None:
+        """Raise DivergenceError or PeerError if a finding ends the step that this rank has begun."""
+        if self.finding is not None and self._ends_step(self.finding):
+            raise self.error(self.finding)
+
+    def _ends_step(self, finding: Finding) -> bool:
+        # Where a rank has died without a word, gloo knows if anything it sent is still to come.
+        return finding.how != "died" and finding.step <= self.number
+
+    def error(self, finding: Finding) -> Exception:
+        """Make the error that this rank raises because of a finding."""
+        if finding.how == "differs":
+            return DivergenceError(finding.message)
+        step = max(self.number, finding.step)
+        message = f"{finding.message} Rank {self.rank} {self.doing or 'goes on'}, in step {step}."
+        return PeerError(message, rank=finding.rank)
+
+    # --- in the thread -------------------------------------------------------------------------------------------
+
+    def status(self) -> RankStatus:
+        """Return this rank's status."""
+        steps = tuple(self._steps)
+        return replace(
+            self._status, steps=steps, doing=self.doing, meeting=self.meeting, where=users_line(), beat=self._beat
+        )
+
+    def is_current(self) -> bool:
+        """Return whether the process group still exists."""
+        store = self._group_store()
+        return store is not None and dist.is_initialized() and rendezvous_store() is store
+
+    def look(self) -> None:
+        """Publish this rank's status, and read the next rank's."""
+        self._beat += 1
+        mine = self.status()
+        self._store.set(str(self.rank), mine.to_json())
+        if not self._store.check(["finding"]):
+            found = self._about_next(mine)
+            if found is None:
+                return
+            self._store.compare_set("finding", "", found.to_json())
+        self._found(Finding.from_json(self._store.get("finding")))
+
+    def _about_next(self, mine: RankStatus) -> Finding | None:
+        self._knows_next = self._knows_next or self._store.check([str(self._next)])
+        if not self._knows_next:
+            return None
+        theirs = RankStatus.from_json(self._store.get(str(self._next)))
+        if theirs.ended is not None:
+            return Finding("ended", theirs.rank, theirs.number + 1, f"{theirs}.")
+        died = self._died(theirs)
+        if died:
+            message = f"rank {theirs.rank} {died}; the last that it said is that it has made {theirs.number} steps."
+            return Finding("died", theirs.rank, theirs.number + 1, message)
+        self.warn_if_behind(theirs)
+        return first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
+
+    def _died(self, theirs: RankStatus) -> str:
+        if theirs.process.is_gone():
+            return "has died without a word"
+        beat, since = self._heard
+        if theirs.beat != beat:
+            self._heard = theirs.beat, time.monotonic()
+        elif time.monotonic() - since > _SILENCE:
+            return f"has given no sign of life for {_SILENCE:.0f} s"
+        return ""
+
+    def _one_waits(self, waits: RankStatus, runs: RankStatus) -> Finding | None:
+        """Report a rank that waits with a new program at a step that another one runs without a new program."""
+        if not waits.meeting or runs.number <= waits.number:
+            return None
+        if any(self._store.check([f"{waits.meeting} {key}"]) for key in OVER):
+            return None  # it has not said yet that it goes on
+        step = next((step for step in runs.steps if step.number == waits.number + 1), runs.steps[-1])
+        text = differ_text(step.number, f"rank {waits.rank} {waits.doing}", f"rank {runs.rank} runs {step.label}")
+        return Finding("differs", waits.rank, step.number, text)
+
+    def warn_if_behind(self, other: RankStatus) -> None:
+        """Log a warning, once a step, if this rank has waited for a while for a rank that has not come as far."""
+        waited = time.monotonic() - self._step_began
+        behind = other.number < self.number != self._warned_at
+        if self.doing and not self.meeting and behind and waited > WARNS_AFTER:
+            self._warned_at = self.number
+            doing = f"rank {self.rank} {self.doing} in step {self.number}"
+            log.warning("%s and has waited %.0f s; %s.", doing, waited, other)
+
+    def _found(self, finding: Finding) -> None:
+        """Keep a finding; if this rank waits in a collective that cannot complete, end it."""
+        if self.finding is None:
+            self.finding = finding
+            if finding.how == "differs":
+                log.error("%s", finding.message)
+        if self.doing and not self.meeting and self._ends_step(finding):
+            for name in self.groups:
+                close_connections(process_group(name))
+            self.groups.clear()
+
+    def leave(self, why: str) -> None:
+        """Publish that this rank makes no more steps."""
+        self.stop()
+        status = replace(self.status(), ended=why)
+        finding = Finding("ended", self.rank, self.number + 1, f"{status}.")
+        with contextlib.suppress(RuntimeError):  # the store has ended before
+            self._store.set(str(self.rank), status.to_json())
+            self._store.compare_set("finding", "", finding.to_json())
+
+    def stop(self) -> None:
+        """End the thread: it must not hold a connection, in C++, while the interpreter is taken down."""
+        self._stop.set()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+
+def _watch(known: weakref.ref[HealthMonitor], stop: threading.Event, pause: float) -> None:
+    while not stop.wait(pause):
+        monitor = known()
+        if monitor is None:
+            return
+        try:
+            if not monitor.is_current():
+                monitor.leave("has destroyed its process group")
+                return
+            monitor.look()
+        except Exception:  # without the store nothing can be said or seen
+            log.debug("the rendezvous store cannot be reached any more", exc_info=True)
+            return
+        del monitor  # which may be freed while the thread sleeps
+
+
+def _leave_at_exit(known: weakref.ref[HealthMonitor]) -> None:
+    monitor = known()
+    if monitor is None or monitor.status().process.pid != os.getpid():  # a forked child
+        return
+    if not monitor.is_current():  # the thread may just be saying so
+        monitor.stop()
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    monitor.leave("has ended" if error is None else f"has ended with {error_text(error)}")

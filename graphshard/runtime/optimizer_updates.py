@@ -1,0 +1,163 @@
+"""Run an optimizer of torch.optim on this rank's shards, for some parameters at a time.
+
+The optimizer's own `step` does it, on a stand-in for the optimizer whose groups have plain tensors in the place of
+DTensors: what lies in the shards, with gradients of those that have arrived. Hyperparameters are those of the groups as
+they are now. State is read from the optimizer and what is new is put there, as the DTensors that it would have made
+itself, so that state dicts and checkpoints are what they are without this.
+
+For optimizers only that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
+DTensors to be equal to (torch 2.13), and neither has Adafactor.
+
+Adam and AdamW have a kernel for all of it (`fused=True`), which reads and writes a third of what torch's operators do
+one after the other, and rounds otherwise. Beside a program of Inductor's, which rounds otherwise, too, it is taken on
+the CPU where the optimizer leaves the choice to torch. On other devices it wants the number of the step there, which
+would change what a checkpoint holds.
+
+Others are known that need nothing but gradients, but more of a parameter than a shard's elements, or DTensors:
+`is_whole`. Muon multiplies whole matrices, and torchao keeps states of few bits in DTensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
+
+from graphshard.ir.subclasses import shard_in
+from graphshard.runtime.gradient_ready import Arrival
+from graphshard.torch_compat.dtensor import sharded_like
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
+# Where torchao has the step of its optimizers with states of eight and four bits, and in float8.
+_TORCHAO = "torchao.optim.adam"
+# State that is one number for a parameter, and no DTensor.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one of torch's that computes element by element, as it stands there."""
+    return any(
+        isinstance(optimizer, known)
+        and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
+        for known in ELEMENTWISE
+    )
+
+
+def is_whole(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is one that is known to run on DTensors, behind a backward."""
+    step = _plain(type(optimizer), "step")
+    return step is _plain(Muon, "step") or getattr(step, "__module__", "") == _TORCHAO
+
+
+def _plain(cls: type, name: str) -> Callable[..., Any]:
+    """A method without what torch wraps it in: hooks, ranges, no_grad."""
+    found: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
+    return found
+
+
+class Updates:
+    """The steps of an optimizer, group by group and shard by shard.
+
+    Args:
+        optimizer: one that `is_elementwise`.
+        fuses: take torch's fused kernel where the optimizer leaves that to torch.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, fuses: bool = False) -> None:
+        self._optimizer = optimizer
+        self._fuses = fuses and _plain(type(optimizer), "step") is _plain(Adam, "step")
+        self._step = _plain(type(optimizer), "step")
+        self._group_of: dict[int, int] = {}  # by the parameter's id: tensors are hashed in Python
+
+    def begin(self) -> None:
+        """Look at which groups there are now."""
+        groups = enumerate(self._optimizer.param_groups)
+        self._group_of = {id(param): number for number, group in groups for param in group["params"]}
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        """Whether the optimizer has a parameter."""
+        return id(param) in self._group_of
+
+    @torch.no_grad()
+    def __call__(self, arrivals: Iterable[Arrival]) -> None:
+        """Update parameters of the optimizer by their gradients."""
+        groups: dict[int, list[Arrival]] = {}
+        for arrival in arrivals:
+            groups.setdefault(self._group_of[id(arrival.param)], []).append(arrival)
+        for number, members in groups.items():
+            self._update(self._optimizer.param_groups[number], members)
+
+    def _update(self, group: Mapping[str, Any], members: list[Arrival]) -> None:
+        shards, state = [], defaultdict[torch.Tensor, dict[str, Any]](dict)
+        before: list[dict[str, Any]] = []
+        for param, grad in members:
+            shard = shard_in(param).detach()
+            shard.grad = grad
+            shards.append(shard)
+            known = self._optimizer.state.get(param)
+            before.append({name: _held(value) for name, value in known.items()} if known else {})
+            if known:
+                state[shard] = dict(before[-1])
+        group = {**group, "params": shards}
+        if self._fuses and _can_fuse(group, before):
+            group["fused"] = True
+        stand_in = object.__new__(type(self._optimizer))
+        stand_in.__dict__.update(self._optimizer.__dict__, param_groups=[group], state=state)
+        self._step(stand_in)
+        for shard, known, (param, _) in zip(shards, before, members):
+            for name, value in state.get(shard, {}).items():
+                if name in known and known[name] is value:
+                    continue  # changed in place
+                if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and name not in _NUMBERS:
+                    value = sharded_like(value, param)
+                self._optimizer.state[param][name] = value
+
+
+def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether torch's fused kernel does what the operators do, for Adam and AdamW.
+
+    It goes through memory from end to end, so all that belongs to a parameter must lie there alike, and it reads the
+    number of a step as float32.
+
+    Args:
+        group: of the stand-in; gradients are those of its shards.
+        state: of each of them.
+    """
+    if any(group[name] is not None for name in ("fused", "foreach")) or group["capturable"] or group["differentiable"]:
+        return False
+    if torch.get_default_dtype() is not torch.float32:
+        return False  # steps that begin now are counted in that
+    for shard, known in zip(group["params"], state):
+        dtype = shard.dtype
+        if not (dtype.is_floating_point and shard.is_cpu and shard.is_contiguous() and shard.grad.is_contiguous()):
+            return False
+        for name, value in known.items():
+            if name in _NUMBERS:
+                if value.dtype is not torch.float32:
+                    return False
+            elif value.dtype is not dtype or not value.is_contiguous():
+                return False
+    return True
+
+
+def _held(value: Any) -> Any:
+    return shard_in(value) if isinstance(value, torch.Tensor) else value

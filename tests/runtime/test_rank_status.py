@@ -1,0 +1,51 @@
+"""What a rank says of itself: where the main thread is, asked by another thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Collections let the main thread return from the functions whose frames are just asked for.
+ASKED = """
+import gc, threading, time
+from graphshard.runtime.rank_status import users_line
+
+class Loop:
+    def __init__(self): self.me = self
+    def __del__(self): time.sleep(1e-4)  # lets the other thread go on
+
+def deep(n):
+    return deep(n - 1) + 1 if n else Loop() is None
+
+def ask():
+    while not over.is_set():
+        Loop()
+        files.add(users_line().rpartition(":")[0])
+
+files = set()
+for threshold in (3, 11, 50):
+    over = threading.Event()
+    gc.set_threshold(threshold)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        deep(900)
+    over.set()
+    thread.join()
+assert gc.isenabled()
+print(*files)
+"""
+
+
+@pytest.mark.slow
+def test_asking_where_another_thread_is_survives_collections(tmp_path: Path) -> None:
+    """Before Python 3.12 a collection can free the frame that is just made an object: the process crashed."""
+    script = tmp_path / "train.py"
+    script.write_text(ASKED)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(script)]

@@ -1,0 +1,113 @@
+"""Ranks that meet: here they are threads, and the store is a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.agreement import Counted
+from graphshard.runtime.rendezvous import End, Rendezvous
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def tell(first: int, theirs: str, mine: str) -> str:
+    return f"rank {first} says {theirs}, another one {mine}"
+
+
+def patient(waited: float) -> None:
+    assert waited < 30
+
+
+def each(store: dist.Store, size: int, act: Callable[[Rendezvous], Any]) -> tuple[list[Any], list[Counted]]:
+    """What ranks that act at the same time find out, and what they sent."""
+    assert isinstance(store, dist.TCPStore)
+    connections = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size)]
+    counted = [Counted(dist.PrefixStore("meeting", connection)) for connection in connections]
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(act, [Rendezvous(own, "step 1", 0, rank, size) for rank, own in enumerate(counted)]))  # type: ignore[arg-type]
+    return found, counted
+
+
+def comes(*texts: str) -> Callable[[Rendezvous], End]:
+    def act(meeting: Rendezvous) -> End:
+        meeting.join(texts[min(meeting.rank, len(texts) - 1)], tell, patient)
+        return meeting.end(patient)
+
+    return act
+
+
+def test_all_say_the_same(store: dist.Store) -> None:
+    found, counted = each(store, 8, comes("a" * 10_000))
+    assert found == [End("same")] * 8
+    assert sum(one.sent for one in counted) < 10_000 + 8 * 1000, "one text, and a hash for each rank"
+    assert sum(one.read for one in counted) < 8 * 200
+    assert sum(one.requests for one in counted) == 3 * 8 + 2, "the first one leaves its text, the last one ends it"
+
+
+def test_one_says_something_else(store: dist.Store) -> None:
+    """All know which, and the texts are compared once."""
+    found, counted = each(store, 8, comes("a" * 10_000, "a" * 10_000, "b" * 10_000, "a" * 10_000))
+    assert len(set(found)) == 1
+    assert found[0].how == "differ"
+    assert found[0].message.count("a" * 10_000) == found[0].message.count("b" * 10_000) == 1
+    assert sum(one.requests for one in counted) <= 4 * 8
+
+
+def test_texts_travel_once_however_many_differ(store: dist.Store) -> None:
+    def act(meeting: Rendezvous) -> End:
+        meeting.join(str(meeting.rank) * 10_000, lambda *_: "no two are the same", patient)
+        return meeting.end(patient)
+
+    found, counted = each(store, 8, act)
+    assert {end.message for end in found} == {"no two are the same"}
+    assert 10_000 <= sum(one.sent for one in counted) < 10_000 + 8 * 1000
+    assert 10_000 <= sum(one.read for one in counted) < 10_000 + 8 * 1000
+
+
+def test_one_fails(store: dist.Store) -> None:
+    """Those who wait, for the others or for what it was to give, know why, at whatever meeting of the occasion."""
+
+    def act(meeting: Rendezvous) -> Any:
+        if meeting.rank == 0:
+            return replace(meeting, number=5).fail(0, "no capture")
+        return meeting.take(patient) if meeting.rank == 1 else comes("a")(replace(meeting, number=1))
+
+    assert each(store, 3, act)[0][1:] == [End("failed", 0, "no capture")] * 2
+
+
+def test_one_gives_a_text(store: dist.Store) -> None:
+    def act(meeting: Rendezvous) -> Any:
+        return meeting.give("a plan") if meeting.rank == 0 else meeting.take(patient)
+
+    assert each(store, 3, act)[0][1:] == ["a plan"] * 2
+
+
+def test_who_waits_can_give_up(store: dist.Store) -> None:
+    def impatient(waited: float) -> None:
+        if waited > 0.2:
+            raise TimeoutError(f"waited for {waited:.1f} s")
+
+    meeting = Rendezvous(store, "step 1", 0, 0, 2)
+    meeting.join("a", tell, impatient)
+    with pytest.raises(TimeoutError, match=r"waited for 0\.[23] s"):
+        meeting.end(impatient)
+
+
+def test_the_largest_number(store: dist.Store) -> None:
+    """All ranks know it when all have come, in whatever order they do."""
+
+    def act(meeting: Rendezvous) -> int:
+        meeting.raise_to(10 - abs(5 - meeting.rank))
+        comes("")(meeting)
+        return meeting.most()
+
+    assert each(store, 8, act)[0] == [10] * 8

@@ -1,0 +1,13 @@
+"""What the user chose to run belongs to one model: a copy of the model chooses for itself."""
+
+from __future__ import annotations
+
+from graphshard.runtime.user_collectives import UserCollectives, UserObject
+
+
+def test_a_copy_is_changed_apart() -> None:
+    first = UserCollectives(gathers={"a": UserObject(print)}, separate={"a"}, group="7")
+    second = first.copy()
+    assert second == first
+    second.update(UserCollectives(gathers={"b": UserObject(print)}, hooks={"b": UserObject(print)}, separate={"b"}))
+    assert (list(first.gathers), first.hooks, first.separate) == (["a"], {}, {"a"})
