@@ -1,7 +1,7 @@
-"""Which files a checkpoint consists of, so that one that was interrupted, truncated or partly deleted is noticed.
+"""Files of a checkpoint, so that one that was interrupted, truncated or partly deleted is noticed.
 
 `manifest.json` is written last and holds the size and CRC-32 of every other file. The CRC finds accidents, not malice:
-who can change a file can change the manifest.
+anyone who can change a file can change the manifest.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Files: TypeAlias = Mapping[str, Mapping[str, int]]
 
 _MANIFEST = "manifest.json"
 _EARLIER = "Load an earlier checkpoint"
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 # DCP's files and ours: names in one directory, which a file system takes.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 @dataclass(frozen=True)
-class Measured:
+class StoredFile:
     """A file as it was saved: its length and the checksum of its content."""
 
     bytes: int
@@ -47,11 +47,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What says that a directory is complete; `time` is when it was, in seconds since 1970."""
+    """Contents of `manifest.json`; `time` is when the checkpoint was complete, in seconds since 1970."""
 
     format: Literal[1]
     time: float
-    files: dict[str, Measured]
+    files: dict[str, StoredFile]
 
 
 def measure(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -74,13 +74,13 @@ def write_manifest(directory: Path, files: Files) -> None:
 
 
 def read_manifest(directory: Path) -> tuple[float, Files]:
-    """When a directory was complete, and what is in it: every file is there, in full length.
+    """Return when a directory was complete, and its files: every one is there, in full length.
 
     Raises:
         CheckpointError: names the file that is missing or has another size.
     """
     try:
-        manifest = read(json.loads(read_file(directory / _MANIFEST, _MOST_BYTES)), Manifest)
+        manifest = read(json.loads(read_file(directory / _MANIFEST, _MAX_BYTES)), Manifest)
         odd = [name for name in manifest.files if not _NAME.fullmatch(name) or name in (".", "..", _MANIFEST)]
         if odd or not math.isfinite(manifest.time):
             raise ArgumentError(f"{brief(odd[0])} is no name of a file" if odd else f"time is {manifest.time}")
@@ -100,21 +100,21 @@ def read_manifest(directory: Path) -> tuple[float, Files]:
 
 
 def check_contents(directory: Path, files: Files) -> None:
-    """Raise CheckpointError if a file's checksum is not that of the manifest."""
+    """Raise CheckpointError if a file's checksum differs from the manifest."""
     for name in files:
         if measure(directory, [name])[name] != files[name]:
             raise CheckpointError(f"{directory / name} was damaged after it was saved (CRC-32). {_EARLIER}.")
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in a directory that was saved last, or None.
+    """Return the complete checkpoint in a directory that was saved last, or None.
 
-    Complete means that all files have their full length; `load_checkpoint` also reads and checks them. This is no
+    Complete means that all files have their full length; `load_checkpoint` also reads and checks them. This is not a
     collective: ranks that call it while one of them saves may see different checkpoints. A directory that is damaged
     is left out, and the log says why.
 
     Raises:
-        ArgumentError: `directory` is no path, or a file.
+        ArgumentError: `directory` is not a path, or is a file.
     """
     where = path_of("directory", directory, "a directory with checkpoints")
     if where.exists() and not where.is_dir():
@@ -123,7 +123,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Those in a directory, the one that was saved last first."""
+    """Return the complete checkpoints in a directory, the one that was saved last first."""
     found: list[tuple[float, Path]] = []
     for path in directory.glob("[!.]*/"):
         try:
@@ -134,7 +134,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def rotate(directory: Path, keep: int) -> None:
-    """Remove complete checkpoints but the last ones; what is damaged, or no checkpoint, is left alone.
+    """Remove complete checkpoints but the last ones; other directories, and damaged ones, are left alone.
 
     A directory is renamed before it is emptied, so that none is ever half a checkpoint under its name.
     """

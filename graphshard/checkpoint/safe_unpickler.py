@@ -1,7 +1,7 @@
-"""Read checkpoints of torch.distributed.checkpoint (DCP) without running what may be hidden in them.
+"""Reader of checkpoints of torch.distributed.checkpoint (DCP) that runs no code of theirs.
 
-DCP loads its index with `pickle` and values that are no tensors with `torch.load(weights_only=False)`; either runs
-whatever code a file asks for. Here the index may refer to DCP's own classes only, and `weights_only=True` must succeed
+DCP loads its index with `pickle` and values that are not tensors with `torch.load(weights_only=False)`; either runs
+whatever code a file asks for. Here the index may refer to DCP's classes only, and `weights_only=True` must succeed
 before DCP loads a value.
 """
 
@@ -37,9 +37,9 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))
 INDEX = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
-# What DCP calls its files.
+# Names of DCP's files.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-# What the index consists of, besides dtypes.
+# Classes in the index, besides dtypes.
 _CLASSES = {
     *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
     *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -48,8 +48,7 @@ _CLASSES = {
     *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),  # as Python 3.13 calls them
 }
 
-
-# Of these, those that pickle makes first and fills afterwards.
+# Of these, classes that pickle makes first and fills afterwards.
 _BUILT = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
     *(TensorStorageMetadata, StorageInfo),
@@ -57,10 +56,10 @@ _BUILT = (
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads a checkpoint from a directory.
+    """Reader of a checkpoint in a directory.
 
     Raises:
-        CheckpointError: the index refers to something else than DCP's classes.
+        CheckpointError: the index refers to other classes than DCP's.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -70,21 +69,21 @@ class SafeReader(dcp.FileSystemReader):
 
     @property
     def files(self) -> set[str]:
-        """The names of the files it reads."""
+        """Names of the files it reads."""
         return {INDEX, *(info.relative_path for info in (self.index.storage_data or {}).values())}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
 
     def names(self, *keys: str) -> set[str]:
-        """The names that were saved under some keys of the state, such as "optim", "state"."""
+        """Return the names that were saved under some keys of the state, such as "optim", "state"."""
         depth = len(keys)
         paths = (self.index.planner_data or {}).values()
         return {path[depth] for path in paths if path[:depth] == keys and len(path) > depth}
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
-    """Loads values that are no tensors only if they are plain data."""
+    """Load planner that takes values other than tensors only if they are plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         load_plain(value.getvalue())
@@ -92,33 +91,33 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 
 
 def load_index(file: IO[bytes]) -> Metadata:
-    """The index in a file.
+    """Return the index in a file.
 
     Raises:
-        CheckpointError: there is something else in it.
+        CheckpointError: it holds something else.
     """
     try:
         index = _IndexUnpickler(file).load()
         _check_index(index)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever pickle says of odd instructions
+    except Exception as error:  # of pickle, for odd instructions
         raise CheckpointError(f"{INDEX} is no index: {type(error).__name__}: {brief(str(error))}") from error
     return index
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Makes objects of the index's classes, and sets attributes of these alone.
+    """Unpickler that makes objects of the index's classes, and sets attributes of these alone.
 
-    A pickle sets attributes of whatever it names, so of classes, too: `Metadata.__init__` would be another from then
-    on. It is the unpickler in Python, as the one in C cannot be told what to refuse.
+    A pickle may set attributes of classes, too, such as `Metadata.__init__`. This is the unpickler in Python, as the
+    one in C cannot be told what to refuse.
     """
 
     stack: list[Any]
 
     def load_build(self) -> None:
         state, made = self.stack[-1], self.stack[-2]
-        if isinstance(made, TensorProperties):  # has a `__setstate__` of its own
+        if isinstance(made, TensorProperties):  # it has a `__setstate__`
             known = type(state) is tuple
         else:
             known = type(made) in _BUILT and type(state) is dict and set(state) <= {f.name for f in fields(made)}
@@ -138,14 +137,14 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def _member_of(kind: Any, name: Any) -> Any:
-    """What `getattr` may be asked for: a member of the enumeration of memory formats."""
+    """Return a member of the enumeration of memory formats, which is all that `getattr` may be asked for."""
     if kind is not MemoryFormatEncoding or type(name) is not str or name not in MemoryFormatEncoding.__members__:
         raise CheckpointError(f"{INDEX} asks {brief(kind)} for {brief(name)}, as no index does; it is not loaded")
     return MemoryFormatEncoding[name]
 
 
 def _check_index(index: Any) -> None:
-    """Raise CheckpointError if it is none, or if it points outside of its directory."""
+    """Raise CheckpointError unless it is an index that points into its directory."""
     if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
         raise CheckpointError(f"{INDEX} is {brief(index)} and no index; it is not loaded")
     stored, planned = index.storage_data or {}, index.planner_data or {}
@@ -166,10 +165,10 @@ def _check_index(index: Any) -> None:
 
 
 def serialize_plain(value: Any, name: str) -> bytes:
-    """Serialise tensors, numbers, strings, and lists, tuples and dicts of them, for `load_plain`.
+    """Serialize tensors, numbers, strings, and lists, tuples and dicts of them, for `load_plain`.
 
     Raises:
-        CheckpointError: names what else is in it.
+        CheckpointError: names another value in it.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -186,10 +185,10 @@ def serialize_plain(value: Any, name: str) -> bytes:
 
 
 def load_plain(content: bytes) -> Any:
-    """Load what `serialize_plain` made; tensors are on the CPU.
+    """Load plain data that `serialize_plain` made; tensors are on the CPU.
 
     Raises:
-        CheckpointError: there is something else in it; that was not made.
+        CheckpointError: it holds other values, which were not made.
     """
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,4 +1,19 @@
-"""What ranks do together, so that an error of one is an error of all."""
+"""Checkpoints that are complete, or refused: torch.distributed.checkpoint (DCP) and a manifest.
+
+    step-100/           written as .step-100.partial, renamed when everything is in it
+        .metadata       DCP's index; __0_0.distcp, __1_0.distcp, ... hold the shards
+        extra.pt        plain data, the same for all ranks; rank-0.pt, rank-1.pt, ...: each rank's own
+        manifest.json   sizes and checksums of the other files, written last
+
+An error on one rank is a CheckpointError on all, as every step ends with an exchange of errors. Nothing is unpickled
+before it was compared with the manifest, nor freely (`safe_unpickler.py`), so a forged checkpoint runs no code either.
+
+    training    | step 7 | copy | step 8 | step 9 | step 10 | copy | ...
+    thread                      | write step-7 ...| rename         | write step-10 ...
+
+An asynchronous save copies the state to the host, so that the next step may change it. A thread then writes the copy;
+its exchanges with the other ranks run on a separate process group.
+"""
 
 from __future__ import annotations
 
@@ -29,72 +44,8 @@ from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import answer_of, check_count, path_of
 from graphshard.utils.text import brief
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Ranks:
-    """The ranks that save or load together.
-
-    Args:
-        group: their process group; None is that of all.
-        task: what they do, to begin error messages with.
-
-    Raises:
-        ArgumentError: there is no process group, or `group` is none of this rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
-        if not dist.is_initialized():
-            raise ArgumentError(
-                f"{task}: there is no process group. Call torch.distributed.init_process_group() first."
-            )
-        if not (group is None or isinstance(group, dist.ProcessGroup)):
-            raise ArgumentError(f"group must be a process group that this rank is in, or None, got {brief(group)}.")
-        self.group, self.task = group, task
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def share(self, names: Iterable[str]) -> list[str]:
-        """This rank's part of some work that is the same on all ranks."""
-        return sorted(names)[self.rank :: self.size]
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value; raise CheckpointError if a rank does not answer."""
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, value, self.group)
-        except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed meanwhile
-            raise CheckpointError(f"{self.task}: a rank ended, or the process group did ({error})") from error
-        return values
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """At the end of the block, an exception in it on any rank is a CheckpointError on all."""
-        cause: BaseException | None = None
-        failed: dict[int, str] = {}
-        try:
-            yield
-        except CheckpointException as error:  # of DCP, the same on all ranks
-            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
-        except Exception as error:
-            cause, failed = error, {self.rank: _in_words(error)}
-        for others in self.gather(failed):
-            failed.update(others)
-        reasons: dict[str, list[str]] = {}
-        for rank, reason in sorted(failed.items()):
-            reasons.setdefault(reason, []).append(str(rank))
-        if reasons:
-            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
-            raise CheckpointError(f"{self.task}: {listed}") from cause
-
-
-def shown(path: Any) -> str:
-    """An argument that should be a path, in messages."""
-    return brief(Path(path) if isinstance(path, str) else path)
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"
-
 
 _EXTRA, _PER_RANK = "extra.pt", "rank-{}.pt"
 
@@ -120,78 +71,52 @@ def save_checkpoint(
         per_rank: the same for what differs between ranks: random state, position in the data, ...
         group: the ranks that call; None is all.
         keep: how many complete checkpoints stay in the directory that `path` is in, this one included; older ones are
-            removed when this one is complete, and not before. None keeps all. What is damaged is not counted, and not
+            removed when this one is complete, and not before. None keeps all. Damaged ones are not counted, and not
             removed.
 
     Raises:
         CheckpointError: on all ranks; there is nothing at `path` then, and nothing was removed.
-        ArgumentError: there is no process group, or `group` is none of this rank.
+        ArgumentError: there is no process group, or this rank is not in `group`.
     """
     ranks = Ranks(group, f"cannot save {shown(path)}")
-    write(begin(ranks, path, model, optimizers, extra, per_rank, keep), ranks)
+    write(_begin(ranks, path, model, optimizers, extra, per_rank, keep), ranks)
 
 
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint that is being saved.
+def async_save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    extra: Any = None,
+    per_rank: Any = None,
+    group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+) -> Future[None]:
+    """Save as `save_checkpoint`, but return when the state was copied to the host; a thread writes the copy.
 
-    Attributes:
-        path: where it will be.
-        partial: where it is until everything is in it.
-        state: what DCP saves.
-        plain: contents of the other files of this rank, by name.
-        keep: as in `save_checkpoint`.
+    Until all of it is on the disk there is no checkpoint at `path`, whatever happens. One is written at a time: a
+    call waits for the one before. The copy takes host memory of the size of this rank's part of the checkpoint until
+    it is written.
+
+    Returns:
+        `result()` waits until the checkpoint is complete, and raises CheckpointError if it could not be written; an
+        error is logged in any case. Wait for the last one before the process group is destroyed.
+
+    Raises:
+        CheckpointError: on all ranks, as in `save_checkpoint`, for what is found before the state is copied.
+        ArgumentError: there is no process group, or this rank is not in `group`.
     """
-
-    path: Path
-    partial: Path
-    state: dict[str, Any]
-    plain: Mapping[str, bytes]
-    keep: int | None
-
-
-def begin(
-    ranks: Ranks, path: Any, model: nn.Module, optimizers: Any, extra: Any, per_rank: Any, keep: int | None
-) -> Save:
-    """Check the arguments of `save_checkpoint`, and make the directory for what is not whole yet."""
+    task = f"cannot save {shown(path)}"
+    ranks = Ranks(group, task)
+    writer = _writer(group)
+    wait(writer.unfinished)
+    save = _begin(ranks, path, model, optimizers, extra, per_rank, keep)
     with ranks.together():
-        path = path_of("path", path, "a directory to make")
-        if keep is not None:
-            check_count("keep", keep)
-        optimizers = _checked(model, optimizers)
-        partial = path.with_name(f".{path.name}.partial") if path.name else path
-        state = _state(model, optimizers)
-        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it would not load
-        plain = {_PER_RANK.format(ranks.rank): serialize_plain(per_rank, "per_rank")}
-        if ranks.rank == 0:
-            plain[_EXTRA] = serialize_plain(extra, "extra")
-            if path.exists():
-                raise CheckpointError("it exists already. Remove it, or choose another name")
-            shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
-            partial.mkdir(parents=True)
-    return Save(path, partial, state, plain, keep)
-
-
-def write(save: Save, ranks: Ranks) -> None:
-    """Write a checkpoint; it is there, and on the disk, when this returns."""
-    path, partial = save.path, save.partial
-    with ranks.together():
-        for name, content in save.plain.items():
-            (partial / name).write_bytes(content)
-            sync(partial / name)
-    with ranks.together():
-        dcp.save(save.state, checkpoint_id=partial, process_group=ranks.group)
-        names = SafeReader(partial).files | {_EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
-        share = measure(partial, ranks.share(names))
-    files = {name: measured for part in ranks.gather(share) for name, measured in part.items()}
-    with ranks.together():
-        if ranks.rank == 0:
-            write_manifest(partial, files)
-            sync(partial)
-            partial.rename(path)
-            sync(path.parent)
-            if save.keep is not None:
-                rotate(path.parent, save.keep)
+        copied = replace(save, state=BlockingAsyncStager().stage(save.state))
+    future = writer.thread.submit(write, copied, Ranks(writer.group, task))
+    future.add_done_callback(_log_error)
+    writer.unfinished = [future]
+    return future
 
 
 def load_checkpoint(
@@ -209,7 +134,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks; the message names the file that is missing, truncated or damaged, or the
             parameter that does not fit. Nothing was loaded then (unless manifest and contents were forged).
-        ArgumentError: there is no process group, or `group` is none of this rank.
+        ArgumentError: there is no process group, or this rank is not in `group`.
     """
     ranks = Ranks(group, f"cannot load {shown(path)}")
     with ranks.together():
@@ -238,8 +163,73 @@ def load_checkpoint(
     return extra, per_rank
 
 
+# --- saving ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that is being saved.
+
+    Attributes:
+        path: the directory when it is complete.
+        partial: the directory until then.
+        state: for DCP.
+        plain: contents of the other files of this rank, by name.
+        keep: as in `save_checkpoint`.
+    """
+
+    path: Path
+    partial: Path
+    state: dict[str, Any]
+    plain: Mapping[str, bytes]
+    keep: int | None
+
+
+def _begin(
+    ranks: Ranks, path: Any, model: nn.Module, optimizers: Any, extra: Any, per_rank: Any, keep: int | None
+) -> Save:
+    """Check the arguments of `save_checkpoint`, and make the partial directory."""
+    with ranks.together():
+        path = path_of("path", path, "a directory to make")
+        if keep is not None:
+            check_count("keep", keep)
+        partial = path.with_name(f".{path.name}.partial") if path.name else path
+        state = _state(model, _checked(model, optimizers))
+        serialize_plain(pytree.tree_map_only(torch.Tensor, lambda _: None, state), "state")  # or it would not load
+        plain = {_PER_RANK.format(ranks.rank): serialize_plain(per_rank, "per_rank")}
+        if ranks.rank == 0:
+            plain[_EXTRA] = serialize_plain(extra, "extra")
+            if path.exists():
+                raise CheckpointError("it exists already. Remove it, or choose another name")
+            shutil.rmtree(partial, ignore_errors=True)  # of a save that was interrupted
+            partial.mkdir(parents=True)
+    return Save(path, partial, state, plain, keep)
+
+
+def write(save: Save, ranks: Ranks) -> None:
+    """Write a checkpoint; it is complete, and on the disk, when this returns."""
+    path, partial = save.path, save.partial
+    with ranks.together():
+        for name, content in save.plain.items():
+            (partial / name).write_bytes(content)
+            sync(partial / name)
+    with ranks.together():
+        dcp.save(save.state, checkpoint_id=partial, process_group=ranks.group)
+        names = SafeReader(partial).files | {_EXTRA, *(_PER_RANK.format(rank) for rank in range(ranks.size))}
+        share = measure(partial, ranks.share(names))
+    files = {name: measured for part in ranks.gather(share) for name, measured in part.items()}
+    with ranks.together():
+        if ranks.rank == 0:
+            write_manifest(partial, files)
+            sync(partial)
+            partial.rename(path)
+            sync(path.parent)
+            if save.keep is not None:
+                rotate(path.parent, save.keep)
+
+
 def _checked(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
-    """The optimizers, read once; raise ArgumentError if they or the model are none."""
+    """Return the optimizers, read once; raise ArgumentError if they or the model are of another type."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be an nn.Module, got {brief(model)}")
     given = (optimizers,) if isinstance(optimizers, Optimizer) else optimizers
@@ -251,58 +241,18 @@ def _checked(model: Any, optimizers: Any) -> tuple[Optimizer, ...]:
 
 
 def _state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
-    """What DCP saves, or loads into: shards that share memory with the parameters, under the original names."""
+    """Return the state for DCP: shards that share memory with the parameters, under the original names."""
     model_state, optim_state = get_state_dict(model, optimizers)
     return {"model": model_state, "optim": optim_state}
 
 
-log = logging.getLogger(__name__)
-
-
-def async_save_checkpoint(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer] = (),
-    *,
-    extra: Any = None,
-    per_rank: Any = None,
-    group: dist.ProcessGroup | None = None,
-    keep: int | None = None,
-) -> Future[None]:
-    """As `save_checkpoint`, but return when the state was copied to the host; a thread writes the copy.
-
-    Until all of it is on the disk there is no checkpoint at `path`, whatever happens. One is written at a time: a
-    call waits for the one before. The copy takes as many bytes of the host's memory as this rank's part of the
-    checkpoint, until it is written.
-
-    Returns:
-        `result()` waits until the checkpoint is complete, and raises CheckpointError if it could not be written; an
-        error is logged in any case. Wait for the last one before the process group is destroyed.
-
-    Raises:
-        CheckpointError: on all ranks, as in `save_checkpoint`, for what is found before the state is copied.
-        ArgumentError: there is no process group, or `group` is none of this rank.
-    """
-    task = f"cannot save {shown(path)}"
-    ranks = Ranks(group, task)
-    background = _background(group)
-    wait(background.unfinished)
-    save = begin(ranks, path, model, optimizers, extra, per_rank, keep)
-    with ranks.together():
-        copied = replace(save, state=BlockingAsyncStager().stage(save.state))
-    future = background.thread.submit(write, copied, Ranks(background.group, task))
-    future.add_done_callback(_log_error)
-    background.unfinished = [future]
-    return future
-
-
 @dataclass
-class _Background:
-    """What writes checkpoints of some ranks.
+class _Writer:
+    """Thread that writes checkpoints of some ranks.
 
     Attributes:
-        group: of the same ranks, for what they exchange while they write.
-        unfinished: what is, or was last, written.
+        group: of the same ranks, for their exchanges while they write.
+        unfinished: the checkpoint that is, or was last, written.
     """
 
     group: dist.ProcessGroup
@@ -310,20 +260,87 @@ class _Background:
     unfinished: list[Future[None]] = field(default_factory=list)
 
 
-_BACKGROUNDS: WeakKeyDictionary[dist.ProcessGroup, _Background] = WeakKeyDictionary()
+_WRITERS: WeakKeyDictionary[dist.ProcessGroup, _Writer] = WeakKeyDictionary()
 
 
-def _background(group: dist.ProcessGroup | None) -> _Background:
-    """Of a process group; all its ranks ask for the first time together."""
+def _writer(group: dist.ProcessGroup | None) -> _Writer:
+    """Return the writer of a process group; all its ranks ask for the first time together."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    if group not in _BACKGROUNDS:
+    if group not in _WRITERS:
         ranks = dist.get_process_group_ranks(group)
         own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="graphshard checkpoints")
-        _BACKGROUNDS[group] = _Background(own)
-    return _BACKGROUNDS[group]
+        _WRITERS[group] = _Writer(own)
+    return _WRITERS[group]
 
 
 def _log_error(future: Future[None]) -> None:
     if (error := future.exception()) is not None:
         log.error("%s", error)
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """The ranks that save or load together, so that an error of one is an error of all.
+
+    Args:
+        group: their process group; None is all ranks.
+        task: starts error messages, such as "cannot save step-100".
+
+    Raises:
+        ArgumentError: there is no process group, or this rank is not in `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:
+        if not dist.is_initialized():
+            raise ArgumentError(
+                f"{task}: there is no process group. Call torch.distributed.init_process_group() first."
+            )
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise ArgumentError(f"group must be a process group that this rank is in, or None, got {brief(group)}.")
+        self.group, self.task = group, task
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share(self, names: Iterable[str]) -> list[str]:
+        """Return this rank's part of names that are the same on all ranks."""
+        return sorted(names)[self.rank :: self.size]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value; raise CheckpointError if a rank does not answer."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, self.group)
+        except (RuntimeError, ValueError) as error:  # ValueError: the process group was destroyed meanwhile
+            raise CheckpointError(f"{self.task}: a rank ended, or the process group did ({error})") from error
+        return values
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make an exception in the block on any rank a CheckpointError on all, at its end."""
+        cause: BaseException | None = None
+        failed: dict[int, str] = {}
+        try:
+            yield
+        except CheckpointException as error:  # of DCP, the same on all ranks
+            cause, failed = error, {rank: _in_words(failure) for rank, (failure, _) in error.failures.items()}
+        except Exception as error:
+            cause, failed = error, {self.rank: _in_words(error)}
+        for others in self.gather(failed):
+            failed.update(others)
+        reasons: dict[str, list[str]] = {}
+        for rank, reason in sorted(failed.items()):
+            reasons.setdefault(reason, []).append(str(rank))
+        if reasons:
+            listed = "; ".join(f"{reason} (rank {', '.join(ranks)})" for reason, ranks in reasons.items())
+            raise CheckpointError(f"{self.task}: {listed}") from cause
+
+
+def shown(path: Any) -> str:
+    """Return an argument that should be a path, for messages."""
+    return brief(Path(path) if isinstance(path, str) else path)
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"

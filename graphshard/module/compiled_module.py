@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from graphshard.checkpoint.initialize import shard_values
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
 from graphshard.ir.entry import OF_UNITS, Entry, install_entries
-from graphshard.ir.param_table import even_pieces
+from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.module.agreement import Agreement
 from graphshard.module.fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
@@ -158,7 +158,7 @@ def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ())
     spec = runner.tracer.spec
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
-    model.register_load_state_dict_pre_hook(shard_values)
+    model.register_load_state_dict_pre_hook(_shard_values)
     attach(model, runner)
     model.register_load_state_dict_post_hook(_retie)
 
@@ -178,6 +178,35 @@ def install_method(module: nn.Module, path: str) -> None:
     prefix, _, method = path.rpartition(".")
     owner = module.get_submodule(prefix)
     owner.__dict__[method] = Entry(owner, prefix, module._graphshard.call_entry, method)
+
+
+@torch.no_grad()
+def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace values for sharded parameters by shards of them, before `load_state_dict` copies any.
+
+    FSDP2 takes only DTensors with the parameter's placements: a full tensor is an error of DTensor's `copy_`, and with
+    `assign=True` it breaks the model. Here a full tensor, the same on every rank, is cut without communication; the
+    piece is a copy, so that an assigned parameter does not keep the full tensor alive. Other placements are
+    redistributed, a collective. A value of another shape is left to torch, which reports all of them.
+
+    Raises:
+        ArgumentError: a DTensor is on another mesh than the parameter; nothing was loaded.
+    """
+    for name, param in places_of(module).items():
+        key, value = f"{prefix}{name}", state_dict.get(f"{prefix}{name}")
+        if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == param.shape):
+            continue
+        if not isinstance(value, DTensor):
+            value = value.detach()
+            state_dict[key] = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        elif value.device_mesh != param.device_mesh:
+            raise ArgumentError(
+                f"state_dict[{key!r}] is a DTensor on {value.device_mesh}, but the parameter is on "
+                f"{param.device_mesh}. Pass its full_tensor(), or load through torch.distributed.checkpoint, which "
+                "reshards."
+            )
+        elif value.placements != param.placements:
+            state_dict[key] = value.redistribute(placements=param.placements)
 
 
 def _retie(module: nn.Module, _keys: Any) -> None:
