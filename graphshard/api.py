@@ -1,4 +1,4 @@
-"""The public functions."""
+"""Public functions: `compile`, `fully_shard`, `programs`, `register_forward_method`."""
 
 from __future__ import annotations
 
@@ -71,38 +71,38 @@ def compile(
     keeps its class by `isinstance`. Call it, its submodules, its optimizer and its state_dict as before.
 
     Args:
-        model: any module; on the CPU, on the mesh's device, or on the meta device. Or a program of
-            it: the `ExportedProgram` that `torch.export.export` returned, or the path of a .pt2 file that
-            `torch.export.save` wrote. It keeps what was decided at export: the mode (train() or eval()), dtypes, and
-            sizes that were not declared dynamic.
+        model: any module; on the CPU, on the mesh's device, or on the meta device. Or an exported program of it: the
+            `ExportedProgram` that `torch.export.export` returned, or the path of a .pt2 file that `torch.export.save`
+            wrote. It keeps what was decided at export: the mode (train() or eval()), dtypes, and sizes that were not
+            declared dynamic.
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
-            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). An axis
-            "tp" is one that parameters are distributed over already, by
-            `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`. Over an axis "cp" inside
-            of the one that shards parameters are sharded, too, and the model communicates; so they are over an axis
-            "ep", but for those that are DTensors on it, the experts'.
+            replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). On a tensor
+            axis "tp" parameters are DTensors already, by
+            `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`. Parameters are sharded over
+            a context axis "cp" inside of the sharding axis, too, and the model communicates along it. They are also
+            sharded over an expert axis "ep", except those that are DTensors on it, the experts'.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
             by the names of the axes. With none to shard over, every rank keeps all parameters.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
-            those of the root and gathers those of the units again, as FSDP2 does. A number of ranks that divides that
-            of the shards gathers again among so many neighbours, such as those of a node, and keeps what they need.
+            the root's and gathers the units' again, as FSDP2 does. A divisor of the number of shards gathers again
+            among that many neighbors, such as the ranks of a node, and keeps what they need.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks. FSDP2's `ShardPlacementResult` chooses another mesh, too: one
-            besides that of the others.
+            besides the mesh of the others.
         mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
             the root.
-        offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU and copies
-            them beside the compute; on a CPU mesh that is where they are.
+        offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU, and copies
+            overlap with compute; on a CPU mesh they are there anyway.
         ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
         units: the modules whose parameters are gathered together: name patterns such as `"layers.*"`, functions of
             name and module, or tuples of patterns for one unit of several modules; None finds the repeated blocks.
         backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
-        activation: what the units save for backward. None leaves it to AOTAutograd's partitioner; "full" saves what
-            goes into each unit and computes the rest again; a list of operators, such as
+        activation: which activations units save for backward. None leaves it to AOTAutograd's partitioner; "full" saves
+            the inputs of each unit and recomputes the rest; a list of operators, such as
             `[torch.ops.aten.mm.default]`, saves their results too; a number from 0 ("full") to 1 (None) is the share
             of what the partitioner would save beyond "full" that may be saved. "auto" decides that share under
             `memory_limit`, together with what stays gathered between forward and backward. Results do not change.
-            Regions of `torch.utils.checkpoint` in the model are honoured in any case. `saved_table()` of a program
+            Regions of `torch.utils.checkpoint` in the model are honored in any case. `saved_table()` of a program
             shows it.
         memory_limit: bytes that shards, optimizer state (two tensors like each parameter), gathered parameters,
             gradients and saved values may take on a rank, as predicted. It limits what is gathered ahead.
@@ -112,10 +112,10 @@ def compile(
             `({0: Dim("batch"), 1: Dim("sequence", max=4096)},)` or `{"tokens": {0: Dim.AUTO}}`: one program serves all
             their sizes from 2 on. `torch._dynamo.mark_dynamic` on the inputs of the first call does the same.
         example_inputs, example_kwargs: inputs of a call; with them the program is compiled now instead of at the
-            first call; those of a module that is split are compiled when its units are called. Only shapes, dtypes and
-            non-tensor values matter.
+            first call; programs of a module that is split are compiled when its units are called. Only shapes, dtypes
+            and non-tensor values matter.
         max_captures: the number of programs that the model keeps, and so does each submodule or method that is called
-            on its own. Beyond it the least recently used program is evicted, with one warning, and captured again when
+            directly. Beyond it the least recently used program is evicted, with one warning, and captured again when
             a call needs it. Programs of `artifact` do not count.
         fullgraph: True makes it a `CaptureError` if forward cannot be traced whole. False splits such a module: Python
             runs its forward, and each unit inside is captured by itself; a warning names the line and the reason.
@@ -129,12 +129,12 @@ def compile(
             and its graph names the program. Otherwise the module is compiled, and the log says why.
         cache: where programs are kept, so that the next launch of the job traces and does not compile: a directory,
             True for `~/.cache/graphshard`, or False for nowhere. None takes GRAPHSHARD_CACHE, which is a directory,
-            "on" or "off", or True. What is kept is used for an equal trace.
+            "on" or "off", or True. A kept program is used for an equal trace.
         cuda_graphs: True launches the regions between two collectives as one CUDA graph, from their third call on;
-            "auto" does so where it pays by the profile. What goes into a graph and comes out of it is copied.
+            "auto" does so where it pays by the profile. Inputs and outputs of a graph are copied.
 
     Returns:
-        The same object; of a program the module that was made of it, which has the parameters under their names.
+        The same object; of an exported program the module that was made of it, with parameters under their names.
 
     Raises:
         ArgumentError: an argument is wrong; nothing was changed.
@@ -190,9 +190,9 @@ def fully_shard(
 ) -> ModuleOrListT:
     """Shard a module's parameters as one unit, in place: FSDP2's `fully_shard`, for code that calls it.
 
-    Call it on blocks and then on what contains them, from the inside out. Each call shards what is not sharded yet. The
-    module of the outermost call is the compiled model, as `compile` makes it, with the other calls' modules as its
-    units; its first call captures it. Until then each is a model by itself.
+    Call it on blocks and then on the modules around them, from the inside out. Each call shards what is not sharded
+    yet. The module of the outermost call is the compiled model, as `compile` makes it, with the other calls' modules as
+    its units; its first call captures it. Until then each is a model by itself.
 
     Args:
         module: a module with a forward, or a list of modules that are one unit.
@@ -201,14 +201,13 @@ def fully_shard(
             be one set for all calls. Parameters may be DTensors on another axis, such as mesh["tp"], of the mesh that
             `mesh` is a part of.
         backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, fullgraph, passes, verify: as
-            for `compile`. They are for the model as a whole: those of the outermost call count, and another may not
-            differ.
+            for `compile`. They are for the model as a whole: the outermost call decides, and others may not differ.
 
     Returns:
         The same object.
 
     Raises:
-        ArgumentError: an argument is wrong, or the module is sharded already, or in a model that is.
+        ArgumentError: an argument is wrong, or the module is sharded already, or part of a model that is.
         UnsupportedError: units are to be sharded over different meshes, or to be kept on different devices.
     """
     if isinstance(mp_policy, Mapping):
@@ -237,7 +236,7 @@ def fully_shard(
 
 
 def programs(model: nn.Module) -> list[Program]:
-    """The programs captured for a compiled module and its submodules, newest last.
+    """Return the programs captured for a compiled module and its submodules, newest last.
 
     Raises:
         ArgumentError: the module was not compiled.
@@ -246,14 +245,14 @@ def programs(model: nn.Module) -> list[Program]:
 
 
 def register_forward_method(model: nn.Module, method: str) -> None:
-    """Let another method than `forward` run on the shards: captured at its first call, as a program of its own.
+    """Let a method other than `forward` run on the shards: its first call captures a separate program.
 
-    What FSDP2's `register_fsdp_forward_method` is for: `encode`, `embed`, `loss`, ... A method that only calls the
-    model itself, such as a loop that generates token by token, needs none of this.
+    It is FSDP2's `register_fsdp_forward_method`, for `encode`, `embed`, `loss`, ... A method that only calls the model
+    itself, such as a loop that generates token by token, need not be registered.
 
     Args:
         model: a compiled module.
-        method: name of a method; of a submodule as in "encoder.encode".
+        method: its name; for a method of a submodule "encoder.encode".
 
     Raises:
         ArgumentError: the module was not compiled, or has no such method.

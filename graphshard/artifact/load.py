@@ -39,9 +39,8 @@ from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.runner import Runner
-from graphshard.options.mesh_axes import find_axes
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
-from graphshard.options.resolve import device_of, request_for
+from graphshard.options.resolve import device_of, find_axes, request_for
 from graphshard.options.validate import check_model, default_mesh
 from graphshard.runtime.process_groups import ranks_of, whole_mesh
 from graphshard.utils.argument_validation import path_of

@@ -26,9 +26,9 @@ from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Program
 from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer
-from graphshard.options.mesh_axes import dims_of, find_axes
+from graphshard.options.mesh_axes import dims_of
 from graphshard.options.options import Options
-from graphshard.options.resolve import request_for
+from graphshard.options.resolve import find_axes, request_for
 from graphshard.options.simulated_mesh import Parallelize, options_for, simulated_mesh
 from graphshard.options.validate import ModelContents
 from graphshard.runtime.process_groups import make_groups, neighbors, whole_mesh

@@ -1,4 +1,11 @@
-"""Let an optimizer that was made before a model was compiled update the model's shards."""
+"""Hugging Face Accelerate with graphshard instead of its FSDP2 preparation.
+
+    accelerator = use_graphshard(Accelerator())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+`prepare` compiles the model and lets the optimizer update its shards. Everything else is Accelerate's, in its state for
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ from graphshard.options.options import check_names
 
 
 def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Raise ArgumentError if an optimizer updates something else than the model, or has state of whole parameters."""
+    """Raise ArgumentError if an optimizer updates other tensors than the model's, or has state already."""
     known = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -37,7 +44,7 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 def follow_parameters(optimizers: Iterable[Optimizer], moved: Mapping[Tensor, Tensor]) -> None:
-    """Let optimizers update other tensors: the shards that took the place of parameters."""
+    """Replace parameters in optimizers by their shards."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [moved[param] for param in group["params"]]
@@ -49,7 +56,7 @@ AcceleratorT = TypeVar("AcceleratorT")
 def use_graphshard(
     accelerator: AcceleratorT, mesh: DeviceMesh | None = None, *, plugin: Any = None, **options: Any
 ) -> AcceleratorT:
-    """Let an accelerator's `prepare` compile the model, where it would shard it with FSDP2.
+    """Let an accelerator's `prepare` compile the model instead of sharding it with FSDP2.
 
     The plugin's policies of precision, offloading, resharding, wrapping and checkpointing hold, unless an option says
     otherwise. `save_state`, `load_state`, `accumulate`, `no_sync`, `clip_grad_norm_` and `get_state_dict` work as with
@@ -58,15 +65,15 @@ def use_graphshard(
     Args:
         accelerator: an `accelerate.Accelerator` of several processes, on GPUs or with `cpu=True`.
         mesh: as for `graphshard.compile`; None is Accelerate's, if it has one, or all ranks.
-        plugin: a `FullyShardedDataParallelPlugin(fsdp_version=2)`; None is the accelerator's, or one of the defaults.
-            On the CPU an accelerator forgets its own.
+        plugin: a `FullyShardedDataParallelPlugin(fsdp_version=2)`; None is the accelerator's, or the default one. On
+            the CPU an accelerator forgets its plugin.
         options: of `graphshard.compile`.
 
     Returns:
         The same accelerator.
 
     Raises:
-        ArgumentError: there is one process only, the plugin is not of version 2, or an option is none of `compile`.
+        ArgumentError: there is one process only, the plugin is not of version 2, or an option is unknown to `compile`.
         UnsupportedError: the accelerator is for DeepSpeed, Megatron-LM or XLA, for float8 or `torch.compile`, or for
             tensor, context or sequence parallelism.
     """
@@ -127,7 +134,7 @@ def become_fsdp2(accelerator: Any, plugin: Any = None) -> None:
 def _prepare(
     accelerator: Any, prepare: Callable[..., Any], options: dict[str, Any], *objects: Any, **placement: Any
 ) -> Any:
-    """`accelerator.prepare`, which finds the model compiled and the optimizers on its shards."""
+    """Compile the model, let the optimizers update its shards, and call the accelerator's `prepare`."""
     models = [each for each in objects if isinstance(each, nn.Module)]
     if not models:
         return prepare(*objects, **placement)
@@ -162,7 +169,7 @@ def _compile(accelerator: Any, model: nn.Module, optimizers: list[Optimizer], op
 
 
 def _options_of(accelerator: Any, model: nn.Module) -> dict[str, Any]:
-    """What the plugin and the mesh of an accelerator mean for `compile`."""
+    """Return the arguments of `compile` that follow from the plugin and the mesh of an accelerator."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 
     plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
@@ -188,7 +195,7 @@ def _options_of(accelerator: Any, model: nn.Module) -> dict[str, Any]:
         )
     if plugin.activation_checkpointing:
         options["activation"] = "full"
-        plugin.activation_checkpointing = False  # or Accelerate would wrap what is compiled
+        plugin.activation_checkpointing = False  # or Accelerate would wrap the compiled model
     plugin.set_auto_wrap_policy(model)
     policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     if policy is not None:

@@ -1,11 +1,11 @@
-"""Checkpoints in Hugging Face's format, read into shards and written from shards; no rank ever holds all of them.
+"""Checkpoints in Hugging Face's format, read into shards and written from shards; no rank holds the full model.
 
     with init_empty_weights():                          # of accelerate: parameters on the meta device
         model = AutoModelForCausalLM.from_config(config)
     graphshard.compile(model, mesh)
     load_safetensors(model, folder)                     # each rank reads its rows of each file
 
-torch.distributed.checkpoint (DCP) reads and writes; what is checked, and whose names are tied, is here.
+torch.distributed.checkpoint (DCP) reads and writes. This file checks names and shapes, and knows tied names.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Each rank reads its shards, in the model's dtypes. Parameters on the meta device are made on the mesh's device.
 
     Args:
-        model: a compiled module, whose names are those of the files; of tied ones the file may have any.
-        folder: what `save_pretrained` of transformers or `save_safetensors` wrote, or a checkpoint of the Hub.
+        model: a compiled module with the names of the files; of tied names the file may have any.
+        folder: written by `save_pretrained` of transformers or by `save_safetensors`, or a checkpoint of the Hub.
 
     Raises:
         ArgumentError: the module was not compiled.
-        CheckpointError: on all ranks, if the files lack a tensor of the model, have one that it has not, or one of
-            another shape. Nothing was loaded then.
+        CheckpointError: on all ranks, if the files lack a tensor of the model, or have an unknown one or one of another
+            shape. Nothing was loaded then.
     """
     runner = compiled_module(model)._graphshard
     ranks = Ranks(None, f"cannot load {shown(folder)}")
@@ -62,8 +62,8 @@ def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write a compiled model as `save_pretrained` does, from its shards; every rank calls it.
 
-    Each rank writes its shards to `folder/sharded`; the first rank copies them together, file by file, through maps of
-    the files. A model of transformers gets its `config.json`, so that `from_pretrained(folder)` reads it.
+    Each rank writes its shards to `folder/sharded`; the first rank joins them, file by file, through maps of the files.
+    A model of transformers gets its `config.json`, so that `from_pretrained(folder)` reads it.
 
     Raises:
         ArgumentError: the module was not compiled.
@@ -84,7 +84,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any]) -> list[list[str]]:
-    """Names in a state dict, those of one tensor together."""
+    """Return the names in a state dict, grouped by tensor."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     groups: dict[int, list[str]] = {}
     for name, value in state.items():
@@ -93,7 +93,7 @@ def _tied(model: nn.Module, state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _names_to_read(model: nn.Module, state: Mapping[str, Any], found: Mapping[str, torch.Size]) -> dict[str, str]:
-    """For each tensor its name in the files, with the first of its names in the model."""
+    """Return, by each tensor's name in the files, the first of its names in the model."""
     read, known = {}, set()
     for names in _tied(model, state):
         named = next((name for name in names if name in found), None)
@@ -115,7 +115,7 @@ def _names_to_read(model: nn.Module, state: Mapping[str, Any], found: Mapping[st
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raise CheckpointError for a buffer without a value that no file gives one."""
+    """Raise CheckpointError for a non-persistent buffer on the meta device: files have no value for it."""
     saved = set(model.state_dict())
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in saved:
@@ -126,7 +126,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _materialize(model: nn.Module, shards: torch.device, others: torch.device) -> None:
-    """Give meta tensors memory, in place, so that ties and optimizers see the same parameters."""
+    """Allocate meta tensors in place, so that ties and optimizers see the same parameters."""
     for param in model.parameters():
         if param.is_meta:
             device = shards if isinstance(param, DTensor) else others
@@ -139,7 +139,7 @@ def _materialize(model: nn.Module, shards: torch.device, others: torch.device) -
 
 
 def _write_config(model: nn.Module, path: Path) -> None:
-    """The files beside the weights that transformers wants to see."""
+    """Write the files next to the weights that transformers reads."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [users_class(model).__name__]

@@ -1,9 +1,9 @@
-"""The Trainer of transformers with graphshard in the place of FSDP2.
+"""The Trainer of transformers with graphshard instead of FSDP2.
 
     trainer = use_graphshard(Trainer(model=model, args=args, train_dataset=data))
     trainer.train()
 
-The same for its subclasses, such as those of trl. The Trainer's accelerator compiles the model when training begins.
+It takes subclasses of the Trainer, too, such as trl's. Its accelerator compiles the model when training starts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TrainerT = TypeVar("TrainerT")
 def use_graphshard(
     trainer: TrainerT, mesh: DeviceMesh | None = None, *, plugin: Any = None, **options: Any
 ) -> TrainerT:
-    """Let a Trainer compile its model, where it would shard it with FSDP2.
+    """Let a Trainer compile its model instead of sharding it with FSDP2.
 
-    Training, evaluation, accumulation, clipping, checkpoints and resuming go the Trainer's way for FSDP2. On GPUs give
-    `TrainingArguments` its settings for FSDP2, too, so that the model is not moved to the device as a whole before.
+    Training, evaluation, accumulation, clipping, checkpoints and resuming work as with FSDP2. On GPUs give
+    `TrainingArguments` its settings for FSDP2, too, so that the full model is not moved to the device before.
 
     Args:
         trainer: a `transformers.Trainer` that has not trained yet.
@@ -36,7 +36,7 @@ def use_graphshard(
         The same trainer.
 
     Raises:
-        ArgumentError: it is no Trainer, was given an optimizer, or is for one process.
+        ArgumentError: it is not a Trainer, was given an optimizer, or is for one process.
         UnsupportedError: as for an accelerator.
     """
     given: Any = trainer
@@ -49,10 +49,10 @@ def use_graphshard(
 
 
 def _callback() -> Any:
-    """Exchanges, when training begins, what the Trainer does to `generate` of a model of FSDP2's.
+    """Return a callback that replaces the Trainer's `generate` for FSDP2 when training starts.
 
-    It lets the method gather the root's parameters, and forwards gather the others. Here all are gathered at once, so
-    that ranks may generate as many tokens as they like.
+    The Trainer's gathers the root's parameters at once, and the others in each forward. This one gathers all at once,
+    so that ranks may generate different numbers of tokens.
     """
     from transformers import TrainerCallback
 
@@ -61,7 +61,7 @@ def _callback() -> Any:
             model = others["model"]
             model.__dict__.pop("generate", None)
             if hasattr(model, "generate"):
-                model.generate = MethodType(_generate, model)  # of a copy of the model it is the copy's
+                model.generate = MethodType(_generate, model)  # a copy of the model has its own
 
     return OwnGenerate()
 

@@ -131,11 +131,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def on_graph_breaks(self) -> Iterator[None]:
-        """Split a module on all ranks if some rank cannot trace it in the block.
-
-        Raises:
-            GraphBreak: here, or on another rank.
-        """
+        """Split a module on all ranks if some rank cannot trace it in the block."""
         if self.peers is None or self._known:
             yield
             return

@@ -120,12 +120,7 @@ def check_still_trained(accumulated: Collection[str], params: Sequence[ParamRef]
 def check_materialized(
     module: nn.Module, params: Sequence[ParamRef], device: torch.device, storage: torch.device
 ) -> None:
-    """Raise MaterializationError for a tensor on the meta device, or a parameter on another device than it must be.
-
-    Args:
-        device: of ignored parameters.
-        storage: of shards.
-    """
+    """Raise MaterializationError for a tensor on the meta device, or a parameter on another device than it must be."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     meta = [name for name, tensor in tensors if tensor.is_meta]
     if meta:

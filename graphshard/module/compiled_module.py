@@ -150,11 +150,7 @@ def make_runner(
 
 
 def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ()) -> None:
-    """Shard a module over the runner's mesh and let the runner run it, in place.
-
-    Args:
-        known: parameters that are sharded already, as parts of the module.
-    """
+    """Shard a module over the runner's mesh and let the runner run it, in place."""
     spec = runner.tracer.spec
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
@@ -188,9 +184,6 @@ def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     `assign=True` it breaks the model. Here a full tensor, the same on every rank, is cut without communication; the
     piece is a copy, so that an assigned parameter does not keep the full tensor alive. Other placements are
     redistributed, a collective. A value of another shape is left to torch, which reports all of them.
-
-    Raises:
-        ArgumentError: a DTensor is on another mesh than the parameter; nothing was loaded.
     """
     for name, param in places_of(module).items():
         key, value = f"{prefix}{name}", state_dict.get(f"{prefix}{name}")
@@ -217,14 +210,7 @@ def _retie(module: nn.Module, _keys: Any) -> None:
 
 
 def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | None:
-    """Return what replays regions as CUDA graphs; None if nothing does.
-
-    Args:
-        cuda_graphs: as given to `compile`.
-
-    Raises:
-        ArgumentError: `cuda_graphs` is wrong, or does not fit the device.
-    """
+    """Return what replays regions as CUDA graphs; None if nothing does."""
     if not (isinstance(cuda_graphs, bool) or (isinstance(cuda_graphs, str) and cuda_graphs == "auto")):
         raise ArgumentError(f"cuda_graphs must be True, False or 'auto', got {brief(cuda_graphs)}.")
     if cuda_graphs is False:
@@ -243,11 +229,7 @@ def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | Non
 
 
 def graphs_of(device: torch.device, cuda_graphs: bool | str) -> CudaGraphs:
-    """Return what captures launches on a device.
-
-    Raises:
-        ArgumentError: the device has no graphs.
-    """
+    """Return what captures launches on a device."""
     if device.type != "cuda":
         raise ArgumentError(
             f"cuda_graphs={cuda_graphs!r}: there are none on {device.type}. Leave it out, or use a CUDA mesh."

@@ -90,11 +90,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         chosen, accumulation = self._params_of(recurse, units), self._graphshard_unit.runner.accumulation
-        accumulation.unsynced -= chosen
+        _mark(accumulation.unsynced, chosen, not requires_gradient_sync)
         if requires_gradient_sync:
             accumulation.unreplicated -= chosen
-        else:
-            accumulation.unsynced |= chosen
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True, units: Sequence[str] | None = None
@@ -106,10 +104,8 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         chosen, runner = self._params_of(recurse, units), self._graphshard_unit.runner
-        unreplicated = runner.accumulation.unreplicated
-        unreplicated -= chosen
-        if not requires_all_reduce and runner.tracer.spec.mesh.replicate is not None:
-            unreplicated |= chosen
+        replicates = runner.tracer.spec.mesh.replicate is not None
+        _mark(runner.accumulation.unreplicated, chosen, replicates and not requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float, *, units: Sequence[str] | None = None) -> None:
         """Divide the sums of this unit's gradients by this instead of the number of ranks."""
@@ -174,10 +170,8 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         does not see what the optimizer does to the shards.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
-        chosen, kept = self._params_of(recurse, units), self._graphshard_unit.runner.unsharded.kept
-        kept -= chosen
-        if not reshard_after_backward:
-            kept |= chosen
+        kept = self._graphshard_unit.runner.unsharded.kept
+        _mark(kept, self._params_of(recurse, units), not reshard_after_backward)
 
     def unshard(self, async_op: bool = False, *, units: Sequence[str] | None = None) -> UnshardHandle | None:  # type: ignore[override]
         """Gather parameters of this unit now; the next calls use them, until the next backward or `reshard`.
@@ -374,6 +368,14 @@ _NO_BUFFERS = (
     "{} is not supported by graphshard. Large tensors are sent from where they are, so there are no buffers of their "
     "own to allocate."
 )
+
+
+def _mark(marked: set[str], names: set[str], on: bool) -> None:
+    """Add names to a set, or remove them."""
+    if on:
+        marked |= names
+    else:
+        marked -= names
 
 
 def _checked(comm: Any) -> UserObject:

@@ -101,10 +101,6 @@ def shard_unit(
 ) -> None:
     """Shard modules as one unit, with what was sharded inside as further units.
 
-    Args:
-        recorder: returns what records a program, by its name.
-        cache: programs of earlier launches.
-
     Raises:
         ArgumentError: an argument does not fit the modules; nothing was changed.
         UnsupportedError: units inside are on different other meshes, or one is kept on another device.
@@ -162,11 +158,7 @@ def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> lis
 
 
 def _parts_of(model: nn.Module) -> tuple[ShardedPart, ...]:
-    """Return the parts of a model that were sharded, in the order of its modules.
-
-    Raises:
-        ArgumentError: only some modules of a group are in the model.
-    """
+    """Return the parts of a model that were sharded, in the order of its modules."""
     found: dict[int, ShardedPart] = {}
     for path, module in model.named_modules():
         unit = module.__dict__.get("_graphshard_unit")
@@ -202,11 +194,7 @@ def _tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSp
 
 
 def _options_with(options: Options, parts: Sequence[ShardedPart], model: nn.Module) -> Options:
-    """Return the options of a model with parts: with their units and policies.
-
-    Raises:
-        ArgumentError: a part was sharded with other options for the whole model.
-    """
+    """Return the options of a model with parts: with their units and policies."""
     for part in parts:
         for option in fields(Options):
             theirs, ours = getattr(part.runner.tracer.options, option.name), getattr(options, option.name)
@@ -233,11 +221,7 @@ def _options_with(options: Options, parts: Sequence[ShardedPart], model: nn.Modu
 
 
 def _with_regather(axes: Mesh, options: Options, parts: Sequence[ShardedPart]) -> Mesh:
-    """Return the data axes, with the neighbors among which backward of a part gathers again.
-
-    Raises:
-        UnsupportedError: other units have other neighbors.
-    """
+    """Return the data axes, with the neighbors among which backward of a part gathers again."""
     number = options.reshard_after_forward
     own = number if is_int(number) and 1 < number < axes.shard.size else 0
     sizes = {part.label: regather.size if (regather := part.runner.tracer.spec.mesh.regather) else 0 for part in parts}
@@ -258,11 +242,7 @@ def _with_regather(axes: Mesh, options: Options, parts: Sequence[ShardedPart]) -
 
 
 def _tensor_of_parts(own: DeviceMesh | None, parts: Sequence[ShardedPart], mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the tensor axes of a model with parts.
-
-    Raises:
-        UnsupportedError: parts are on different ones.
-    """
+    """Return the tensor axes of a model with parts."""
     for part in parts:
         theirs = part.runner.tracer.spec.tensor if part.runner.mesh == mesh else None
         if own is None or theirs is None or is_part(theirs, own):
@@ -279,12 +259,7 @@ def _tensor_of_parts(own: DeviceMesh | None, parts: Sequence[ShardedPart], mesh:
 
 
 def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], mesh: DeviceMesh) -> ExpertMeshes | None:
-    """Return the meshes of experts of a model with parts; a part over another mesh than the whole is like experts.
-
-    Raises:
-        ArgumentError: a part's mesh does not fit the whole's.
-        UnsupportedError: there is more than one mesh besides the whole's.
-    """
+    """Return the meshes of experts of a model with parts; a part over another mesh than the whole is like experts."""
     for part in parts:
         runner = part.runner
         theirs = runner.tracer.spec.experts

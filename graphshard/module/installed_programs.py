@@ -117,11 +117,7 @@ class InstalledPrograms:
         self._use(installed, self.known[signature])
 
     def find(self, signature: Signature, scope: Mapping[str, Any]) -> Installed | None:
-        """Return the program for a call.
-
-        Args:
-            scope: module, args and kwargs of the call.
-        """
+        """Return the program for a call."""
         self.changes = []
         programs = self.known.get(signature, [])
         for installed in programs:
@@ -206,11 +202,7 @@ class InstalledPrograms:
     # --- reasons -------------------------------------------------------------------------------------------------
 
     def reason(self, call: Signature) -> Reason:
-        """Return why a call needs another program: how it differs from the nearest one.
-
-        Args:
-            call: its signature with all inputs, which guards may test.
-        """
+        """Return why a call needs another program: how it differs from the nearest one."""
         self.captured = call
         if not self.known:
             return Reason("first call", first=True)

@@ -67,11 +67,7 @@ class TracedGuard:
         program.trace = None  # it holds the arguments of the call that was traced
 
     def change(self, scope: Mapping[str, Any]) -> str:
-        """Return why the program does not serve a call, in words; "" if it does.
-
-        Args:
-            scope: module, args and kwargs of the call.
-        """
+        """Return why the program does not serve a call, in words; "" if it does."""
         found = [attributes.get("forward") for attributes in self._attributes]
         self.moved = found != self._found
         if self.moved:
@@ -186,13 +182,7 @@ def _is_of_tensor(attribute: str | None, source: str, module: nn.Module) -> bool
 
 
 def _reason(parts: Sequence[str], label: str, values: Mapping[str, Any]) -> str:
-    """Return Dynamo's reason with the user's names: `args[0]`, `Net.layers.0.scale was 1.0 and is 2.0`.
-
-    Args:
-        parts: expressions of guards.
-        label: name of the module's class.
-        values: of names in the expressions.
-    """
+    """Return Dynamo's reason with the user's names: `args[0]`, `Net.layers.0.scale was 1.0 and is 2.0`."""
     texts = [part.split("  # ")[0].strip() for part in parts]
     failed = [text for text in texts if _fails(text, values)]  # one guard has all conditions on sizes
     return "; ".join(dict.fromkeys(_in_words(text, label, values) for text in failed or texts))
@@ -256,12 +246,7 @@ class BufferMemory:
         self._memory: dict[int, list[tuple[str, torch.Tensor]]] = {}
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check the inputs of a call.
-
-        Raises:
-            InputError: two tensors share memory, and forward writes to one of them.
-            UnsupportedError: backward would write a buffer again in eager mode.
-        """
+        """Check the inputs of a call."""
         if self._written_buffer is not None and is_in_checkpoint():
             raise UnsupportedError(
                 f"{self._label} is called in a region of torch.utils.checkpoint and writes the buffer "

@@ -109,11 +109,7 @@ class Runner(ProgramCompiler):
     def _run(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], params: Sequence[nn.Parameter]
     ) -> Any:
-        """Run one call by the program whose guards hold; make one if there is none.
-
-        Args:
-            params: of the module, as they are now.
-        """
+        """Run one call by the program whose guards hold; make one if there is none."""
         tracer = self.tracer
         leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
@@ -396,11 +392,7 @@ class Runner(ProgramCompiler):
         self.reductions_under_way = chosen
 
     def customize(self, setter: str, chosen: UserCollectives) -> None:
-        """Let the user run collectives of units; each bucket is then of one unit.
-
-        Args:
-            setter: the method that was called, for errors.
-        """
+        """Let the user run collectives of units; each bucket is then of one unit."""
         if self.tracer.spec.experts is not None:
             raise UnsupportedError(
                 f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have "
@@ -429,11 +421,7 @@ class Runner(ProgramCompiler):
             self.custom.separate.update(units)
 
     def take_over_plan(self, old: Runner, names: dict[str, str]) -> None:
-        """Plan with what was chosen for a part of the model.
-
-        Args:
-            names: of its units in the model, by their names in the part.
-        """
+        """Plan with what was chosen for a part of the model."""
         for (direction, unit), following in old.prefetched.items():
             self.prefetch(direction, names[unit], tuple(names[name] for name in following))
         for unit, most in old.reductions_under_way.items():

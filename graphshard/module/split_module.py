@@ -73,7 +73,7 @@ class SplitState:
 
     def holds(self, name: str, unit: str) -> bool:
         """Return whether a submodule holds the full parameters of its unit now."""
-        holders = (each.path for each in self.open if each.unit == unit)
+        holders = (each.split.path for each in self.open if each.split.unit == unit)
         return any(f"{name}.".startswith(f"{path}." if path else "") for path in holders)
 
     def is_open(self, module: nn.Module) -> bool:
@@ -101,16 +101,6 @@ class OpenModule:
     module: nn.Module
     full: dict[str, torch.Tensor]
     region: Any
-
-    @property
-    def unit(self) -> str:
-        """The unit whose parameters the module holds in full."""
-        return self.split.unit
-
-    @property
-    def path(self) -> str:
-        """Path of the module in the model."""
-        return self.split.path
 
 
 @dataclass(frozen=True)
@@ -176,9 +166,6 @@ class SplitModule:
         """Remember a graph break before the first call.
 
         What a statement of forward raises is left to that call: Dynamo may be wrong about it.
-
-        Raises:
-            GraphBreak: an operator does not take the example inputs.
         """
         if error.raised and not error.is_own:
             raise error
@@ -381,11 +368,7 @@ class ParameterHolder(nn.Module):
             *path, attribute = name.split(".")
             owner: nn.Module = self
             for each in path:
-                if each not in owner._modules:
-                    owner._modules[each] = nn.Module()
-                found = owner._modules[each]
-                assert found is not None
-                owner = found
+                owner = cast(nn.Module, owner._modules.setdefault(each, nn.Module()))
             self._places.append((owner, attribute))
 
     def hold(self, params: Collection[nn.Parameter]) -> None:

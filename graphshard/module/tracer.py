@@ -175,9 +175,6 @@ class Tracer:
 
         Args:
             few: trace a few of many equal blocks; return None if there are none, or if they are called differently.
-
-        Raises:
-            GraphBreak: forward cannot be traced whole.
         """
         alone, spec = replace(self), self.current_spec()
         if not few:
@@ -382,12 +379,7 @@ class _Template:
     steps: tuple[Pass, ...]
 
     def finish(self, observer: Observer) -> Traced:
-        """Run the passes that are left, and return the program of all blocks.
-
-        Raises:
-            Uneven: a program of all cannot be made.
-            GraphshardError: a pass refuses the program.
-        """
+        """Run the passes that are left, and return the program of all blocks."""
         program = self.program
         program.few = self.few
         start = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
@@ -440,12 +432,7 @@ def _make_template(
     finish_trace: Callable[[Program], None],
     watching: Watching,
 ) -> _Template:
-    """Trace a few blocks, and run the passes up to the partition.
-
-    Raises:
-        Uneven: the program of all does not follow from them.
-        GraphshardError: capture or a pass refuses the model.
-    """
+    """Trace a few blocks, and run the passes up to the partition."""
     at = next((index for index, step in enumerate(steps) if isinstance(step, Partition)), None)
     if at is None:
         raise Uneven("there is no partition")

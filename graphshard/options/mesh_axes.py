@@ -40,8 +40,7 @@ from graphshard.ir.mesh import (
 )
 from graphshard.ir.param_table import chunk_range
 from graphshard.ir.subclasses import is_subclass
-from graphshard.options.options import Options
-from graphshard.options.validate import ModelContents, check_ignored, check_mesh, placements_of
+from graphshard.options.validate import ModelContents
 from graphshard.torch_compat.dtensor import ShardPlacementResult, flattened_mesh, is_part, joined_mesh, mesh_of_both
 from graphshard.utils.text import brief
 
@@ -73,24 +72,6 @@ class MeshAxes:
     placements: Mapping[str, Any] | None = None
 
 
-def find_axes(contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> MeshAxes:
-    """Return the axes of a mesh by what a model does along them.
-
-    Args:
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
-
-    Raises:
-        ArgumentError: the role of an axis is unknown, or parameters are on other meshes.
-        UnsupportedError: there are too many axes, or a parameter is placed in a way that cannot be sharded yet.
-    """
-    by_name = experts_by_name(mesh, dp_mesh_dims)
-    data, tensor = data_and_tensor(mesh, dp_mesh_dims)
-    axes, ignored = check_mesh(data), check_ignored(contents, options.ignored_params)
-    placements = placements_of(contents, options.shard_placement_fn, ignored)
-    experts = find_experts(contents, data, by_name, placements, ignored)
-    return MeshAxes(axes, data, tensor_axis(contents, data, tensor, experts), experts, placements)
-
-
 # --- data axes ---------------------------------------------------------------------------------------------------
 
 
@@ -105,9 +86,6 @@ def data_and_tensor(
     Args:
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, which names the data axes; None goes by the names of the axes.
         without: name of a sharding axis that is left out.
-
-    Raises:
-        ArgumentError: the role of an axis is unknown, or there is none to shard over.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh, None  # check_mesh refuses it
@@ -215,10 +193,6 @@ def tensor_axis(
         given: the tensor axes of the mesh that the model is to be compiled for.
         known: parameters that are sharded already.
         whole_model: False for a part of one, which need not have DTensors.
-
-    Raises:
-        ArgumentError: DTensors are on another mesh, or there are none on a tensor axis.
-        UnsupportedError: a DTensor is placed in a way that cannot be sharded yet.
     """
     found, first, whole = given, "", None
     of_experts = experts.params if experts is not None else ()
@@ -349,11 +323,7 @@ def check_placement(name: str, param: DTensor) -> None:
 
 
 def experts_by_name(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ExpertMeshes | None:
-    """Return the meshes of experts by the names of a mesh's axes: its other data axes, and the expert axis.
-
-    Raises:
-        ArgumentError: there is no other axis to shard over, or several expert axes.
-    """
+    """Return the meshes of experts by the names of a mesh's axes: its other data axes, and the expert axis."""
     names = _names(mesh if isinstance(mesh, DeviceMesh) else None)
     found = [name for name in names if name in EXPERT]
     if dp_mesh_dims is not None:  # an axis that it does not name is a tensor axis, whatever it is called
@@ -383,10 +353,6 @@ def find_experts(
         placements: chosen by `shard_placement_fn`, by names of parameters.
         left_out: parameters that are sharded already, or to be left alone.
         whole_model: False for a part of one, which need not have experts.
-
-    Raises:
-        ArgumentError: there is an expert axis and no parameter on it, or meshes that do not fit each other.
-        UnsupportedError: there are several such meshes.
     """
     named = {name: param for name, param in contents.named.items() if param not in left_out}
     found = _chosen_meshes(placements, data)
@@ -456,11 +422,7 @@ def _chosen_meshes(placements: Mapping[str, Any], data: DeviceMesh) -> dict[str,
 
 
 def check_meshes(meshes: ExpertMeshes, data: DeviceMesh, name: str) -> None:
-    """Raise ArgumentError if axes are not of one mesh, or have the name of another axis of the other parameters.
-
-    Args:
-        name: a parameter on it, for the error.
-    """
+    """Raise ArgumentError if axes are not of one mesh, or have the name of another axis of the other parameters."""
     try:
         whole = meshes.whole
     except (RuntimeError, AssertionError) as error:

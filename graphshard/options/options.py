@@ -135,11 +135,7 @@ def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequ
 
 
 def options_given(function: Callable[..., Any], given: Mapping[str, Any]) -> Options:
-    """Return the options that a function was given as `**options`.
-
-    Raises:
-        ArgumentError: a name is unknown, or a value is wrong.
-    """
+    """Return the options that a function was given as `**options`."""
     check_names(function, given)
     return Options(**given)
 

@@ -34,11 +34,12 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.precision import precision_of
 from graphshard.ir.units import MODULE_SEPARATOR, find_units
-from graphshard.options.mesh_axes import MeshAxes, find_axes
+from graphshard.options.mesh_axes import MeshAxes, data_and_tensor, experts_by_name, find_experts, tensor_axis
 from graphshard.options.options import Activation, Options
 from graphshard.options.validate import (
     ModelContents,
     check_ignored,
+    check_mesh,
     check_model,
     check_params,
     default_mesh,
@@ -120,6 +121,24 @@ def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_di
     return replace(request_for(contents, axes, options, device_of(axes.data)), mesh=mesh)
 
 
+def find_axes(contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> MeshAxes:
+    """Return the axes of a mesh by what a model does along them.
+
+    Args:
+        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
+
+    Raises:
+        ArgumentError: the role of an axis is unknown, or parameters are on other meshes.
+        UnsupportedError: there are too many axes, or a parameter is placed in a way that cannot be sharded yet.
+    """
+    by_name = experts_by_name(mesh, dp_mesh_dims)
+    data, tensor = data_and_tensor(mesh, dp_mesh_dims)
+    axes, ignored = check_mesh(data), check_ignored(contents, options.ignored_params)
+    placements = placements_of(contents, options.shard_placement_fn, ignored)
+    experts = find_experts(contents, data, by_name, placements, ignored)
+    return MeshAxes(axes, data, tensor_axis(contents, data, tensor, experts), experts, placements)
+
+
 def request_for(
     contents: ModelContents,
     axes: MeshAxes,
@@ -134,9 +153,6 @@ def request_for(
         device: this rank's; where it is not here, the kind that the program is for.
         known: parameters that are sharded already, as parts of the model.
         whole: the mesh of all axes, if parts of the model have DTensors on it.
-
-    Raises:
-        ArgumentError: an option does not fit the model or the mesh.
     """
     spec = capture_spec(contents, axes, options, device, known, whole)
     profile = profile_here(device, options.hardware)
@@ -159,13 +175,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def resolve_model(model: Any, options: Options) -> tuple[Any, Options]:
-    """Return the module of an exported program or a `.pt2` file, and options with what the program decides.
-
-    Raises:
-        ArgumentError: the program cannot be compiled.
-        UnsupportedError: the program has something that cannot be called from a module, or casts that do not fit the
-            mixed-precision policy.
-    """
+    """Return the module of an exported program or a `.pt2` file, and options with what the program decides."""
     module = module_of(model)
     if isinstance(model, nn.Module):
         return module, options
@@ -217,12 +227,7 @@ def capture_spec(
     known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
     whole: DeviceMesh | None = None,
 ) -> CaptureSpec:
-    """Return what a capture depends on: parameter table, units, precision, mesh. Arguments are as in `request_for`.
-
-    Raises:
-        ArgumentError: an option does not fit the model or the mesh, or a parameter cannot be sharded.
-        UnsupportedError: backward is to gather among neighbors, and there are experts.
-    """
+    """Return what a capture depends on: parameter table, units, precision, mesh. Arguments are as in `request_for`."""
     model, mesh, reshard = contents.model, axes.mesh, options.reshard_after_forward
     units = find_units(model, options.units)
     precision = precision_of(options.mp_policy, units)
@@ -309,9 +314,6 @@ def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_
     Args:
         costs: of the machine that plans are made for; None plans unit by unit.
         optimizer_states: tensors that the optimizer keeps for each parameter.
-
-    Raises:
-        ArgumentError: there is a memory limit, and a planner in `passes` or no costs to keep it with.
     """
     pipeline = with_activation(options.passes or Pipeline(), options.activation)
     if mesh.regather is not None:
@@ -323,11 +325,7 @@ def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_
 
 
 def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | None:
-    """Return the profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of the device; None for an unknown GPU.
-
-    Raises:
-        ArgumentError: there is no such profile.
-    """
+    """Return the profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of the device; None for an unknown GPU."""
     named = hardware if hardware is not None else os.environ.get(VARIABLE) or None
     if named is not None:
         return load_profile(named)
@@ -381,24 +379,13 @@ def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, o
 
 
 def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following: tuple[str, ...]) -> Pipeline:
-    """Return the pipeline with a plan unit by unit that gathers `following` when `unit` has arrived, and not the next.
-
-    Raises:
-        UnsupportedError: a planner in `passes`, or a memory limit, decides that.
-    """
+    """Return the pipeline with a plan unit by unit that gathers `following` when `unit` has arrived, not the next."""
     lists = dict(getattr(_planner_by_unit(pipeline), f"{direction}_prefetch"), **{unit: following})
     return planned_by_unit(pipeline, f"set_modules_to_{direction}_prefetch", **{f"{direction}_prefetch": lists})
 
 
 def planned_by_unit(pipeline: Pipeline, setter: str, **choices: Any) -> Pipeline:
-    """Return the pipeline with a plan unit by unit, and these fields of the planner.
-
-    Args:
-        setter: the method that was called, for the error.
-
-    Raises:
-        UnsupportedError: a planner in `passes`, or a memory limit, makes the plan.
-    """
+    """Return the pipeline with a plan unit by unit, and these fields of the planner."""
     index, plan = next(((i, p) for i, p in enumerate(pipeline) if isinstance(p, MakePlan)), (0, None))
     given = plan.planner if plan is not None else None
     free = given is None or isinstance(given, PlanByUnit) or (isinstance(given, PlanByCost) and not given.memory_limit)

@@ -37,11 +37,7 @@ _NAMES = ("replicate", "shard")
 
 
 def shape_of(mesh: Any) -> dict[str, int]:
-    """Return the sizes by name of a mesh that need not exist, along which the model may communicate.
-
-    Raises:
-        ArgumentError: it is not a shape, or the role of an axis is unknown.
-    """
+    """Return the sizes by name of a mesh that need not exist, along which the model may communicate."""
     if isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             "parallelize is for meshes that need not exist, and mesh is a DeviceMesh. Call it on the model first and "

@@ -41,11 +41,7 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first option that is wrong whatever the model and the mesh.
-
-    Args:
-        options: all fields of `Options` by name.
-    """
+    """Raise ArgumentError for the first option that is wrong whatever the model and the mesh."""
     for name, check in CHECKS.items():
         check(options[name])
     if options["activation"] == "auto" and options["memory_limit"] is None:
@@ -214,11 +210,7 @@ def check_examples(model: nn.Module, inputs: Any, kwargs: Any, names: tuple[str,
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks on one axis, of CUDA devices where there are any.
-
-    Raises:
-        ArgumentError: there is no process group yet.
-    """
+    """Return a mesh of all ranks on one axis, of CUDA devices where there are any."""
     if not dist.is_initialized():
         raise ArgumentError(
             "without a mesh, compile shards over all ranks, but there is no process group. Call "
@@ -453,9 +445,6 @@ def placements_of(contents: ModelContents, placement_fn: Any, left_out: Containe
     """Return what `shard_placement_fn` chooses for parameters, by first name, where that is not None.
 
     It is called once for each, as FSDP2 does, and not for scalars and those to leave out.
-
-    Raises:
-        ArgumentError: it raised something.
     """
     if placement_fn is None:
         return {}
@@ -465,11 +454,7 @@ def placements_of(contents: ModelContents, placement_fn: Any, left_out: Containe
 
 
 def shard_dims(contents: ModelContents, placements: Mapping[str, Any]) -> dict[str, int]:
-    """Return the dim to shard along, by first name, of parameters for which `shard_placement_fn` chose one.
-
-    Raises:
-        ArgumentError: a placement is not a dim of the parameter.
-    """
+    """Return the dim to shard along, by first name, of parameters for which `shard_placement_fn` chose one."""
     dims: dict[str, int] = {}
     for name, placement in placements.items():
         param = contents.named[name]

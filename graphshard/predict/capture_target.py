@@ -37,9 +37,9 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.ir.windows import flop_of_all
-from graphshard.options.mesh_axes import MeshAxes, dims_of, find_axes
+from graphshard.options.mesh_axes import MeshAxes, dims_of
 from graphshard.options.options import Options
-from graphshard.options.resolve import capture_spec
+from graphshard.options.resolve import capture_spec, find_axes
 from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, shape_of, simulated_mesh
 from graphshard.options.validate import ModelContents
 from graphshard.pipeline.observe import Level, Observer
