@@ -29,10 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.published_steps import MPTS, ROWS, Checkpointing, Row, model_of
 from graphshard.cost.costs import Costs
+from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.multiplications import Gemm
-from graphshard.cost.profile import Profile, load_profile
-from graphshard.cost.samples import number_at, sampled, with_numbers
+from graphshard.cost.profile import Profile, load_profile, number_at, sampled, with_numbers
 from graphshard.ir.graph import is_backward, is_part, is_view, with_parts
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program

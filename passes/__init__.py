@@ -77,29 +77,4 @@ from graphshard.passes.reorder import Reorder
 from graphshard.passes.reshard_after_forward import ReshardAfterForward
 from graphshard.passes.to_device import ToDevice
 
-__all__ = [
-    "AccumulateGradients",
-    "ActivationCheckpointing",
-    "AsyncTensorParallel",
-    "Bucketing",
-    "ChunkedLoss",
-    "ChunkedReduceScatter",
-    "CoalesceModelCollectives",
-    "DropUnusedTangents",
-    "EmbeddingRowExchange",
-    "Float8AllGather",
-    "InsertCollectives",
-    "KeepGathered",
-    "MakePlan",
-    "MixedPrecision",
-    "OffloadActivations",
-    "OffloadParameters",
-    "OverlapModelCollectives",
-    "Partition",
-    "Pass",
-    "RegatherInSubgroup",
-    "Reorder",
-    "ReshardAfterForward",
-    "ToDevice",
-    "VocabShardedLoss",
-]
+__all__ = sorted(name for name, value in globals().items() if isinstance(value, type) and issubclass(value, Pass))

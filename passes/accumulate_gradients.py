@@ -17,8 +17,9 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from graphshard.ir.graph import aten, behind, emit, erase_dead, fake, is_backward
+from graphshard.ir.graph import WAIT, aten, behind, emit, erase_dead, fake, is_backward
 from graphshard.ir.mesh import Axis
+from graphshard.ir.operators import SCATTERED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
@@ -28,6 +29,9 @@ from graphshard.torch_compat.operators import OpOverload, pytree
 
 # Mark of the operators that add up the gradients of several uses of a parameter.
 _OF_USES = "of_uses"
+# The operators between a full gradient and its reduction that change numbers; the others arrange rows for ranks.
+ARITHMETIC = frozenset({aten._to_copy.default, aten.mul.Tensor, aten.div.Tensor})
+_MOVES = frozenset({aten.constant_pad_nd.default, aten.clone.default})
 
 
 @dataclass(frozen=True)
@@ -225,3 +229,20 @@ def full_gradient(value: Node | None) -> Node | None:
     while isinstance(value, Node) and OF_A_REDUCTION in value.meta:
         value = value.all_input_nodes[0]
     return value
+
+
+def until_reduced(full: Node) -> list[Node]:
+    """Return the nodes from a gradient to its sum over ranks, launch and wait the last; empty if there are other users.
+
+    Launch and wait are the same node if `chunked-reduce-scatter` reduces the gradient separately.
+    """
+    chain = [full]
+    while chain[-1].target not in (WAIT, SCATTERED):
+        if len(chain[-1].users) != 1:
+            return []
+        chain += chain[-1].users
+        if OF_A_REDUCTION not in chain[-1].meta:
+            return []
+    if chain[-1].target is SCATTERED:
+        chain.append(chain[-1])
+    return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []

@@ -25,7 +25,7 @@ from graphshard.ir.graph import fake, is_backward, is_communication, is_random, 
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import RECOMPUTE, SAVE, leaving, maker_of, save_leaving
 from graphshard.ir.units import unit_of
-from graphshard.passes.base import Pass, check_joint
+from graphshard.passes.base import Pass, ancestors
 from graphshard.torch_compat.aot_autograd import min_cut_partition
 from graphshard.torch_compat.operators import OpOverload
 
@@ -46,10 +46,11 @@ class ActivationCheckpointing(Pass):
     """
 
     name: ClassVar[str] = "activation-checkpointing"
+    runs: ClassVar = "joint"
     policy: Activation
 
     def requires(self, program: Program) -> None:
-        check_joint(self, program)
+        super().requires(program)
         if any(is_communication(n) for phase in program.phases.values() for n in phase.module.graph.nodes):
             raise PassError(f"{self.name}: the graph already has collectives; run this pass before they are inserted")
         if self.policy == "auto":
@@ -145,7 +146,11 @@ def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
         if node.name in names and maker in regions and maker not in outer:
             saved[maker] = saved.get(maker, 0) + num_bytes(node)
     stop = {*saved, *outer}
-    chains = {maker: _chain(maker, regions, stop) for maker in saved}
+
+    def chain_of(maker: Node) -> dict[Node, None]:
+        return ancestors(maker, within=lambda n: n is maker or (n in regions and maker_of(n) not in stop))
+
+    chains = {maker: chain_of(maker) for maker in saved}
     costs = Costs(load_profile("h100"))
     seconds = {maker: costs.compute(sorted(chain)) for maker, chain in chains.items()}
     sizes = {maker: max(0, size - sum(map(_state_bytes, chains[maker]))) for maker, size in saved.items()}
@@ -159,14 +164,3 @@ def _state_bytes(node: Node) -> int:
     if not is_random(node):
         return 0
     return 5056 if fake(with_parts(node)[-1]).device.type == "cpu" else 16
-
-
-def _chain(maker: Node, regions: dict[Node, int], stop: set[Node]) -> set[Node]:
-    """Return a node and its sources in its region, up to saved values."""
-    found, stack = {maker}, [maker]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in regions and source not in found and maker_of(source) not in stop:
-                found.add(source)
-                stack.append(source)
-    return found

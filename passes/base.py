@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch.fx import Node
 
@@ -29,51 +29,60 @@ class Pass:
         exact: False if the pass may change the numbers that a program computes. Every pass of the default pipeline is
             exact; to insert another one is to opt in.
         establishes: names of the rules that hold from this pass on.
+        runs: stage of the program that the pass needs: a joint graph, a partitioned program, one that is not planned
+            yet, one whose model's own collectives are still synchronous, too, or one with a plan.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
     establishes: ClassVar[frozenset[str]] = frozenset()
+    runs: ClassVar[Literal["anytime", "joint", "partitioned", "before plan", "before overlap", "planned"]] = "anytime"
 
     def requires(self, program: Program) -> None:
-        """Check the program before the pass."""
+        """Check the program before the pass: by default, its stage."""
+        planned = "joint" in program.phases or program.plan is not None
+        problem = ""
+        if self.runs == "joint" and "backward" in program.phases:
+            problem = "the program is already partitioned; run this pass before 'partition'"
+        elif self.runs == "partitioned" and "joint" in program.phases:
+            problem = "the program is not partitioned yet; run this pass after 'partition'"
+        elif self.runs == "before plan" and planned:
+            problem = "insert this pass after 'partition' and before 'plan'"
+        elif self.runs == "before overlap" and (planned or _overlaps(program)):
+            problem = "insert this pass after 'partition' and before 'overlap-model-collectives'"
+        elif self.runs == "planned" and program.plan is None:
+            problem = "the program has no plan; run a planner first"
+        if problem:
+            raise PassError(f"{self.name}: {problem}")
 
     def rewrite(self, program: Program) -> int:
         """Rewrite the program; return the number of rewrites, 0 exactly for an unchanged program."""
+        return sum(self.rewrite_phase(phase, program) for phase in program.phases.values())
+
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
+        """Rewrite one phase, for a pass that rewrites each alone; return the number of rewrites."""
         raise NotImplementedError
 
     def ensures(self, program: Program) -> None:
         """Check what only this pass knows about its result."""
 
 
-def check_joint(step: Pass, program: Program) -> None:
-    """Raise PassError for a partitioned program."""
-    if "backward" in program.phases:
-        raise PassError(f"{step.name}: the program is already partitioned; run this pass before 'partition'")
+def _overlaps(program: Program) -> bool:
+    """Return whether collectives of the model were split into start and wait by `overlap-model-collectives`."""
+    starts = (node for phase in program.phases.values() for start in BEGINS.values() for node in calls_of(phase, start))
+    return any(BEGUN not in node.meta for node in starts)
 
 
-def check_partitioned(step: Pass, program: Program) -> None:
-    """Raise PassError for a program that is still a joint graph."""
-    if "joint" in program.phases:
-        raise PassError(f"{step.name}: the program is not partitioned yet; run this pass after 'partition'")
-
-
-def check_planned(step: Pass, program: Program) -> None:
-    """Raise PassError for a program without a plan."""
-    if program.plan is None:
-        raise PassError(f"{step.name}: the program has no plan; run a planner first")
-
-
-def check_before(step: Pass, program: Program, other: str = "plan") -> None:
-    """Raise PassError unless the program is partitioned, not planned, and not changed by the pass named `other`."""
-    overlapped = other == "overlap-model-collectives" and any(
-        BEGUN not in node.meta
-        for phase in program.phases.values()
-        for start in BEGINS.values()
-        for node in calls_of(phase, start)
-    )
-    if "joint" in program.phases or program.plan is not None or overlapped:
-        raise PassError(f"{step.name}: insert this pass after 'partition' and before {other!r}")
+def ancestors(*nodes: Node, within: Callable[[Node], bool] = lambda _: True) -> dict[Node, None]:
+    """Return nodes and their sources, as an ordered set, without going beyond those for which `within` is false."""
+    found: dict[Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and within(node):
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
 
 
 def gathers_of(phase: Phase, program: Program) -> Iterator[tuple[Collective, ParamSpec]]:

@@ -28,7 +28,7 @@ from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fak
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass, check_planned
+from graphshard.passes.base import Pass
 
 _PACKETS = {"gather": c10d.all_gather_into_tensor, "reduce": c10d.reduce_scatter_tensor, "all_reduce": c10d.all_reduce}
 
@@ -39,10 +39,11 @@ class Bucketing(Pass):
     Preserves: the compute order, numerics."""
 
     name: ClassVar[str] = "bucket"
+    runs: ClassVar = "planned"
     establishes: ClassVar[frozenset[str]] = frozenset({"planned_buckets"})
 
     def requires(self, program: Program) -> None:
-        check_planned(self, program)
+        super().requires(program)
         assert program.plan is not None
         for phase_name, phase in program.phases.items():
             found = sorted((c.kind, c.axis, p) for c in collectives(phase) for p in c.params)

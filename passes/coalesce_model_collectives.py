@@ -24,13 +24,13 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.cost.multiplications import is_multiplication
+from graphshard.cost.flops import is_multiplication
 from graphshard.ir.collective_regions import Layout, with_inputs
 from graphshard.ir.graph import OWN, arrange, emit, fake, is_part, is_random, module_of, writes
 from graphshard.ir.operators import TOGETHER
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
-from graphshard.passes.base import Pass, check_partitioned, gradients_of
+from graphshard.passes.base import Pass, gradients_of
 from graphshard.torch_compat.operators import OpOverload
 
 
@@ -39,12 +39,20 @@ class CoalesceModelCollectives(Pass):
     """Requires: a partitioned program.  Preserves: every value; random operators keep their order."""
 
     name: ClassVar[str] = "coalesce-model-collectives"
+    runs: ClassVar = "partitioned"
 
-    def requires(self, program: Program) -> None:
-        check_partitioned(self, program)
-
-    def rewrite(self, program: Program) -> int:
-        return sum(_coalesce(phase, program) for phase in program.phases.values())
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
+        nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
+        if not any(node.target in TOGETHER for node in nodes) or any(map(writes, nodes)):
+            return 0
+        layout = Layout.of(phase)
+        groups = [group for group in _groups(nodes, layout, _units(nodes, phase, layout, program)) if group.members[1:]]
+        if not groups:
+            return 0
+        arrange(phase, with_inputs(_ordered(layout.compute, groups), nodes))
+        for group in groups:
+            _launch(group.members)
+        return sum(len(group.members) for group in groups)
 
 
 @dataclass(eq=False)
@@ -61,21 +69,6 @@ class _Group:
     needing: set[Node] = field(default_factory=set)
     put_off: list[Node] = field(default_factory=list)
     after: list[Node] = field(default_factory=list)
-
-
-def _coalesce(phase: Phase, program: Program) -> int:
-    """Rewrite a phase; return how many collectives share a launch now."""
-    nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
-    if not any(node.target in TOGETHER for node in nodes) or any(map(writes, nodes)):
-        return 0
-    layout = Layout.of(phase)
-    groups = [group for group in _groups(nodes, layout, _units(nodes, phase, layout, program)) if group.members[1:]]
-    if not groups:
-        return 0
-    arrange(phase, with_inputs(_ordered(layout.compute, groups), nodes))
-    for group in groups:
-        _launch(group.members)
-    return sum(len(group.members) for group in groups)
 
 
 def _units(nodes: list[Node], phase: Phase, layout: Layout, program: Program) -> dict[Node, str]:

@@ -55,19 +55,18 @@ class InsertCollectives(Pass):
             if any(is_communication(n) for n in phase.module.graph.nodes):
                 raise PassError(f"{self.name}: the graph already has collectives; run this pass once, first")
 
-    def rewrite(self, program: Program) -> int:
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
         count = 0
-        for phase in program.phases.values():
-            phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
-            for node, slot in phase.slot_of().items():
-                if slot.kind == "param" and program.params[slot.name].num_shards > 1:
-                    spec = program.params[slot.name]
-                    gather(phase.module.graph, node, spec, spec.on(program.mesh).shard)
-                    count += 1
-            joins = calls_of(phase, JOIN)
-            for join in joins:
-                _replace_join(join, program)
-            count += len(joins) + _reduce_gradients(phase, program)
+        phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
+        for node, slot in phase.slot_of().items():
+            if slot.kind == "param" and program.params[slot.name].num_shards > 1:
+                spec = program.params[slot.name]
+                gather(phase.module.graph, node, spec, spec.on(program.mesh).shard)
+                count += 1
+        joins = calls_of(phase, JOIN)
+        for join in joins:
+            _replace_join(join, program)
+        count += len(joins) + _reduce_gradients(phase, program)
         return count
 
 

@@ -21,7 +21,7 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.graph import erase_dead, fake
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.passes.base import Pass, check_planned, full_parameter, gathers_of
+from graphshard.passes.base import Pass, full_parameter, gathers_of
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class KeepGathered(Pass):
     """Requires: a plan; one collective per parameter.  Preserves: numerics, the order of compute."""
 
     name: ClassVar[str] = "keep-gathered"
+    runs: ClassVar = "planned"
 
     def requires(self, program: Program) -> None:
-        check_planned(self, program)
+        super().requires(program)
         assert program.plan is not None
         unknown = set(program.plan.kept).difference(spec.name for spec in program.params)
         if unknown:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from graphshard.errors import PassError
 from graphshard.ir.program import Planner, Program
-from graphshard.passes.base import Pass, check_partitioned
+from graphshard.passes.base import Pass
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,8 @@ class MakePlan(Pass):
     """
 
     name: ClassVar[str] = "plan"
+    runs: ClassVar = "partitioned"
     planner: Planner | None = None
-
-    def requires(self, program: Program) -> None:
-        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         if self.planner is None:

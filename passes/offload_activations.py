@@ -33,7 +33,7 @@ from graphshard.ir.graph import base_of, emit, fake, module_of
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
-from graphshard.passes.base import Pass, check_before
+from graphshard.passes.base import Pass
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class OffloadActivations(Pass):
     """
 
     name: ClassVar[str] = "offload-activations"
+    runs: ClassVar = "before plan"
     share: float = 1.0
     least: int = 1 << 20
 
     def requires(self, program: Program) -> None:
-        check_before(self, program)
+        super().requires(program)
         if not 0 <= self.share <= 1:
             raise PassError(f"{self.name}: share must be a number from 0 to 1, got {self.share!r}")
 

@@ -34,7 +34,7 @@ from torch.fx import Node
 from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Program
-from graphshard.passes.base import Pass, check_partitioned
+from graphshard.passes.base import Pass
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,9 @@ class OffloadParameters(Pass):
     """
 
     name: ClassVar[str] = "offload-parameters"
+    runs: ClassVar = "partitioned"
     always: bool = False
     cast_on_host: bool = False
-
-    def requires(self, program: Program) -> None:
-        check_partitioned(self, program)
 
     def rewrite(self, program: Program) -> int:
         if program.device.type == "cpu" and not self.always:

@@ -21,12 +21,12 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.cost.multiplications import is_multiplication
+from graphshard.cost.flops import is_multiplication
 from graphshard.ir.collective_regions import Layout, with_inputs
 from graphshard.ir.graph import arrange, emit, is_random, writes
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass, check_partitioned
+from graphshard.passes.base import Pass
 from graphshard.torch_compat.operators import OpOverload
 
 
@@ -35,33 +35,27 @@ class OverlapModelCollectives(Pass):
     """Requires: a partitioned program.  Preserves: every value; random operators keep their order."""
 
     name: ClassVar[str] = "overlap-model-collectives"
+    runs: ClassVar = "partitioned"
 
-    def requires(self, program: Program) -> None:
-        check_partitioned(self, program)
-
-    def rewrite(self, program: Program) -> int:
-        return sum(_overlap(phase) for phase in program.phases.values())
-
-
-def _overlap(phase: Phase) -> int:
-    """Reorder a phase and split its collectives; return how many overlap compute now."""
-    nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
-    launches = [node for node in nodes if node.target in BEGINS]
-    if not launches or any(map(writes, nodes)):
-        return 0
-    compute = Layout.of(phase).index
-    launches = [node for node in launches if node in compute]
-    order = with_inputs(_reordered(nodes, launches, compute), nodes)
-    place = {node: index for index, node in enumerate(order)}
-    needed = {
-        launch: min((place[user] for user in launch.users if user in place), default=len(order)) for launch in launches
-    }
-    hidden = [launch for launch in launches if any(map(is_multiplication, order[place[launch] + 1 : needed[launch]]))]
-    if hidden:
-        arrange(phase, order)
-    for launch in hidden:
-        _split(launch, [*order, phase.module.graph.output_node()][needed[launch]])
-    return len(hidden)
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
+        nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
+        launches = [node for node in nodes if node.target in BEGINS]
+        if not launches or any(map(writes, nodes)):
+            return 0
+        compute = Layout.of(phase).index
+        launches = [node for node in launches if node in compute]
+        order = with_inputs(_reordered(nodes, launches, compute), nodes)
+        place = {node: index for index, node in enumerate(order)}
+        hidden = {}  # collectives that overlap multiplications, with the position of their first user
+        for launch in launches:
+            needed = min((place[user] for user in launch.users if user in place), default=len(order))
+            if any(map(is_multiplication, order[place[launch] + 1 : needed])):
+                hidden[launch] = needed
+        if hidden:
+            arrange(phase, order)
+        for launch, needed in hidden.items():
+            _split(launch, [*order, phase.module.graph.output_node()][needed])
+        return len(hidden)
 
 
 def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterable[Node]) -> Iterator[Node]:

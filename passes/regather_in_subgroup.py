@@ -19,7 +19,7 @@ from graphshard.errors import PassError
 from graphshard.ir.graph import emit, erase_dead, fake
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Program, Slot
-from graphshard.passes.base import Pass, check_partitioned, gathers_of
+from graphshard.passes.base import Pass, gathers_of
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,14 @@ class RegatherInSubgroup(Pass):
     """Requires: a partitioned program whose mesh has an axis to regather over.  Preserves: every value."""
 
     name: ClassVar[str] = "regather-in-subgroup"
+    runs: ClassVar = "partitioned"
 
     def requires(self, program: Program) -> None:
         if program.mesh.regather is None:
             raise PassError(
                 f"{self.name}: the program has no smaller group of ranks; give reshard_after_forward an int"
             )
-        check_partitioned(self, program)
+        super().requires(program)
 
     def rewrite(self, program: Program) -> int:
         group = program.mesh.regather

@@ -25,7 +25,7 @@ from graphshard.ir.graph import arrange, with_parts
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.program import Phase, Program
-from graphshard.passes.base import Pass, check_planned
+from graphshard.passes.base import Pass
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,8 @@ class Reorder(Pass):
     Preserves: the node set, the order of compute nodes, numerics."""
 
     name: ClassVar[str] = "reorder"
+    runs: ClassVar = "planned"
     establishes: ClassVar[frozenset[str]] = frozenset({"planned_order", "live_memory"})
-
-    def requires(self, program: Program) -> None:
-        check_planned(self, program)
 
     def rewrite(self, program: Program) -> int:
         assert program.plan is not None

@@ -10,7 +10,7 @@ cast is repeated. The marks are torch's: `meta["recompute"]` with a `CheckpointP
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from graphshard.ir.operators import REDUCED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import landing
-from graphshard.passes.base import Pass, check_joint, gathers_of
+from graphshard.passes.base import Pass, ancestors, gathers_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 
 
@@ -35,10 +35,8 @@ class ReshardAfterForward(Pass):
     """
 
     name: ClassVar[str] = "reshard-after-forward"
+    runs: ClassVar = "joint"
     offloaded: bool = False
-
-    def requires(self, program: Program) -> None:
-        check_joint(self, program)
 
     def rewrite(self, program: Program) -> int:
         joint = program.phases.get("joint")
@@ -105,25 +103,13 @@ def _around_subclass_gathers(
     """
     parts = {node for node, slot in phase.slot_of().items() if slot.kind == "part"}
     for gather, spec in gathers_of(phase, program):
-        sources = _sources(gather.node, ())
+        sources = ancestors(gather.node)
         if parts.isdisjoint(sources):
             continue
         (wait,) = gather.waits
         reduced = [node for node in sources if node.target is REDUCED]
-        before = [node for node in _sources(gather.node, reduced) if node.op == "call_function"]
-        yield spec, before, wait, _following(wait, {*parts, *before, *reduced, wait})
-
-
-def _sources(node: Node, ends: Collection[Node]) -> list[Node]:
-    """Return a node and its sources, without `ends` and their sources."""
-    found: dict[Node, None] = {}
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in found and current not in ends:
-            found[current] = None
-            stack.extend(current.all_input_nodes)
-    return list(found)
+        before = ancestors(gather.node, within=lambda node: node.op == "call_function" and node.target is not REDUCED)
+        yield spec, list(before), wait, _following(wait, {*parts, *before, *reduced, wait})
 
 
 def _following(wait: Node, known: set[Node]) -> list[Node]:

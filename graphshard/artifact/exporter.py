@@ -17,7 +17,7 @@ from graphshard.codec.lowered import encode_lowered
 from graphshard.codec.partitioned import encode_partitioned
 from graphshard.codec.passes import encode_pass
 from graphshard.cost.costs import Costs
-from graphshard.cost.multiplications import flop_of
+from graphshard.cost.flops import flop_of
 from graphshard.errors import ArgumentError
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
@@ -29,8 +29,9 @@ from graphshard.lower.eager import runs_as_it_is
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
 from graphshard.passes import AccumulateGradients
-from graphshard.pipeline.observe import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
+from graphshard.pipeline.instrumentation import Observer, Recorder
+from graphshard.pipeline.pipeline import Partitioned, Pipeline
+from graphshard.pipeline.variants import rerun_backward
 from graphshard.predict.step_prediction import Bound, bound_of, explained
 from graphshard.predict.training_config import Training
 from graphshard.runtime.gradient_accumulation import Accumulation

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.artifact.members import MeshPrograms
-from graphshard.cost.model_collectives import model_collective
+from graphshard.cost.collectives import model_collective
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from graphshard.ir.param_table import even_pieces

@@ -19,7 +19,7 @@ from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.files import replacing
 

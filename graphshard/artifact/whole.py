@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from graphshard.errors import ArtifactError
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.pipeline.graph_rules import Checked, consistent_values, saved_is_returned, wrong_values
+from graphshard.pipeline.rules import Checked, consistent_values, saved_is_returned, wrong_values
 from graphshard.utils.text import brief
 
 _OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")

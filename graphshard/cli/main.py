@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from graphshard.cost.builtin import builtin_profiles
+from graphshard.cost.profile import builtin_profiles
 from graphshard.errors import ArgumentError, GraphshardError, visible
 
 # The values of `graphshard.lower.backends.Backend` and of `graphshard.schedule.stages`, which import torch.

@@ -1,48 +1,60 @@
-"""What compute, collectives and copies cost on a machine.
+"""Seconds of compute, collectives, copies and CUDA graph replays on a machine.
 
-Compute is a roofline: a kernel takes its launch, and then what takes longest of its multiplications, its elementwise
+Compute is a roofline: a kernel takes its launch, and then the longest of its multiplications, its elementwise
 operations and its bytes; on CPUs it computes and then moves its bytes. A collective takes the latency of its steps and
 its bytes over the bandwidth, inside a node or between nodes, by the fastest protocol. Sizes and numbers of ranks may be
-sympy expressions; so is the result then.
+sympy expressions; the result then is one, too.
+
+A replay launches several regions as one graph, between copies of inputs and results:
+
+    as they are  max(host: a launch for each kernel,   device: the kernels)
+    replayed     max(host: copies in, graph, copies out,   device: the kernels, and copies of inputs and results)
+
+Values that a run of regions makes for itself are not copied. So regions that are not worth a graph alone may be worth
+one together, and it may pay to end a run before a large region.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
 from torch.fx import Node
 
-from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.multiplications import Attention, Gemm, Scalar
+from graphshard.cost.flops import Attention, Gemm, Scalar
+from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.cost.profile import Link, Profile, Rate, Tile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Region
 
-# Heads of this width are what speeds of attention are of; rows and columns of a block of its pairs.
-WIDE_HEAD, ATTENTION_BLOCK = 128, 128
-# Into how many parts libraries cut an inner dimension.
-PARTS = (1, 2, 4, 8)
-# Seconds of what is no choice.
+# Head width for which profiles have speeds of attention; rows and columns of a block of its pairs.
+_WIDE_HEAD, _ATTENTION_BLOCK = 128, 128
+# Numbers of parts into which libraries cut an inner dimension.
+_PARTS = (1, 2, 4, 8)
+# Seconds of a protocol that cannot be used.
 _NEVER = 1e9
+# Launches of a replay: copies of its inputs, the graph, and copies of its results, one launch for each dtype.
+LAUNCHES = 5
+# Most regions of a run: with more, the overhead of a graph is less than a hundredth of what it saves.
+MOST_REGIONS = 128
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the simulator and the planner ask; all results in seconds.
+    """Costs on a machine, in seconds.
 
     Attributes:
-        profile: which machine, with `.name` and `.hash`.
+        profile: the machine.
         network: which of the profile's models of the network between nodes.
-        mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without one
-            they are neighbours.
+        mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without a mesh
+            they are neighbors.
         measured: seconds of regions by key; they replace the estimate.
-        scheduled: kernels of regions by key, as a compiler's scheduler has them; they replace the rules about fusion.
-        fused: operators of a region share kernels, as Inductor's do; False runs each by itself.
+        scheduled: kernels of regions by key, from a compiler's scheduler; they replace the rules about fusion.
+        fused: operators of a region share kernels, as in Inductor; False runs each alone.
     """
 
     profile: Profile
@@ -52,28 +64,32 @@ class Costs:
     scheduled: Mapping[str, Sequence[Work]] = field(default_factory=dict, hash=False)
     fused: bool = True
 
+    @property
+    def host_seconds(self) -> float:
+        """Return the seconds of the host to call a kernel."""
+        return self.profile.host_seconds["compiled" if self.fused else "eager"]
+
     def compute(self, nodes: Sequence[Node]) -> Scalar:
-        """These compute nodes, run as one region."""
+        """Return the cost of compute nodes that run as one region."""
         return self.kernels(work_of(nodes, fused=self.fused))
 
     def kernels(self, works: Iterable[Work]) -> Scalar:
-        """These kernels, one after the other, on the slowest rank: as the device runs or the host calls them."""
+        """Return the cost of kernels in sequence on the slowest rank: the device's time, or the host's to call them."""
         works = list(works)
         busy = sum(map(self.kernel, works), 0.0)
-        host = self.profile.host_seconds["compiled" if self.fused else "eager"]
-        if not is_zero(host):
-            busy = maximum(busy, len(works) * host)
+        if not is_zero(self.host_seconds):
+            busy = maximum(busy, len(works) * self.host_seconds)
         return busy * self._slowest
 
     @property
     def _slowest(self) -> Scalar:
-        """By how much the slowest rank is behind one alone: a share for every doubling of the nodes."""
+        """Factor by which the slowest rank is slower: a fraction for every doubling of the nodes."""
         if self.mesh is None or is_zero(self.profile.straggler):
             return 1.0
-        return 1 + self.profile.straggler * doublings(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
+        return 1 + self.profile.straggler * _log2(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
 
     def region(self, region: Region) -> Scalar:
-        """One call of a region: as measured, or as its kernels are estimated."""
+        """Return the cost of one call of a region, measured or estimated."""
         if region.key in self.measured:
             return self.measured[region.key]
         if region.key in self.scheduled:
@@ -81,32 +97,29 @@ class Costs:
         return self.compute(list(region.module.graph.nodes))
 
     def kernel(self, work: Work) -> Scalar:
-        """One kernel."""
+        """Return the cost of one kernel."""
         profile, rate = self.profile, self.profile.rate(work.dtype)
         busy = work.operations / profile.vector
         if work.gemms:
             busy = sum((self._gemm(gemm, rate) for gemm in work.gemms), 0.0)
         elif work.attention is not None:
             busy = self._attention(work.attention, rate)
-        elif work.kind != "pointwise":  # of a kind whose sizes are not known
+        elif work.kind != "pointwise":  # of unknown sizes
             busy = work.flop / (rate.peak * minimum(rate.matmul, profile.sustained))
         moved = work.num_bytes / profile.memory_bandwidth
         # One thread of a CPU computes or waits for memory.
         return profile.kernel_seconds + (busy + moved if profile.device == "cpu" else maximum(busy, moved))
 
     def _attention(self, attention: Attention, rate: Rate) -> Scalar:
-        """Blocks of queries and keys on the diagonal are computed in full; narrow heads leave products short."""
+        """Blocks of queries and keys on the diagonal are computed in full; narrow heads have a short inner dim."""
         speed = rate.attention.get(attention.kernel, rate.attention["flash"])
-        share = speed.backward if attention.backward else speed.forward
-        wide = minimum(attention.dim / WIDE_HEAD, 1) ** self.profile.head_power
-        whole = 1 + 1 / ceiling(attention.queries / ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
-        return attention.flop * whole / (rate.peak * share * wide)
+        reached = speed.backward if attention.backward else speed.forward
+        wide = minimum(attention.dim / _WIDE_HEAD, 1) ** self.profile.head_power
+        whole = 1 + 1 / _ceiling(attention.queries / _ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
+        return attention.flop * whole / (rate.peak * reached * wide)
 
     def _gemm(self, gemm: Gemm, rate: Rate) -> Scalar:
-        """The units compute tiles of the result in waves, if power does not limit them.
-
-        A last wave that is not full takes as long as a full one.
-        """
+        """Units compute tiles of the result in waves, unless power limits them; a last partial wave takes as long."""
         limited = gemm.flop / (rate.peak * self.profile.sustained)
         speed = rate.peak * rate.matmul
         if not self.profile.units:
@@ -117,40 +130,39 @@ class Costs:
         return maximum(minimum(*tiled), limited)
 
     def _parts(self, inner: Scalar) -> list[int]:
-        """In how many parts the inner dimension may be summed, so that there are more tiles."""
+        """Return the numbers of parts into which the inner dimension may be cut for more tiles."""
         if not self.profile.split or isinstance(inner, sympy.Expr):
             return [1]
-        return [parts for parts in PARTS if parts == 1 or inner / parts >= self.profile.split]
+        return [parts for parts in _PARTS if parts == 1 or inner / parts >= self.profile.split]
 
     def _tiled(self, gemm: Gemm, tile: Tile, parts: int, speed: Scalar) -> Scalar:
-        """What a tile does before and after its products is not hidden: a short inner dimension is slow."""
+        """Tile prologue and epilogue are not overlapped, so a small inner dimension is slow."""
         profile, area = self.profile, tile.rows * tile.columns
-        tiles = gemm.batch * ceiling(gemm.rows / tile.rows) * ceiling(gemm.columns / tile.columns) * parts
+        tiles = gemm.batch * _ceiling(gemm.rows / tile.rows) * _ceiling(gemm.columns / tile.columns) * parts
         begun = profile.tile_seconds * area / (profile.tiles[0].rows * profile.tiles[0].columns)
         wave = 2 * area * (gemm.inner / parts) * profile.units / (speed * tile.fraction) + begun
-        return ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
+        return _ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
 
     def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
-        """One launch over an axis, by the protocol that is fastest for its bytes and ranks.
+        """Return the cost of one launch over an axis, by the protocol that is fastest for its bytes and ranks.
 
-        Steps and their seconds are those of NCCL's own model, by which it chooses (`src/graph/tuning.cc`).
+        Steps and their seconds are those of NCCL's model, by which it chooses (`src/graph/tuning.cc`).
 
         Args:
             kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
-            num_bytes: of the full tensors, on each rank: what all_gather returns, what the others are given.
-            num_tensors: how many the launch carries; more than one is coalesced.
+            num_bytes: of the full tensors, on each rank: the output of all_gather, the input of the others.
+            num_tensors: of the launch; more than one is coalesced.
         """
         if axis.size == 1:
             return 0.0
         link = self.profile.inside[kind]
-        fastest = minimum(*self._ways(kind, num_bytes, link, axis))
+        fastest = minimum(*self._by_protocol(kind, num_bytes, link, axis))
         return link.latency + (num_tensors - 1) * link.tensor_seconds + fastest
 
-    def _ways(self, kind: str, num_bytes: Scalar, link: Link, axis: Axis) -> Iterator[Scalar]:
-        """Seconds by each protocol that there is for a kind of collective."""
+    def _by_protocol(self, kind: str, num_bytes: Scalar, link: Link, axis: Axis) -> Iterator[Scalar]:
         ranks = axis.size
-        local, nodes = self._spread(axis)
-        # In one node nothing goes beyond it; an expression of the number of ranks must say so, too.
+        local, nodes = self._local_and_nodes(axis)
+        # Nothing leaves a single node; an expression of the number of ranks must say so, too.
         leaves = minimum(nodes - 1, 1)
         beyond = local * self.profile.outside[self.network].of_rank
         rounds = 2 if kind == "all_reduce" else 1
@@ -165,90 +177,176 @@ class Costs:
                 yield protocol.base + near * step + far * protocol.outside + slowest / protocol.fraction
             elif protocol.algorithm == "tree" and kind == "all_reduce":
                 # Up and down: a chain in each node, a tree of nodes.
-                steps = (local - 1) * protocol.inside + doublings(nodes) * protocol.outside
+                steps = (local - 1) * protocol.inside + _log2(nodes) * protocol.outside
                 moved = maximum(2 * num_bytes / link.bandwidth, 2 * num_bytes / beyond * leaves)
                 yield protocol.base + 2 * steps + moved / protocol.fraction
             elif protocol.algorithm == "nvls" and not is_zero(link.switched):  # the switch of one node
                 switched = sent / link.switched / protocol.fraction
                 yield maximum(protocol.base + protocol.inside + switched, _NEVER * leaves)
 
-    def slowed(self, seconds: Scalar, busy: Scalar) -> Scalar:
-        """So much compute beside collectives that are under way for `busy` seconds from its start."""
-        return slowed(seconds, busy, self.profile.contention)
+    def _local_and_nodes(self, axis: Axis) -> tuple[Scalar, Scalar]:
+        """Return how many ranks of an axis share a node, and how many nodes that makes."""
+        apart = self.mesh.distance(axis) if self.mesh is not None else 1
+        local = minimum(axis.size, maximum(self.profile.ranks_per_node // apart, 1))
+        return local, _ceiling(axis.size / local)
 
     def link(self, axis: Axis) -> str:
-        """What carries an axis, "node" or "network": collectives on the same link queue."""
-        return "node" if self._spread(axis)[1] == 1 else "network"
+        """Return the link of an axis, "node" or "network": collectives on the same link queue."""
+        return "node" if self._local_and_nodes(axis)[1] == 1 else "network"
 
     def exchange(self, num_bytes: Scalar, axis: Axis) -> Scalar:
-        """A reduce-scatter among two ranks as all-to-all, and the sum of two halves."""
+        """Return the cost of a reduce-scatter between two ranks as all-to-all and a sum of two halves."""
         return self.collective("all_to_all", num_bytes, 1, axis) + self.addition(num_bytes / 2)
 
     def copy(self, num_bytes: Scalar) -> Scalar:
-        """A copy within device memory, as packed buckets need: read once, written once."""
+        """Return the cost of a copy within device memory, for packed buckets: read once, written once."""
         return self.profile.kernel_seconds + 2 * num_bytes / self.profile.memory_bandwidth
 
     def addition(self, num_bytes: Scalar) -> Scalar:
-        """Tensors of so many bytes are added to as many: two are read, one is written."""
+        """Return the cost of adding two tensors of this size: two reads, one write."""
         return self.profile.kernel_seconds + 3 * num_bytes / self.profile.memory_bandwidth
 
     def host_copy(self, num_bytes: Scalar) -> Scalar:
-        """A copy between host and device."""
+        """Return the cost of a copy between host and device."""
         return self.profile.kernel_seconds + num_bytes / self.profile.host_bandwidth
 
     def optimizer(self, num_bytes: Scalar, states: int, *, foreach: bool = False) -> Scalar:
-        """One step over parameters of so many bytes, with `states` tensors like each of them.
+        """Return the cost of one step over parameters of this size, with `states` tensors like each of them.
 
-        Fused it reads the parameter, its gradient and the states, and writes all but the gradient. With `foreach` every
-        operation of it reads and writes by itself: 20 times the parameters for AdamW.
+        A fused step reads the parameter, its gradient and the states, and writes all but the gradient. With `foreach`
+        each of its operations reads and writes: 20 times the parameters for AdamW.
         """
         passes = 4 + 8 * states if foreach else 3 + 2 * states
         return passes * num_bytes / self.profile.memory_bandwidth
 
     def clipping(self, num_bytes: Scalar) -> Scalar:
-        """The norm of gradients of so many bytes, and scaling them: read, read and written."""
+        """Return the cost of the norm of gradients of this size, and of scaling them: two reads, one write."""
         return 3 * num_bytes / self.profile.memory_bandwidth
-
-    def _spread(self, axis: Axis) -> tuple[Scalar, Scalar]:
-        """How many ranks of an axis share a node, and how many nodes that makes."""
-        apart = self.mesh.distance(axis) if self.mesh is not None else 1
-        room = maximum(self.profile.ranks_per_node // apart, 1)
-        local = minimum(axis.size, room)
-        return local, ceiling(axis.size / local)
 
 
 def maximum(*values: Scalar) -> Scalar:
-    """The largest; an expression or an array if one of them is."""
-    # Comparing unevaluated expressions is what makes sympy slow, and is not needed.
+    """Return the largest; an expression or an array if one of them is."""
+    # Comparing expressions is what makes sympy slow, and is not needed.
     if any(isinstance(v, sympy.Expr) for v in values):
         return sympy.Max(*values, evaluate=False)
     return functools.reduce(np.maximum, values) if any(isinstance(v, np.ndarray) for v in values) else max(values)
 
 
 def minimum(*values: Scalar) -> Scalar:
-    """The smallest; an expression or an array if one of them is."""
+    """Return the smallest; an expression or an array if one of them is."""
     if any(isinstance(v, sympy.Expr) for v in values):
         return sympy.Min(*values, evaluate=False)
     return functools.reduce(np.minimum, values) if any(isinstance(v, np.ndarray) for v in values) else min(values)
 
 
 def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
-    """How long compute takes that advances slower, by `contention`, for the first `busy` seconds."""
+    """Return the time of compute that advances slower, by `contention`, for the first `busy` seconds."""
     if is_zero(contention):
         return seconds
     return seconds + contention * minimum(seconds / (1 - contention), maximum(busy, 0.0))
 
 
-def ceiling(value: Scalar) -> Scalar:
-    """Rounded up; an expression if the value is one."""
+def _ceiling(value: Scalar) -> Scalar:
     return sympy.ceiling(value) if isinstance(value, sympy.Expr) else math.ceil(value)
 
 
-def doublings(value: Scalar) -> Scalar:
-    """How often one is doubled until it is the value."""
+def _log2(value: Scalar) -> Scalar:
     return sympy.log(value, 2) if isinstance(value, sympy.Expr) else math.log2(value)
 
 
 def is_zero(value: Scalar) -> bool:
-    """Whether a number of a profile is 0 and has no range."""
+    """Return whether a number of a profile is 0 and has no range."""
     return isinstance(value, (int, float)) and not value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region as a part of a run that is replayed.
+
+    Attributes:
+        launches: number of its kernels.
+        busy: seconds of its kernels.
+        given: bytes of its inputs, by name; 0 for inputs that a graph reads in place.
+        made: bytes of its results, by name.
+    """
+
+    launches: int
+    busy: float
+    given: Mapping[str, int]
+    made: Mapping[str, int]
+
+
+def piece_of(
+    costs: Costs, region: Region, given: Sequence[str], made: Sequence[str], lasting: Collection[str] = ()
+) -> Piece:
+    """Return the costs of a region at the sizes that it was captured for.
+
+    Args:
+        given, made: names of its inputs and results, in order.
+        lasting: names of inputs that graphs read in place.
+    """
+    graph = region.module.graph
+    works = work_of(list(graph.nodes), fused=costs.fused)
+    (output,) = graph.find_nodes(op="output")
+    read = zip(given, graph.find_nodes(op="placeholder"), strict=True)
+    return Piece(
+        len(works),
+        sum(map(costs.kernel, works), 0.0),
+        {name: 0 if name in lasting else num_bytes(node) for name, node in read},
+        dict(zip(made, map(num_bytes, output.args[0]), strict=True)),
+    )
+
+
+def runs_that_pay(costs: Costs, pieces: Sequence[Piece], kept: Collection[str]) -> list[range]:
+    """Return the runs of neighbors that together save most time when they are replayed; [] if none saves any.
+
+    Args:
+        pieces: regions in order, without compute between them.
+        kept: names that are read after the last one.
+    """
+    last = {name: index for index, piece in enumerate(pieces) for name in piece.given}
+    last.update(dict.fromkeys(kept, len(pieces)))
+    # By number of first regions: the most they save, and where the run begins that the last of them ends.
+    saved, begins = [0.0] * (len(pieces) + 1), list(range(len(pieces) + 1))
+    for begin in range(len(pieces)):
+        savings = _savings(costs, pieces[begin : begin + MOST_REGIONS], begin, last)
+        for end, saving in enumerate([0.0, *savings], start=begin):
+            if saved[begin] + saving > saved[end]:
+                saved[end], begins[end] = saved[begin] + saving, begin
+        if saved[begin] >= saved[begin + 1]:
+            saved[begin + 1], begins[begin + 1] = saved[begin], begin + 1
+    runs, end = [], len(pieces)
+    while end > 0:
+        if begins[end] == end:  # not replayed
+            end -= 1
+        else:
+            runs.append(range(begins[end], end))
+            end = begins[end]
+    return runs[::-1]
+
+
+def _savings(costs: Costs, pieces: Sequence[Piece], place: int, last: Mapping[str, int]) -> list[float]:
+    """Return the seconds that a replay saves of the first piece, of the first two, and so on.
+
+    Args:
+        place: of the first one.
+        last: where each name is read last.
+    """
+    host = costs.host_seconds
+    launches, busy, given, made = 0, 0.0, dict[str, int](), dict[str, int]()
+    copied = 0  # bytes: inputs once, results in the graph and after it
+    found = []
+    for index, piece in enumerate(pieces, start=place):
+        launches, busy = launches + piece.launches, busy + piece.busy
+        for name, size in piece.given.items():
+            if name not in made:
+                copied += size - given.setdefault(name, 0)
+                given[name] = size
+            elif last[name] == index:
+                copied -= 2 * made[name]
+        made |= piece.made
+        copied += sum(2 * size for name, size in piece.made.items() if last.get(name, index) > index)
+        # Each byte that is copied is read and written.
+        replayed = max(LAUNCHES * host, busy + 2 * copied / costs.profile.memory_bandwidth)
+        found.append(max(launches * host, busy) - replayed)
+    return found

@@ -1,10 +1,10 @@
-"""What a run of operators does: kernels with their FLOPs, bytes and elementwise operations.
+"""Kernels of a run of operators, with their FLOPs, bytes and elementwise operations.
 
     norm, cast, mm, silu, mul, mm     ->     pointwise(norm, cast)  matmul  pointwise(silu, mul)  matmul
 
-Elementwise operators and reductions that Inductor will fuse are one kernel, which reads what it needs from outside
-once and writes what is used outside once. Sizes are ints, or sympy expressions where the capture is symbolic
-(`meta["sizes"]`); everything here is arithmetic that works for both.
+Elementwise operators and reductions that Inductor will fuse are one kernel, which reads its inputs once and writes the
+values that are used outside once. Sizes are ints, or sympy expressions where the capture is symbolic (`meta["sizes"]`);
+all arithmetic here works for both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,38 @@ import sympy
 import torch
 from torch.fx import Node
 
-from graphshard.cost.higher_order import runs_graphs, runs_of
-from graphshard.cost.multiplications import Attention, Gemm, Scalar, dtype_of, is_multiplication, multiplies, sizes
+from graphshard.cost.flops import (
+    Attention,
+    Gemm,
+    Scalar,
+    dtype_of,
+    is_multiplication,
+    multiplies,
+    runs_graphs,
+    runs_of,
+    sizes,
+)
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
 from graphshard.ir.sizes import is_size
+
+# Operators that read only as many elements of their first input as they return.
+_PICK = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+# Operators that read only the metadata of their input.
+_LIKE = frozenset(
+    {
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
+        *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
+        *(aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default),
+    }
+)
+# Operators, in addition to multiplications, that Inductor does not fuse with their neighbors.
+_UNFUSED = frozenset(
+    {
+        *(aten.embedding_dense_backward.default, aten.index_put.default, aten.scatter_add.default),
+        *(aten.scatter.src, aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default),
+        *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -29,13 +57,13 @@ class Work:
     """One kernel.
 
     Attributes:
-        kind: what limits it besides memory.
+        kind: which rate limits it, if not memory.
         flop: of multiplications, convolutions and attention.
         operations: elementwise operations.
         num_bytes: read and written.
         dtype: name of the dtype it multiplies in, such as "bfloat16".
-        gemms: the multiplications of a matmul, if it is one of known sizes.
-        attention: the attention, if it is one of known sizes.
+        gemms: the products of a matmul of known sizes.
+        attention: the attention, if its sizes are known.
     """
 
     kind: Literal["matmul", "attention", "pointwise"]
@@ -48,7 +76,7 @@ class Work:
 
 
 def num_bytes(node: Node) -> Scalar:
-    """Bytes of a value, of all tensors if there are several."""
+    """Return the bytes of a value, of all tensors if there are several."""
     val, shape = node.meta.get("val"), sizes(node)
     if isinstance(val, torch.Tensor):
         return math.prod(shape) * val.dtype.itemsize
@@ -58,32 +86,30 @@ def num_bytes(node: Node) -> Scalar:
 
 
 def work_of(nodes: Sequence[Node], *, fused: bool = True) -> list[Work]:
-    """The kernels of a run of compute nodes, in the order of their first operator; not fused, each operator is one."""
+    """Return the kernels of compute nodes, in the order of their first operator; one per operator if not fused."""
     return [work for _, work in kernels_of(nodes, fused=fused)]
 
 
 def kernels_of(nodes: Sequence[Node], *, fused: bool = True) -> list[tuple[list[Node], Work]]:
-    """The kernels of a run of compute nodes as `work_of` has them, each with its operators."""
+    """Return the kernels of compute nodes as `work_of` does, each with its operators."""
     kernels = [node for node in nodes if node.op == "call_function" and not (is_alias(node) or is_part(node))]
     kernels = [node for node in kernels if not is_size(node)]  # a number of the host
     found = []
     for group in _fuse(kernels) if fused else [[kernel] for kernel in kernels]:
-        if runs_graphs(group[0]):
-            graphs, times = runs_of(group[0])
+        first = group[0]
+        if runs_graphs(first):
+            graphs, times = runs_of(first)
             once = [work for graph in graphs for work in work_of(list(graph.graph.nodes), fused=fused)]
             found += [(group, work) for work in once * times]
-        elif not (fused and _is_free(group)):
-            found.append((group, _alone(group[0]) if _stands_alone(group[0]) else _fused(group)))
+        elif _stands_alone(first):
+            found.append((group, _alone(first)))
+        elif not fused or group[1:] or first.all_input_nodes:  # else a constant, which its user makes in passing
+            found.append((group, _fused(group)))
     return found
 
 
-def _is_free(group: list[Node]) -> bool:
-    """Nothing is read or written: a constant that its user makes in passing."""
-    return len(group) == 1 and not group[0].all_input_nodes and not _stands_alone(group[0])
-
-
 def _fuse(kernels: list[Node]) -> list[list[Node]]:
-    """Group operators that one kernel runs: those of one level that hang together."""
+    """Group operators that one kernel runs: the connected ones of one level."""
     level = _levels(kernels)
     group_of: dict[Node, list[Node]] = {}
     groups: list[list[Node]] = []
@@ -92,7 +118,7 @@ def _fuse(kernels: list[Node]) -> list[list[Node]]:
         groups.append(group)
         if _stands_alone(node):
             continue
-        for source in map(_kernel, node.all_input_nodes):
+        for source in map(producer, node.all_input_nodes):
             other = group_of.get(source, group)
             if other is not group and level[source] == level[node] and not _stands_alone(source):
                 for member in group:
@@ -104,15 +130,15 @@ def _fuse(kernels: list[Node]) -> list[list[Node]]:
 
 
 def _levels(kernels: list[Node]) -> dict[Node, int]:
-    """How many operators that stand alone run before each, one behind the other.
+    """Return how many operators that stand alone run in sequence before each operator.
 
-    An operator may wait for those that use its result, if nothing that stands alone does.
+    An operator may wait for its users, if none of them stands alone.
     """
     level: dict[Node, int] = {}
     users: dict[Node, list[Node]] = {node: [] for node in kernels}
     for node in kernels:
         alone = _stands_alone(node)
-        sources = [source for source in map(_kernel, node.all_input_nodes) if source in level]
+        sources = [source for source in map(producer, node.all_input_nodes) if source in level]
         level[node] = max((level[source] + (_stands_alone(source) and not alone) for source in sources), default=0)
         for source in sources:
             users[source].append(node)
@@ -122,15 +148,13 @@ def _levels(kernels: list[Node]) -> dict[Node, int]:
     return level
 
 
-def _kernel(node: Node) -> Node:
-    """The operator that computes a value, behind views and selections of parts."""
-    while node.op == "call_function" and (is_alias(node) or is_part(node)) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def producer(node: Node) -> Node:
+    """Return the operator that computes a value: skip views and selections of parts."""
+    return base_of(node, lambda each: is_alias(each) or is_part(each))
 
 
 def _alone(node: Node) -> Work:
-    """A kernel of one operator."""
+    """Return the kernel of an operator that is not fused."""
     moved = num_bytes(node) + sum(_read(source) for source in node.all_input_nodes)
     kind, flop, found = multiplies(node)
     if kind:
@@ -144,8 +168,7 @@ def _fused(group: list[Node]) -> Work:
     reads = {}
     for node in group:
         for position, source in enumerate(() if node.target in _LIKE else node.all_input_nodes):
-            kernel = _kernel(source)
-            if kernel not in members:
+            if producer(source) not in members:
                 picks = node.target in _PICK and position == 0
                 reads[base_of(source, is_alias)] = num_bytes(node) if picks else _read(source)
     written = [num_bytes(node) for node in group if leaves(node, members)]
@@ -153,12 +176,12 @@ def _fused(group: list[Node]) -> Work:
 
 
 def operations_of(nodes: Iterable[Node]) -> Scalar:
-    """Elementwise operations of some operators: one for each element that is read or written, whichever are more."""
+    """Return the elementwise operations of operators: one for each element read or written, whichever are more."""
     return sum(max((_numel(n) for n in (node, *node.all_input_nodes)), key=_order) for node in nodes)
 
 
 def leaves(node: Node, members: set[Node]) -> bool:
-    """Whether a value is used outside its kernel, directly or through views."""
+    """Return whether a value is used outside its kernel, directly or through views."""
     for user in node.users:
         if is_alias(user) or is_part(user):
             if leaves(user, members):
@@ -169,13 +192,12 @@ def leaves(node: Node, members: set[Node]) -> bool:
 
 
 def _read(source: Node) -> Scalar:
-    """Bytes read of an input: no more than there are behind an expanded view, no more than a slice shows."""
-    base = base_of(source, is_alias)
-    return min((num_bytes(source), num_bytes(base)), key=_order)
+    """Return the bytes read of an input: at most the memory of an expanded view, at most the extent of a slice."""
+    return min((num_bytes(source), num_bytes(base_of(source, is_alias))), key=_order)
 
 
 def _order(value: Scalar) -> float:
-    """To compare sizes that may be symbolic: by their value at large sizes."""
+    """Return a key to compare sizes that may be symbolic: their value at large sizes."""
     if isinstance(value, sympy.Expr):
         return float(value.subs(dict.fromkeys(value.free_symbols, 4096)))
     return float(value)
@@ -186,28 +208,6 @@ def _numel(node: Node) -> Scalar:
     if isinstance(shape, list):
         return max((math.prod(s) for s in shape if s is not None), key=_order, default=0)
     return math.prod(shape) if shape is not None else 0
-
-
-# Read only as many elements of their first input as they return.
-_PICK = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
-
-# Read nothing of their input, only what it is.
-_LIKE = frozenset(
-    {
-        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default),
-        *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
-        *(aten.new_empty_strided.default, aten.rand_like.default, aten.randn_like.default),
-    }
-)
-
-# Besides multiplications, what Inductor does not fuse with its neighbours.
-_UNFUSED = frozenset(
-    {
-        *(aten.embedding_dense_backward.default, aten.index_put.default, aten.scatter_add.default),
-        *(aten.scatter.src, aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default),
-        *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
-    }
-)
 
 
 def _stands_alone(node: Node) -> bool:

@@ -1,8 +1,9 @@
-"""A machine in numbers: what its chip computes and moves, what its links carry, and where each number comes from.
+"""Machines in numbers: what a chip computes and moves, what its links carry, and the source of each number.
 
-Profiles are JSON files, those of known machines in `graphshard/cost/profiles/`, those of your machine written by
-`graphshard calibrate`. In the file every number is `{"value": 3.35e12, "source": "NVIDIA data sheet"}`; a value that
-nobody has measured says "assumed" there, and between which numbers it may lie: `"range": [2.8e12, 3.2e12]`.
+Profiles are JSON files: known machines in `graphshard/cost/profiles/`, yours written by `graphshard calibrate`. In the
+file every number is `{"value": 3.35e12, "source": "NVIDIA data sheet"}`; a value that was not measured says "assumed",
+and between which numbers it may lie: `"range": [2.8e12, 3.2e12]`. Costs are generic over numbers, expressions and
+arrays, so a profile with an array of samples for each number with a range gives all samples of a prediction at once.
 """
 
 from __future__ import annotations
@@ -11,22 +12,50 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from importlib import resources
 from typing import Any, Literal
 
-from graphshard.cost.builtin import builtin_profiles, builtin_text
-from graphshard.cost.profile_checks import check_profile
-from graphshard.cost.schemas import SCHEMA, present
 from graphshard.errors import ArgumentError
 from graphshard.ir.plain import read, write
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief
 
+SCHEMA = 3
+# Kinds of collectives.
+KINDS = ("gather", "reduce", "all_reduce", "all_to_all")
+# Enough for the tenth and ninetieth percentile of a step within half a percent.
+SAMPLES = 200
 _REMEDY = "Write it with `graphshard calibrate`."
 # A profile has some kilobytes.
 _MOST_BYTES = 16 << 20
+# Fields of a profile that are not numbers of the machine.
+_NOTES = ("made", "sources", "ranges")
+
+# Numbers that nothing divides by, and that may be 0.
+_MAY_BE_ZERO = frozenset(
+    {
+        *("kernel_seconds", "units", "split", "split_seconds", "tile_seconds", "head_power", "contention", "straggler"),
+        *("host_seconds", "latency", "tensor_seconds", "base", "inside", "outside", "posted", "switched", "rails"),
+    }
+)
+# The largest value by the last name of a path; a larger one is in other units, or no machine.
+_MOST = {
+    **dict.fromkeys(("matmul", "forward", "backward", "fraction", "sustained"), 1.0),
+    **dict.fromkeys(("reached", "rails", "crossing"), 1.0),
+    **dict.fromkeys(("memory_bandwidth", "host_bandwidth", "bandwidth", "switched"), 1e15),  # bytes/s
+    **dict.fromkeys(("kernel_seconds", "tile_seconds", "split_seconds", "latency", "tensor_seconds", "base"), 10.0),
+    # Seconds of a protocol's step, and of the host.
+    **dict.fromkeys(("inside", "outside", "posted", "eager", "compiled"), 10.0),
+    "nics": 64.0,
+    "memory_capacity": 1e15,
+    "peak": 1e20,
+    "straggler": 1.0,
+    "head_power": 4.0,
+    "ranks_per_node": 1e6,
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class Rate:
     Attributes:
         peak: dense FLOP/s; a multiply-add is two.
         matmul: fraction of `peak` that the products of a tile reach, while nothing limits the clock.
-        attention: by kernel; "flash" is there, and stands for those that are not.
+        attention: by kernel; "flash" is required, and stands for missing ones.
     """
 
     peak: float
@@ -54,7 +83,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of the result that one unit computes; `fraction` is its speed beside the best tile's."""
+    """A block of the result that one unit computes; `fraction` is its speed compared with the best tile."""
 
     rows: int
     columns: int
@@ -66,11 +95,11 @@ class Protocol:
     """How a library sends.
 
     Attributes:
-        name: as it is shown.
-        algorithm: a ring for every kind, a tree for an all-reduce, or the switch of a node (NVLS) where there is one.
+        name: for reports.
+        algorithm: a ring for every kind, a tree for an all-reduce, or the switch of a node (NVLS) if there is one.
         base: seconds of a collective.
         inside, outside: seconds of a step in a node and between nodes.
-        posted: seconds that a ring's step in a node takes at least when the ring leaves it: the host posts each.
+        posted: least seconds of a ring's step in a node if the ring leaves it: the host posts each step.
         fraction: of the bandwidth.
     """
 
@@ -89,9 +118,9 @@ class Link:
 
     Attributes:
         bandwidth: bus bandwidth, bytes/s: what a rank sends or receives, (n - 1) / n of the full tensors.
-        latency: seconds, beside the protocol's.
+        latency: seconds, in addition to the protocol's.
         tensor_seconds: for every further tensor of a coalesced collective.
-        switched: bus bandwidth where the node's switch multicasts and adds (NVLS); 0 where it does not.
+        switched: bus bandwidth if the node's switch multicasts and adds (NVLS); 0 if it does not.
     """
 
     bandwidth: float
@@ -102,15 +131,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """What lies between nodes.
+    """The network between nodes.
 
     Attributes:
         nics: network cards for each rank: 1, or an eighth where 8 share one.
-        bandwidth: bytes/s of one card in one direction, as it is sold.
-        reached: share of it that large collectives reach.
-        rails: 1 where cards of the same place in all nodes have switches of their own, to which rings and trees keep,
-            and all-to-alls as the library sends over the neighbour in the node; 0 elsewhere.
-        crossing: share that is left to traffic that leaves its switch, as all of it may where there are no rails.
+        bandwidth: nominal bytes/s of one card in one direction.
+        reached: fraction of it that large collectives reach.
+        rails: 1 if cards of the same position in all nodes have their own switches, which rings and trees keep to, and
+            all-to-alls that are sent over the neighbor in the node; 0 otherwise.
+        crossing: fraction that is left to traffic that leaves its switch, as all of it may without rails.
     """
 
     nics: float
@@ -121,7 +150,7 @@ class Network:
 
     @property
     def of_rank(self) -> float:
-        """Bytes/s that a rank moves between nodes while all its neighbours do."""
+        """Return the bytes/s that a rank moves between nodes while all its neighbors do."""
         return self.nics * self.bandwidth * self.reached * (1 if self.rails else self.crossing)
 
 
@@ -131,35 +160,35 @@ class Profile:
 
     Attributes:
         name: short, as `hardware=` takes it.
-        title: as it is shown.
+        title: for reports.
         device: kind of torch device.
         memory_capacity: of one chip.
         memory_bandwidth: reachable, reads and writes together; with `kernel_seconds` it is a curve.
         host_bandwidth: between host and chip, reachable, one direction.
         kernel_seconds: a kernel with nothing to do.
         vector: elementwise operations/s, a mix of cheap and transcendental ones.
-        units: what works on tiles at the same time (streaming multiprocessors); 0 for no tiles.
-        split: shortest part of an inner dimension, when it is cut so that there are tiles for all units; 0 for never.
-        split_seconds: what adding the parts up takes.
-        tile_seconds: what the first of `tiles` takes besides its products, in proportion to the area of others.
-        sustained: fraction of the peak that products reach at most when a chip trains for minutes and power limits its
+        units: streaming multiprocessors, which work on tiles at the same time; 0 for no tiles.
+        split: shortest part of an inner dimension that is cut so that there are tiles for all units; 0 for never.
+        split_seconds: of adding up the parts.
+        tile_seconds: of the first of `tiles` in addition to its products, in proportion to the area of others.
+        sustained: largest fraction of the peak that products reach when a chip trains for minutes and power limits its
             clock.
         head_power: attention slows down by this power of a head's width over 128, below that.
-        host_seconds: what the host takes to call a kernel, "eager" or "compiled"; compute is no faster.
-        ranks_per_node: chips that share the inside link, as many as NVLink connects: 8 on an HGX board, 72 in an NVL72.
-        rates: by dtype name; what is missing runs as "float32".
+        host_seconds: of the host to call a kernel, "eager" or "compiled"; compute is no faster.
+        ranks_per_node: chips that share the inside link, which NVLink connects: 8 on an HGX board, 72 in an NVL72.
+        rates: by dtype name; a missing one runs as "float32".
         tiles: shapes that the library chooses from.
         protocols: the fastest is taken, by kind, bytes and ranks.
         inside: by kind of collective.
         outside: by the name of the network model.
-        contention: share of a rank's compute that is lost while a collective is under way, as its library uses the
+        contention: fraction of a rank's compute that is lost while a collective is under way, as its library uses the
             same cores or multiprocessors, and memory; below 1.
-        pack_below: bytes of a shard below which it may travel with others in one buffer: copies cost less than a tensor
-            of its own.
-        straggler: share by which all wait for the slowest rank, for every doubling of the nodes.
+        pack_below: bytes of a shard below which it may travel with others in one buffer: copies cost less than a
+            separate tensor.
+        straggler: fraction by which all wait for the slowest rank, for every doubling of the nodes.
         made: torch version, date and number of ranks of a calibration; empty for a data sheet.
         sources: of every number, by its path.
-        ranges: between which numbers one may lie that is not known well, by its path.
+        ranges: of numbers that are not known well, by path.
     """
 
     name: str
@@ -193,45 +222,43 @@ class Profile:
     @cached_property
     def hash(self) -> str:
         """Hex digest of the numbers; sources, ranges, names and dates do not count."""
-        left_out = ("name", "title", "made", "sources", "ranges")
-        numbers = {name: value for name, value in write(self).items() if name not in left_out}
+        numbers = {name: value for name, value in write(self).items() if name not in ("name", "title", *_NOTES)}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
     def rate(self, dtype: str) -> Rate:
-        """Of a dtype by its name, such as "bfloat16"."""
+        """Return the rate of a dtype by its name, such as "bfloat16"."""
         return self.rates.get(dtype, self.rates["float32"])
 
     def to_json(self) -> str:
-        """The profile file: numbers with their sources."""
+        """Return the profile file: numbers with their sources."""
         data = write(self)
         sources, ranges, made = (data.pop(name) for name in ("sources", "ranges", "made"))
-        return json.dumps({"schema": SCHEMA, **_sourced(data, sources, ranges), "made": made}, indent=1) + "\n"
+        return json.dumps({"schema": SCHEMA, **_with_sources(data, sources, ranges), "made": made}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str | bytes, where: str = "profile") -> Profile:
-        """Inverse of `to_json`; files of an older schema are read, with what they do not say left out of the model.
+        """Read a profile file, the inverse of `to_json`.
 
         Raises:
-            ArgumentError: the text is no profile; the message names `where` and the path of the fault.
+            ArgumentError: the text is not a profile; the message names `where` and the path of the fault.
         """
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise ArgumentError(f"{where} is not JSON, {brief(text)}: {error}. {_REMEDY}") from None
         schema = data.pop("schema", None) if isinstance(data, dict) else None
-        if type(schema) is not int or not 1 <= schema <= SCHEMA:
+        if type(schema) is not int or schema != SCHEMA:
             found = f", it says {brief(schema)}" if schema is not None else ""
-            raise ArgumentError(f"{where} is no profile of schema 1 to {SCHEMA}{found}, {brief(text)}. {_REMEDY}")
-        data = present(data, schema)
-        sources: dict[str, str] = {}
-        ranges: dict[str, list[float]] = {}
+            raise ArgumentError(f"{where} is not a profile of schema {SCHEMA}{found}, {brief(text)}. {_REMEDY}")
         made = data.pop("made", {})
-        plain = _plain(data, "", sources, ranges, where)
+        reader = _Reader(where)
+        plain = reader.read(data, "")
+        notes = {"made": made, "sources": reader.sources, "ranges": reader.ranges}
         try:
-            profile = read({**plain, "made": made, "sources": sources, "ranges": ranges}, Profile)
+            profile = read({**plain, **notes}, Profile)
         except ArgumentError as error:
-            raise ArgumentError(f"{where} is no profile: {error}. {_REMEDY}") from None
-        check_profile(profile, where)
+            raise ArgumentError(f"{where} is not a profile: {error}. {_REMEDY}") from None
+        _check(profile, reader.numbers, where)
         return profile
 
 
@@ -239,18 +266,25 @@ class Profile:
 Hardware = str | os.PathLike[str] | Profile
 
 
+def builtin_profiles() -> list[str]:
+    """Return the names that `hardware=` takes in addition to paths of profile files."""
+    names = (entry.name for entry in (resources.files("graphshard.cost") / "profiles").iterdir())
+    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+
 def load_profile(hardware: Hardware) -> Profile:
-    """A profile by the name of a known machine, or by the path of a file.
+    """Load a profile by the name of a known machine, or by the path of a file.
 
     Raises:
-        ArgumentError: there is no such machine or file, or the file is no profile.
+        ArgumentError: there is no such machine or file, or the file is not a profile.
     """
     if isinstance(hardware, Profile):
         return hardware
     path = path_of("hardware", hardware, "a name, a file or a Profile")
     known = builtin_profiles()
     if isinstance(hardware, str) and hardware.lower() in known:
-        return Profile.from_json(builtin_text(hardware.lower()), f"profile {hardware}")
+        file = resources.files("graphshard.cost") / "profiles" / f"{hardware.lower()}.json"
+        return Profile.from_json(file.read_text("utf-8"), f"profile {hardware}")
     if not path.is_file():
         raise ArgumentError(
             f"hardware {brief(str(hardware))} is neither a file nor one of {', '.join(known)}. Measure this machine "
@@ -262,47 +296,128 @@ def load_profile(hardware: Hardware) -> Profile:
         raise ArgumentError(f"hardware: {error}") from None
 
 
-def _sourced(data: Any, sources: Mapping[str, str], ranges: Mapping[str, Any], path: str = "") -> Any:
-    """Numbers become `{"value": ..., "source": ...}`, with a range if there is one."""
+def _with_sources(data: Any, sources: Mapping[str, str], ranges: Mapping[str, Any], path: str = "") -> Any:
+    """Turn numbers into `{"value": ..., "source": ...}`, with a range if there is one."""
     if isinstance(data, dict):
-        return {key: _sourced(value, sources, ranges, f"{path}.{key}".lstrip(".")) for key, value in data.items()}
+        return {k: _with_sources(value, sources, ranges, f"{path}.{k}".lstrip(".")) for k, value in data.items()}
     if isinstance(data, list):
-        return [_sourced(value, sources, ranges, f"{path}.{index}") for index, value in enumerate(data)]
+        return [_with_sources(value, sources, ranges, f"{path}.{index}") for index, value in enumerate(data)]
     if not isinstance(data, (int, float)):
         return data
     between = {"range": list(ranges[path])} if path in ranges else {}
     return {"value": data, **between, "source": sources[path]}
 
 
-def _plain(data: Any, path: str, sources: dict[str, str], ranges: dict[str, Any], where: str) -> Any:
-    """Inverse of `_sourced`; a number without a source is an error."""
-    if isinstance(data, dict) and data.keys() - {"range"} == {"value", "source"}:
-        number, source = data["value"], data["source"]
-        if not _is_number(number):
-            raise ArgumentError(f"{where}: {path} must be a number that is not negative, got {brief(number)}.")
-        if "range" in data:
-            ranges[path] = _range(data["range"], number, f"{where}: {path}")
-        sources[path] = str(source)
-        return number
-    if isinstance(data, dict):
-        return {key: _plain(value, f"{path}.{key}".lstrip("."), sources, ranges, where) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_plain(value, f"{path}.{index}", sources, ranges, where) for index, value in enumerate(data)]
-    if isinstance(data, (int, float)):
-        raise ArgumentError(f'{where}: {path} has no source. Write {{"value": {data}, "source": "..."}}.')
-    return data
+class _Reader:
+    """The inverse of `_with_sources`: collects numbers, sources and ranges by path."""
 
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.numbers: dict[str, float] = {}
+        self.sources: dict[str, str] = {}
+        self.ranges: dict[str, list[float]] = {}
 
-def _range(given: Any, number: float, what: str) -> list[float]:
-    """Two numbers around a third."""
-    pair = isinstance(given, list) and len(given) == 2 and all(map(_is_number, given))
-    if not (pair and given[0] <= number <= given[1]):
-        raise ArgumentError(
-            f"{what} has the range {brief(given)}, which must be two numbers with {number} between them. Write the "
-            "least and the most that it may be, or leave the range out."
-        )
-    return [float(given[0]), float(given[1])]
+    def read(self, data: Any, path: str) -> Any:
+        """Return plain data; a number without a source is an error."""
+        if isinstance(data, dict) and data.keys() - {"range"} == {"value", "source"}:
+            number = data["value"]
+            if not _is_number(number):
+                raise ArgumentError(f"{self.where}: {path} must be a number that is not negative, got {brief(number)}.")
+            if "range" in data:
+                self.ranges[path] = self._range(data["range"], number, path)
+            self.sources[path], self.numbers[path] = str(data["source"]), number
+            return number
+        if isinstance(data, dict):
+            return {key: self.read(value, f"{path}.{key}".lstrip(".")) for key, value in data.items()}
+        if isinstance(data, list):
+            return [self.read(value, f"{path}.{index}") for index, value in enumerate(data)]
+        if isinstance(data, (int, float)):
+            raise ArgumentError(f'{self.where}: {path} has no source. Write {{"value": {data}, "source": "..."}}.')
+        return data
+
+    def _range(self, given: Any, number: float, path: str) -> list[float]:
+        pair = isinstance(given, list) and len(given) == 2 and all(map(_is_number, given))
+        if not (pair and given[0] <= number <= given[1]):
+            raise ArgumentError(
+                f"{self.where}: {path} has the range {brief(given)}, which must be two numbers with {number} between "
+                "them. Write the least and the most that it may be, or leave the range out."
+            )
+        return [float(given[0]), float(given[1])]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _check(profile: Profile, numbers: Mapping[str, float], where: str) -> None:
+    """Raise ArgumentError for a missing entry that costs look up, a zero that they divide by, or an absurd number."""
+    missing = [f"inside.{kind}" for kind in KINDS if kind not in profile.inside]
+    if "float32" not in profile.rates or not profile.protocols or not profile.outside:
+        missing.append("rates.float32, a protocol or a network in outside")
+    missing += [f"host_seconds.{mode}" for mode in ("eager", "compiled") if mode not in profile.host_seconds]
+    missing += [f"rates.{dtype}.attention.flash" for dtype, r in profile.rates.items() if "flash" not in r.attention]
+    if not any(protocol.algorithm == "ring" for protocol in profile.protocols):
+        missing.append("a protocol whose algorithm is ring, which every kind of collective has")
+    if missing:
+        raise ArgumentError(f"{where} lacks {missing[0]}.")
+    if profile.units and not profile.tiles:
+        raise ArgumentError(f"{where}: units is {profile.units}, so tiles must have at least one. Set units to 0.")
+    if profile.contention >= 1:
+        raise ArgumentError(f"{where}: contention must be below 1, got {profile.contention}.")
+    for path, value in numbers.items():
+        names = path.split(".")
+        zero = names[0] in _MAY_BE_ZERO if len(names) == 1 or names[0] == "host_seconds" else names[-1] in _MAY_BE_ZERO
+        if value <= 0 and not zero:
+            raise ArgumentError(f"{where}: {path} must be positive, got {value}.")
+        most = _MOST.get(names[-1], float("inf"))
+        if value > most:
+            raise ArgumentError(f"{where}: {path} must be at most {most:g}, got {value:g}. Write it in SI units.")
+
+
+def sampled(profile: Profile, count: int = SAMPLES) -> Profile:
+    """Return the profile with `count` samples of every number that has a range; the same ones each time.
+
+    A number is below its value as often as above it, and evenly spread on both sides (a Latin hypercube).
+    """
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    found = {}
+    for path, (low, high) in profile.ranges.items():
+        value = number_at(profile, path)
+        places = (draw.permutation(count) + 0.5) / count
+        found[path] = np.interp(places, [0, 0.5, 1], [low, value, high])
+    return with_numbers(profile, found)
+
+
+def number_at(profile: Profile, path: str) -> float:
+    """Return the number at a path, as in messages and `ranges`: "rates.bfloat16.matmul"."""
+    found: Any = profile
+    for name in path.split("."):
+        if isinstance(found, Mapping):
+            found = found[name]
+        else:
+            found = found[int(name)] if isinstance(found, tuple) else getattr(found, name)
+    return float(found)
+
+
+def with_numbers(profile: Profile, numbers: Mapping[str, Any]) -> Profile:
+    """Return a profile with other numbers, or arrays of them, by their paths."""
+    changed: Profile = _with(profile, numbers, "")
+    return changed
+
+
+def _with(value: Any, numbers: Mapping[str, Any], path: str) -> Any:
+    if path in numbers:
+        return numbers[path]
+    inside = f"{path}." if path else ""
+    if not any(name.startswith(inside) for name in numbers):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _with(item, numbers, f"{inside}{key}") for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_with(item, numbers, f"{inside}{index}") for index, item in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in fields(value) if each.name not in _NOTES]
+        return replace(value, **{name: _with(getattr(value, name), numbers, f"{inside}{name}") for name in names})
+    return value

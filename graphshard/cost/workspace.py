@@ -1,10 +1,10 @@
-"""What a run of operators allocates while it runs, besides what it returns.
+"""Memory that a run of operators allocates while it runs, in addition to its results.
 
-    inputs -> [ a ] -> [ b c ] -> [ d ] -> outputs        a, and what b and c write for others, live inside
+    inputs -> [ a ] -> [ b c ] -> [ d ] -> outputs        a, and the results of b and c for others, live inside
 
-Operators that share a kernel write only what others read. A kernel writes into the memory of a value that it is the
-last to read, if both have as many bytes and nothing else that it writes is made of that value, as Inductor does;
-operators that run one by one do not. Inputs that nobody else has make room behind what is the last to read them.
+Operators that share a kernel write only values that others read. A kernel writes into the memory of a value that it is
+the last to read, if both have the same size and no other result of the kernel depends on that value, as Inductor does;
+operators that run one by one do not. Inputs that have no other owner make room after their last reader.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
-from graphshard.cost.kernels import kernels_of, leaves, num_bytes
-from graphshard.cost.multiplications import is_multiplication
-from graphshard.ir.graph import base_of, is_alias, is_part
+from graphshard.cost.flops import is_multiplication
+from graphshard.cost.kernels import kernels_of, leaves, num_bytes, producer
 
-# Allocators of GPUs hand out blocks of so many bytes.
+# Allocators of GPUs hand out blocks of this number of bytes.
 BLOCK = 512
 
 
 def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Collection[Node] = ()) -> int:
-    """Most bytes alive inside a region beyond all that goes in and all that it returns; negative if inputs make room.
+    """Return the most bytes alive inside a region beyond inputs and results; negative if inputs make room.
 
     Args:
         nodes: of the region's graph, in order.
         fused: its operators share kernels.
-        block: sizes are rounded up to so many bytes.
-        freed: inputs that nothing outside of the region has.
+        block: sizes are rounded up to a multiple of it.
+        freed: inputs that nothing outside of the region holds.
     """
     output = next((node for node in nodes if node.op == "output"), None)
-    returned = {_owner(node) for node in output.all_input_nodes} if output is not None else set[Node]()
+    returned = {producer(node) for node in output.all_input_nodes} if output is not None else set[Node]()
     groups = _in_order([group for group, _ in kernels_of(nodes, fused=fused)], nodes, lazy=fused)
     made: list[list[Node]] = []
     kernel: dict[Node, int] = {}
@@ -42,10 +41,13 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Coll
         kernel.update(dict.fromkeys(group, number))
     last: dict[Node, int] = {}
     for node, number in kernel.items():
-        for source in map(_owner, node.all_input_nodes):
+        for source in map(producer, node.all_input_nodes):
             last[source] = max(last.get(source, number), number)
-    sizes = {node: -(-num_bytes(node) // block) * block for values in made for node in values}
-    everything = sum(size for node, size in sizes.items() if node in returned)
+
+    def size_of(node: Node) -> int:
+        return -(-num_bytes(node) // block) * block
+
+    sizes = {node: size_of(node) for values in made for node in values}
     dying: dict[int, list[Node]] = {}
     for node in sizes:
         if node not in returned:
@@ -53,29 +55,28 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Coll
     room = [0] * len(made)
     for node in freed:
         if node not in returned and node in last:
-            room[last[node]] += -(-num_bytes(node) // block) * block
+            room[last[node]] += size_of(node)
     alive = most = 0
     for number, values in enumerate(made):
-        ends = [sizes[node] for node in dying.get(number, ())]
-        free = [node for node in dying.get(number, ()) if kernel[node] != number]
         new = sum(sizes[node] for node in values)
-        if fused:
-            new -= sum(sizes[node] for node in _in_place(groups[number], values, free, sizes))
-        most = max(most, alive + new)
-        alive += sum(sizes[node] for node in values) - sum(ends) - room[number]
-    return most - everything
+        dead = dying.get(number, ())
+        reusable = [node for node in dead if kernel[node] != number]
+        reused = _in_place(groups[number], values, reusable, sizes) if fused else []
+        most = max(most, alive + new - sum(sizes[node] for node in reused))
+        alive += new - sum(sizes[node] for node in dead) - room[number]
+    return most - sum(size for node, size in sizes.items() if node in returned)
 
 
 def _in_place(group: list[Node], values: list[Node], free: list[Node], sizes: Mapping[Node, int]) -> list[Node]:
-    """Values of a kernel that are written where another one was that nothing reads any more, nor any other of them.
+    """Return the results of a kernel that are written to the memory of dead values.
 
     Args:
-        values: what the kernel writes.
-        free: what it is the last to read.
+        values: results of the kernel.
+        free: values that it is the last to read.
     """
     read: dict[Node, set[Node]] = {}
     for node in sorted(group):
-        owners = list(map(_owner, node.all_input_nodes))
+        owners = list(map(producer, node.all_input_nodes))
         read[node] = {owner for owner in owners if owner in free}.union(*(read.get(owner, ()) for owner in owners))
     found = []
     for node in free:
@@ -86,17 +87,19 @@ def _in_place(group: list[Node], values: list[Node], free: list[Node], sizes: Ma
 
 
 def _in_order(groups: list[list[Node]], nodes: Sequence[Node], *, lazy: bool) -> list[list[Node]]:
-    """Kernels as they run: each behind those that it reads, and else where its last operator stands.
+    """Return kernels in the order in which they run: after their sources, and otherwise at their last operator.
 
     Args:
-        lazy: one that multiplies nothing runs right before the first that reads it, as Inductor has it.
+        lazy: a kernel without multiplications runs right before its first reader, as in Inductor.
     """
     order = {node: place for place, node in enumerate(nodes)}
     of = {node: number for number, group in enumerate(groups) for node in group}
     readers: list[set[int]] = [set() for _ in groups]
     missing = [0] * len(groups)
     for number, group in enumerate(groups):
-        sources = {of[owner] for node in group for owner in map(_owner, node.all_input_nodes) if owner in of} - {number}
+        sources = {of[owner] for node in group for owner in map(producer, node.all_input_nodes) if owner in of} - {
+            number
+        }
         missing[number] = len(sources)
         for source in sources:
             readers[source].add(number)
@@ -116,8 +119,3 @@ def _in_order(groups: list[list[Node]], nodes: Sequence[Node], *, lazy: bool) ->
                 heapq.heappush(ready, (last[reader], reader))
     assert len(found) == len(groups), "kernels read each other"
     return found
-
-
-def _owner(node: Node) -> Node:
-    """The operator whose memory a value has."""
-    return base_of(node, lambda each: is_alias(each) or is_part(each))

@@ -32,7 +32,7 @@ from graphshard.ir.plain import read, write
 from graphshard.ir.program import Program, Stage
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
-from graphshard.pipeline.observe import Recorder
+from graphshard.pipeline.instrumentation import Recorder
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.best_effort_writer import BestEffort
 from graphshard.utils.files import file_name, read_file, replacing, write_text

@@ -17,7 +17,7 @@ from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
 from graphshard.utils.text import brief, say
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.cost.multiplications import is_multiplication
+from graphshard.cost.flops import is_multiplication
 from graphshard.foreign.effects import Memory, is_barrier, is_pure, written
 from graphshard.foreign.messages import Message
 from graphshard.ir.graph import aten, is_view

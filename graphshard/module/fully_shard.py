@@ -41,7 +41,7 @@ from graphshard.options.mesh_axes import (
 from graphshard.options.options import Options
 from graphshard.options.resolve import device_of, request_for
 from graphshard.options.validate import ModelContents, check_ignored, check_mesh, placements_of
-from graphshard.pipeline.observe import Recorder
+from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.dtensor import is_part, mesh_of_both
 from graphshard.utils.argument_validation import is_int

@@ -30,7 +30,7 @@ from graphshard.ir.precision import PolicySpec
 from graphshard.ir.units import UnitSpec
 from graphshard.lower.backends import Backend
 from graphshard.options.validate import check_options, level_of
-from graphshard.pipeline.observe import Level
+from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.torch_compat.operators import OpOverload
 from graphshard.utils.argument_validation import answer_of

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
-from graphshard.cost.profile import Hardware, Profile, load_profile
+from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule

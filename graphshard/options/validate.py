@@ -24,7 +24,7 @@ from graphshard.ir.precision import check_policy
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
-from graphshard.pipeline.observe import Level
+from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.unsharded_view import WholeParameter
 from graphshard.torch_compat.dtensor import ShardPlacementResult, is_replicated

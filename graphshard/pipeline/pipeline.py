@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import logging
+import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from graphshard.errors import ArgumentError, GraphshardError, PassError
-from graphshard.ir.graph import fake
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import Uneven
-from graphshard.ir.strides import restride
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -30,31 +27,29 @@ from graphshard.passes import (
     Reorder,
     ReshardAfterForward,
 )
-from graphshard.pipeline.decide import decide, same_share
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
+from graphshard.pipeline.memory_policy import decide, same_share
 from graphshard.schedule.by_unit import PlanByUnit
-from graphshard.utils.progress import check_cancelled, collector_paused
+from graphshard.utils.progress import check_cancelled
 from graphshard.utils.text import brief
-
-log = logging.getLogger(__name__)
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     InsertCollectives(),  # parameters become shards
     MixedPrecision(),  # storage dtype at the edges, so that gathers carry the compute dtype
-    ReshardAfterForward(),  # what the partitioner must recompute or save
+    ReshardAfterForward(),  # marks values that the partitioner must recompute or save
     Partition(),  # joint -> forward + backward
     DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
-    OverlapModelCollectives(),  # the model's own run beside compute that does not need them
-    CoalesceModelCollectives(),  # what of it runs at once travels together
+    OverlapModelCollectives(),  # the model's own collectives overlap compute that does not need them
+    CoalesceModelCollectives(),  # those that remain synchronous share launches
     MakePlan(),  # which collectives travel together, and when
-    Bucketing(),  # they travel together
-    Reorder(),  # they start and are waited for when the plan says
+    Bucketing(),  # merge collectives into buckets
+    Reorder(),  # start and wait for them when the plan says
 )
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes between capture and lowering, in order. Edits return a new pipeline; names must be there.
+    """The passes between capture and lowering, in order. Edits return a new pipeline; names must exist.
 
     passes = graphshard.Pipeline().insert(MyPass(), after="partition").disable("reorder")
     graphshard.compile(model, mesh, passes=passes)
@@ -67,39 +62,39 @@ class Pipeline:
             raise ArgumentError(f"passes of a pipeline must be a tuple of passes, got {brief(self.passes)}.")
         object.__setattr__(self, "passes", tuple(self.passes))
         for index, step in enumerate(self.passes):
-            self._check_new("passes", step, self.passes[:index])
+            _check_new("passes", step, self.passes[:index])
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
 
     def __str__(self) -> str:
-        """One line per pass: name, what it does, and whether it may change numerics."""
+        """One line per pass: name, first line of the docstring, and whether it may change numerics."""
         width = max(len(step.name) for step in self)
         return "\n".join(f"{step.name:{width}}  {_summary(step)}{'' if step.exact else '  [inexact]'}" for step in self)
 
     def insert(self, new: Pass, *, after: str | None = None, before: str | None = None) -> Pipeline:
-        """With another pass, after or before the one of a name.
+        """Return a pipeline with another pass, after or before the pass with a name.
 
         Raises:
-            ArgumentError: both or neither of `after` and `before` are given, no pass has the name, or `new` is no
+            ArgumentError: both or neither of `after` and `before` are given, no pass has the name, or `new` is not a
                 pass or has a name that is taken.
         """
         if (after is None) == (before is None):
             given = f"got after={brief(after)} and before={brief(before)}"
             raise ArgumentError(f"insert {_name(new)}: give either after= or before=, the name of a pass; {given}.")
-        self._check_new("new", new, self.passes)
+        _check_new("new", new, self.passes)
         index = self._index("before", before) if before is not None else self._index("after", after) + 1
         return Pipeline((*self.passes[:index], new, *self.passes[index:]))
 
     def replace(self, name: str, new: Pass) -> Pipeline:
-        """With another pass in the place of the one named; raises `ArgumentError` as `insert` does."""
+        """Return a pipeline with another pass instead of the one named; raise `ArgumentError` as `insert` does."""
         index = self._index("name", name)
-        rest = (*self.passes[:index], *self.passes[index + 1 :])
-        self._check_new("new", new, rest)
-        return Pipeline((*self.passes[:index], new, *self.passes[index + 1 :]))
+        first, rest = self.passes[:index], self.passes[index + 1 :]
+        _check_new("new", new, (*first, *rest))
+        return Pipeline((*first, new, *rest))
 
     def disable(self, *names: str) -> Pipeline:
-        """Without the passes named; raises `ArgumentError` if there is none of a name."""
+        """Return a pipeline without the passes named; raise `ArgumentError` if a name is missing."""
         gone = {self._index("names", name) for name in names}
         return Pipeline(tuple(step for i, step in enumerate(self.passes) if i not in gone))
 
@@ -111,31 +106,44 @@ class Pipeline:
             raise ArgumentError(f"{argument}: the pipeline has no pass {brief(name)}. It has {', '.join(names)}.{hint}")
         return names.index(name)
 
-    def _check_new(self, argument: str, new: Any, others: tuple[Pass, ...]) -> None:
-        if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
-            raise ArgumentError(
-                f"{argument}: {_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it "
-                "a name."
-            )
-        if new.name in {step.name for step in others}:
-            raise ArgumentError(
-                f"{argument}: the pipeline has a pass {new.name!r} already. Rename yours, or use replace()."
-            )
+
+def _check_new(argument: str, new: Any, others: tuple[Pass, ...]) -> None:
+    if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
+        raise ArgumentError(
+            f"{argument}: {_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it "
+            "a name."
+        )
+    if new.name in {step.name for step in others}:
+        raise ArgumentError(
+            f"{argument}: the pipeline has a pass {new.name!r} already. Rename yours, or use replace()."
+        )
+
+
+def _name(value: object) -> str:
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    return name[:80] if isinstance(name, str) else brief(value)
+
+
+def _summary(step: Pass) -> str:
+    """Return the first line of the docstring of the module of our pass, or else of its class."""
+    module = inspect.getmodule(type(step))
+    text = (module and module.__name__.startswith("graphshard") and module.__doc__) or type(step).__doc__ or ""
+    return text.strip().splitlines()[0] if text.strip() else ""
 
 
 @dataclass(frozen=True)
 class Partitioned:
-    """The backward graph as the partitioner left it, and the passes that follow: where another backward begins."""
+    """The backward graph after partition, and the passes that follow: the start of other backwards."""
 
     backward: Phase
     rest: tuple[Pass, ...]
     established: frozenset[str]
 
     def passes(self, used: frozenset[str], accumulate: AccumulateGradients | None) -> Iterator[Pass]:
-        """What makes the backward for these tangents of it; gradients are dropped before others are accumulated.
+        """Yield the passes of a backward for these tangents: gradients are dropped before others are accumulated.
 
-        A rank may need other tangents alone, so their backward is planned by unit: that plan depends on nothing but the
-        collectives, and is the same on every rank that ever makes it.
+        A single rank may need other tangents, so their backward is planned by unit: that plan depends on nothing but
+        the collectives, and is the same on every rank that ever makes it.
         """
         yield from (replace(step, used=used) for step in self.rest if isinstance(step, DropUnusedTangents))
         if accumulate is not None:
@@ -148,9 +156,10 @@ class Partitioned:
 
 
 def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -> Partitioned | None:
-    """Run all passes over a captured program, or those left over a partitioned one, in place.
+    """Run all passes over a captured program, or the remaining ones over a partitioned one, in place.
 
-    None if the program has no backward.
+    Returns:
+        the start of other backwards; None if the program has no backward.
     """
     partitioned, left = None, tuple(passes)
     while True:
@@ -168,10 +177,10 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
 
 
 def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], None]) -> tuple[Pass, ...]:
-    """Passes whose first one is `ActivationCheckpointing("auto")`, with what was decided in its place; see `decide`.
+    """Replace the first pass, `ActivationCheckpointing("auto")`, by the best policy, see `decide`.
 
     Args:
-        show: told what is being done.
+        show: called with a name of the step.
     """
 
     def run(steps: tuple[Pass, ...], candidate: Program) -> None:
@@ -183,44 +192,8 @@ def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], No
     return decide(passes, program, run)
 
 
-@collector_paused()
-def rerun_backward(
-    partitioned: Partitioned,
-    program: Program,
-    used: frozenset[str],
-    accumulate: AccumulateGradients | None,
-    observer: Observer,
-    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> Program:
-    """The program's backward for gradients through other outputs than were thought likely, or for microbatches.
-
-    Args:
-        strides: of tangents, where they are others than was thought likely.
-    """
-    phase = partitioned.backward.clone()
-    # Autograd adds gradients of inputs up, with what they have.
-    free = {value for value, slot in zip(phase.results, phase.outputs) if (slot.kind, slot.of) == ("grad", "input")}
-    for node, slot in phase.slot_of().items():
-        if slot.kind == "tangent" and slot.name in strides:
-            like = fake(node)
-            if not restride(node, like.new_empty_strided(like.shape, strides[slot.name]), free):
-                log.info("the gradient of output %s is copied to other strides: sums may be added otherwise", slot.name)
-    variant = replace(
-        program,
-        phases={"backward": phase},
-        plan=None,
-        history=[],
-        established=set(partitioned.established),
-        differentiated=phase.differentiated,
-    )
-    for step in partitioned.passes(used, accumulate):
-        run_pass(step, variant, observer)
-    observer.end(variant)
-    return variant
-
-
 def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> None:
-    """requires -> rewrite -> rules -> ensures; the observer verifies, records and dumps.
+    """Run requires -> rewrite -> rules -> ensures of a pass; the observer verifies and records.
 
     Raises:
         PassError: addressed to the author of the pass.
@@ -243,7 +216,7 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
         observer.after(program, step.name, rewrites, seconds, exact=step.exact)
         doing = "ensures"
         step.ensures(program)
-    except Uneven:  # of few blocks, by which nobody is wrong
+    except Uneven:  # blocks differ: the whole program is compiled instead
         raise
     except Exception as error:
         observer.failed(program, step.name, error)
@@ -251,17 +224,3 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
             raise
         where = f"{type(step).__module__}.{type(step).__qualname__}.{doing}"
         raise PassError(f"{step.name}: {where} failed with {type(error).__name__}: {error}") from error
-
-
-def _summary(step: Pass) -> str:
-    """The first line of the module that defines the pass, or of the class where that says nothing."""
-    import inspect
-
-    module = inspect.getmodule(type(step))
-    text = (module and module.__name__.startswith("graphshard") and module.__doc__) or type(step).__doc__ or ""
-    return text.strip().splitlines()[0] if text.strip() else ""
-
-
-def _name(value: object) -> str:
-    name = getattr(value, "name", None) or getattr(value, "__name__", None)
-    return name[:80] if isinstance(name, str) else brief(value)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from graphshard.cost.collectives import MODEL_KINDS
 from graphshard.cost.costs import Costs
-from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.ir.program import Program
 from graphshard.schedule.clock import Call, Wait
 from graphshard.schedule.timeline import Estimate, Step

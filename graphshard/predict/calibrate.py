@@ -21,8 +21,7 @@ from datetime import datetime, timezone
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.builtin import builtin_profiles
-from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, load_profile
+from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.predict.microbenchmarks import Chip, Links, measure_chip, measure_links
 from graphshard.utils.argument_validation import check_count, path_of, write_given

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from graphshard.codec.joint_reader import joint_program
-from graphshard.cost.multiplications import flop_of
+from graphshard.cost.flops import flop_of
 from graphshard.errors import ArgumentError
 from graphshard.frontend.capture import capture_example
 from graphshard.frontend.graph_breaks import raise_break, traced_or_break
@@ -42,7 +42,7 @@ from graphshard.options.options import Options
 from graphshard.options.resolve import capture_spec, find_axes
 from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, shape_of, simulated_mesh
 from graphshard.options.validate import ModelContents
-from graphshard.pipeline.observe import Level, Observer
+from graphshard.pipeline.instrumentation import Level, Observer
 from graphshard.predict.symbolic_cost import Inputs, symbolize
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.torch_compat.operators import pytree

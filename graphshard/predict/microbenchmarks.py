@@ -15,8 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import Link, Network
-from graphshard.cost.profile_checks import KINDS
+from graphshard.cost.profile import KINDS, Link, Network
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import SMALL
 from graphshard.runtime.gloo import all_gather_coalesced

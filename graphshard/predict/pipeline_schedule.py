@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from graphshard.cost.collectives import MODEL_KINDS
 from graphshard.cost.costs import Costs, maximum
+from graphshard.cost.flops import Scalar
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.model_collectives import MODEL_KINDS
-from graphshard.cost.multiplications import Scalar
-from graphshard.cost.samples import sampled
+from graphshard.cost.profile import sampled
 from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis

@@ -19,9 +19,9 @@ from functools import cached_property
 from torch import nn
 from torch.fx import Graph, Node
 
+from graphshard.cost.collectives import computing
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.model_collectives import computing
 from graphshard.errors import StageError
 from graphshard.ir.graph import is_communication
 from graphshard.ir.param_table import ParamTable

@@ -21,8 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from graphshard.cost.builtin import builtin_profiles
-from graphshard.cost.profile import Profile, load_profile
+from graphshard.cost.profile import Profile, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, MeshLike
 from graphshard.options.options import Options

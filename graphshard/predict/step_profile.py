@@ -12,8 +12,8 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from graphshard.cost.collectives import MODEL_KINDS
 from graphshard.cost.costs import Costs
-from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.debug.html_report import COLORS, Measured, MeasuredProgram, Span, Spread, render, report_of
 from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from graphshard.cost.costs import Costs
+from graphshard.cost.flops import is_multiplication
 from graphshard.cost.kernels import Work, operations_of, work_of
-from graphshard.cost.multiplications import is_multiplication
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.frontend.inputs import count_tokens
@@ -36,10 +36,10 @@ from graphshard.options.resolve import example_of, pipeline_of, resolve_model
 from graphshard.options.simulated_mesh import Parallelize
 from graphshard.options.validate import check_examples, check_model
 from graphshard.passes import MakePlan, OverlapModelCollectives, Pass
-from graphshard.pipeline.few import stamped
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import decided, run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
+from graphshard.pipeline.variants import stamped
 from graphshard.predict.capture_target import (
     Place,
     Subject,

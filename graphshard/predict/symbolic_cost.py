@@ -22,9 +22,9 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphshard.cost.collectives import model_collective
 from graphshard.cost.costs import Costs
-from graphshard.cost.model_collectives import model_collective
-from graphshard.cost.multiplications import sizes
+from graphshard.cost.flops import sizes
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Mesh

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph
 
+from graphshard.cost.collectives import computing
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.model_collectives import computing
 from graphshard.ir.collective_regions import Collective, Layout, last_use
 from graphshard.ir.graph import with_parts
 from graphshard.ir.param_table import ParamSpec

@@ -19,9 +19,9 @@ from typing import Literal
 
 from torch.fx import Node
 
+from graphshard.cost.collectives import ModelCollective, ModelKind, model_collective
 from graphshard.cost.costs import Costs, is_zero, maximum, slowed
-from graphshard.cost.model_collectives import ModelCollective, ModelKind, model_collective
-from graphshard.cost.multiplications import Scalar
+from graphshard.cost.flops import Scalar
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD, SETTLED, UPLOADS

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from graphshard.cost.costs import maximum
-from graphshard.cost.multiplications import Scalar
+from graphshard.cost.flops import Scalar
 
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 PIPELINE_SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)

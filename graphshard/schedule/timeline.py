@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from graphshard.cost.collectives import MODEL_KINDS
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.model_collectives import MODEL_KINDS
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
 from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, Times, Wait, events_of, run

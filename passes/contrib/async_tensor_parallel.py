@@ -32,15 +32,15 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.cost.collectives import model_collective
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.model_collectives import model_collective
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, fake
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import JOINED, SCATTERED
 from graphshard.ir.program import Program
-from graphshard.passes.base import Pass, check_before
+from graphshard.passes.base import Pass, ancestors
 
 # Products whose rows are made of the rows of one operand, and the position of that operand.
 _OPERAND: dict[Any, int] = {aten.mm.default: 0, aten.addmm.default: 1}
@@ -61,12 +61,13 @@ class AsyncTensorParallel(Pass):
     """
 
     name: ClassVar[str] = "async-tensor-parallel"
+    runs: ClassVar = "before overlap"
     exact: ClassVar[bool] = False
     costs: Costs | None = None
     pieces: tuple[int, ...] = (2, 4, 8)
 
     def requires(self, program: Program) -> None:
-        check_before(self, program, "overlap-model-collectives")
+        super().requires(program)
         if not self.pieces or not all(isinstance(count, int) and count > 1 for count in self.pieces):
             raise PassError(f"{self.name}: pieces must be numbers from 2 on, got {self.pieces!r}")
 
@@ -156,7 +157,12 @@ def _after_gather(node: Node) -> _RowProducts | None:
     whole, dim = (wholes[0], 1) if wholes else (node, 0)
     users = [(user, rows) for rows in _as_rows(whole) for user in rows.users]
     products = tuple(
-        user for user, rows in users if _is_product(user) and _rows_of(user) is rows and not _needs(user, node, rows)
+        user
+        for user, rows in users
+        if _is_product(user)
+        and _rows_of(user) is rows
+        # Nothing else of the product depends on the collective.
+        and node not in ancestors(*set(user.all_input_nodes) - {rows}, within=lambda source: source >= node)
     )
     return _RowProducts(node, whole, dim, products) if products else None
 
@@ -182,20 +188,6 @@ def _as_rows(whole: Node) -> Iterator[Node]:
     for user in whole.users:
         if user.target in _RESHAPES and fake(user).dim() == 2 and fake(user).shape[-1] == shape[-1]:
             yield user
-
-
-def _needs(node: Node, source: Node, except_through: Node) -> bool:
-    """Return whether a node depends on another one through any other input than one."""
-    left = [each for each in node.all_input_nodes if each is not except_through]
-    seen: set[Node] = set()
-    while left:
-        current = left.pop()
-        if current is source:
-            return True
-        if current > source and current not in seen:
-            seen.add(current)
-            left += current.all_input_nodes
-    return False
 
 
 def _before_reduce_scatter(node: Node) -> _RowProducts | None:

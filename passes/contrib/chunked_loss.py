@@ -31,9 +31,9 @@ from torch.fx import Node
 
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, calls_of, erase_dead, fake
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import IN_FORWARD
-from graphshard.passes.base import Pass, check_joint
+from graphshard.passes.base import Pass
 from graphshard.passes.contrib.vocabulary_loss import SUM, LossRewriter, VocabularyLoss, vocabulary_loss
 
 
@@ -46,24 +46,24 @@ class ChunkedLoss(Pass):
     """
 
     name: ClassVar[str] = "chunked-loss"
+    runs: ClassVar = "joint"
     exact: ClassVar[bool] = False
     rows: int = 1024
 
     def requires(self, program: Program) -> None:
-        check_joint(self, program)
+        super().requires(program)
         if not isinstance(self.rows, int) or self.rows < 1:
             raise PassError(f"{self.name}: rows must be a number from 1 on, got {self.rows!r}")
 
-    def rewrite(self, program: Program) -> int:
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
         count = 0
-        for phase in program.phases.values():
-            for node in calls_of(phase, aten.nll_loss_forward.default):
-                found = vocabulary_loss(node)
-                if found is not None and self._applies(found):
-                    _Chunks(found, self.rows).rewrite()
-                    count += 1
-            if count:
-                erase_dead(phase.module.graph)
+        for node in calls_of(phase, aten.nll_loss_forward.default):
+            found = vocabulary_loss(node)
+            if found is not None and self._applies(found):
+                _Chunks(found, self.rows).rewrite()
+                count += 1
+        if count:
+            erase_dead(phase.module.graph)
         return count
 
     def _applies(self, found: VocabularyLoss) -> bool:

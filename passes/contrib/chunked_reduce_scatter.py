@@ -25,9 +25,8 @@ from graphshard.ir.graph import aten, emit, erase_dead
 from graphshard.ir.operators import SCATTERED
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
-from graphshard.passes.accumulate_gradients import full_gradient
-from graphshard.passes.base import Pass, check_before, gradients_of
-from graphshard.passes.contrib.embedding_row_exchange import ARITHMETIC, until_reduced
+from graphshard.passes.accumulate_gradients import ARITHMETIC, full_gradient, until_reduced
+from graphshard.passes.base import Pass, gradients_of
 from graphshard.passes.contrib.vocab_sharded_loss import OF_PIECES
 
 
@@ -36,10 +35,8 @@ class ChunkedReduceScatter(Pass):
     """Requires: a partitioned program without a plan.  Preserves: values up to rounding."""
 
     name: ClassVar[str] = "chunked-reduce-scatter"
+    runs: ClassVar = "before overlap"
     exact: ClassVar[bool] = False
-
-    def requires(self, program: Program) -> None:
-        check_before(self, program, "overlap-model-collectives")
 
     def rewrite(self, program: Program) -> int:
         count = 0

@@ -34,19 +34,16 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.collective_regions import Collective
-from graphshard.ir.graph import WAIT, aten, emit, erase_dead, fake
+from graphshard.ir.graph import aten, emit, erase_dead, fake
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import EXCHANGED, JOINED, SCATTERED
+from graphshard.ir.operators import EXCHANGED, JOINED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
-from graphshard.passes.accumulate_gradients import full_gradient
-from graphshard.passes.base import Pass, check_before, full_parameter, gathers_of, gradients_of
+from graphshard.passes.accumulate_gradients import ARITHMETIC, full_gradient, until_reduced
+from graphshard.passes.base import Pass, full_parameter, gathers_of, gradients_of
 
 _INDEX_BYTES = 8
-# The operators between a full gradient and its reduction that change numbers; the others arrange rows for ranks.
-ARITHMETIC = frozenset({aten._to_copy.default, aten.mul.Tensor, aten.div.Tensor})
-_MOVES = frozenset({aten.constant_pad_nd.default, aten.clone.default})
 # The number of ranks on which a sum has the same bits in either order.
 _PAIR = 2
 
@@ -61,11 +58,9 @@ class EmbeddingRowExchange(Pass):
     """
 
     name: ClassVar[str] = "embedding-row-exchange"
+    runs: ClassVar = "before overlap"
     exact: ClassVar[bool] = False
     costs: Costs | None = None
-
-    def requires(self, program: Program) -> None:
-        check_before(self, program, "overlap-model-collectives")
 
     def rewrite(self, program: Program) -> int:
         costs = replace(self.costs, mesh=program.mesh) if self.costs is not None else None
@@ -220,23 +215,6 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
     for node in dict.fromkeys((wait, launch)):
         node.graph.erase_node(node)
     return True
-
-
-def until_reduced(full: Node) -> list[Node]:
-    """Return the nodes from a gradient to its sum over ranks, launch and wait the last; empty if there are other users.
-
-    Launch and wait are the same node if `chunked-reduce-scatter` reduces the gradient separately.
-    """
-    chain = [full]
-    while chain[-1].target not in (WAIT, SCATTERED):
-        if len(chain[-1].users) != 1:
-            return []
-        chain += chain[-1].users
-        if OF_A_REDUCTION not in chain[-1].meta:
-            return []
-    if chain[-1].target is SCATTERED:
-        chain.append(chain[-1])
-    return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []
 
 
 def _summed(write: _Write, rows: Node, asked: Node, table: _Table, steps: list[Node]) -> Node:

@@ -22,8 +22,8 @@ import torch
 from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import aten, emit, fake
 from graphshard.ir.param_table import ParamSpec
-from graphshard.ir.program import Program
-from graphshard.passes.base import Pass, check_before, gathers_of
+from graphshard.ir.program import Phase, Program
+from graphshard.passes.base import Pass, gathers_of
 
 _FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 4  # a float32
@@ -38,19 +38,16 @@ class Float8AllGather(Pass):
     """
 
     name: ClassVar[str] = "float8-all-gather"
+    runs: ClassVar = "before plan"
     exact: ClassVar[bool] = False
     params: tuple[str, ...] = ("*",)
 
-    def requires(self, program: Program) -> None:
-        check_before(self, program)
-
-    def rewrite(self, program: Program) -> int:
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
         count = 0
-        for phase in program.phases.values():
-            for gather, spec in gathers_of(phase, program):
-                if self._applies(spec):
-                    _quantize(gather)
-                    count += 1
+        for gather, spec in gathers_of(phase, program):
+            if self._applies(spec):
+                _quantize(gather)
+                count += 1
         return count
 
     def _applies(self, spec: ParamSpec) -> bool:

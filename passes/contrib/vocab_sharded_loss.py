@@ -43,7 +43,7 @@ from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import GATHERS, aten, calls_of, erase_dead, fake, is_backward
 from graphshard.ir.operators import BEGUN, JOINING, SETTLED
 from graphshard.ir.param_table import ParamSpec
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import IN_FORWARD
 from graphshard.passes.base import Pass, full_parameter, gathers_of
 from graphshard.passes.contrib.vocabulary_loss import LossRewriter, VocabularyLoss, same_numbers, vocabulary_loss
@@ -72,22 +72,21 @@ class VocabShardedLoss(Pass):
         if "backward" in program.phases or (sharded and not gathered):
             raise PassError(f"{self.name}: insert this pass after 'mixed-precision' and before 'partition'")
 
-    def rewrite(self, program: Program) -> int:
+    def rewrite_phase(self, phase: Phase, program: Program) -> int:
         count = 0
-        for phase in program.phases.values():
-            gathers = [(gather, spec) for gather, spec in gathers_of(phase, program) if _applies(spec)]
-            heads = {full_parameter(gather, spec): (gather, spec) for gather, spec in gathers}
-            for node in calls_of(phase, aten.nll_loss_forward.default):
-                found = vocabulary_loss(node)
-                weight = _head(found) if found is not None else None
-                if found is None or weight is None or weight not in heads or not _is_read_by_loss_alone(found, weight):
-                    continue
-                gather, spec = heads[weight]
-                is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
-                _Chunks(found, gather, spec, min(self.pieces, spec.shard_len), is_looked_up=is_looked_up).rewrite()
-                count += 1
-            if count:
-                erase_dead(phase.module.graph)
+        gathers = [(gather, spec) for gather, spec in gathers_of(phase, program) if _applies(spec)]
+        heads = {full_parameter(gather, spec): (gather, spec) for gather, spec in gathers}
+        for node in calls_of(phase, aten.nll_loss_forward.default):
+            found = vocabulary_loss(node)
+            weight = _head(found) if found is not None else None
+            if found is None or weight is None or weight not in heads or not _is_read_by_loss_alone(found, weight):
+                continue
+            gather, spec = heads[weight]
+            is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
+            _Chunks(found, gather, spec, min(self.pieces, spec.shard_len), is_looked_up=is_looked_up).rewrite()
+            count += 1
+        if count:
+            erase_dead(phase.module.graph)
         return count
 
 

@@ -27,9 +27,9 @@ from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.options.resolve import with_regather
 from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.torch_compat.operators import pytree
 from tests.helpers import PACKED, Affine, Blocks, Tied, captured

@@ -17,11 +17,10 @@ from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphshard
-from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
+from graphshard.cost.flops import Attention, Gemm, flop_of
 from graphshard.cost.kernels import Work, work_of
-from graphshard.cost.multiplications import Attention, Gemm, flop_of
-from graphshard.cost.profile import Profile, load_profile
+from graphshard.cost.profile import Profile, builtin_profiles, load_profile
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.sizes import is_size
 from tests.helpers import Blocks, captured
@@ -494,8 +493,8 @@ def broken(tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=99), "is no profile of schema 1 to 3, it says 99"),
-        (lambda d: d.pop("schema"), r"is no profile of schema 1 to 3.*Write it with `graphshard calibrate`"),
+        (lambda d: d.update(schema=99), "is not a profile of schema 3, it says 99"),
+        (lambda d: d.pop("schema"), r"is not a profile of schema 3.*Write it with `graphshard calibrate`"),
         (
             lambda d: d["sustained"].update(range=[0.9, 0.95]),
             r"sustained has the range .*with 0.* between them\.",
@@ -525,10 +524,10 @@ def broken(tmp_path, change):
         (lambda d: d["memory_bandwidth"].update(value="fast"), "memory_bandwidth must be a number"),
         (lambda d: d["memory_bandwidth"].update(value=0, range=[0, 1]), "memory_bandwidth must be positive, got 0"),
         (lambda d: d["contention"].update(value=1, range=[0, 1]), "contention must be below 1, got 1"),
-        (lambda d: d.pop("contention"), r"is no profile: 'contention' is missing\. Write it with `graphshard"),
+        (lambda d: d.pop("contention"), r"is not a profile: 'contention' is missing\. Write it with `graphshard"),
         (lambda d: d["inside"].pop("reduce"), "lacks inside.reduce"),
-        (lambda d: d.pop("vector"), "is no profile: .*vector"),
-        (lambda d: d.update(colour="red"), "is no profile: .*colour"),
+        (lambda d: d.pop("vector"), "is not a profile: .*vector"),
+        (lambda d: d.update(colour="red"), "is not a profile: .*colour"),
     ],
 )
 def test_broken_profiles(tmp_path, change, message):

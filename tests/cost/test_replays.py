@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import LAUNCHES, MOST_REGIONS, Costs, Piece, piece_of, runs_that_pay
 from graphshard.cost.profile import load_profile
-from graphshard.cost.replays import LAUNCHES, MOST_REGIONS, Piece, piece_of, runs_that_pay
 from graphshard.ir.graph import emit
 from graphshard.ir.program import Region
 

@@ -7,12 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from graphshard.cost.builtin import builtin_profiles
 from graphshard.cost.costs import Costs
+from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
-from graphshard.cost.multiplications import Gemm
-from graphshard.cost.profile import load_profile
-from graphshard.cost.samples import SAMPLES, number_at, sampled, with_numbers
+from graphshard.cost.profile import SAMPLES, builtin_profiles, load_profile, number_at, sampled, with_numbers
 from graphshard.ir.mesh import Mesh
 
 H100 = load_profile("h100")

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard import Pass, Pipeline, Program
 from graphshard.ir.program import Stage
-from graphshard.pipeline import trace
+from graphshard.pipeline import instrumentation
 from graphshard.utils.best_effort_writer import BestEffort
 from tests.helpers import Blocks, captured
 from tests.ranks import FakeWorld
@@ -123,12 +123,12 @@ def test_trace(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     """TORCH_TRACE names a directory that cannot be made."""
     program = captured(Blocks(1), BATCH)
     stage = Stage("capture", 0, 0.0, "", 1)
-    monkeypatch.setattr(trace, "_aid", BestEffort("TORCH_TRACE"))
+    monkeypatch.setattr(instrumentation, "_aid", BestEffort("TORCH_TRACE"))
     handler = trace_log.LazyTraceHandler("/dev/full/trace")
     trace_log.trace_log.addHandler(handler)
     try:
-        trace.trace_stage(program, stage)
-        trace.trace_stage(program, stage)
+        instrumentation.trace_stage(program, stage)
+        instrumentation.trace_stage(program, stage)
     finally:
         trace_log.trace_log.removeHandler(handler)
     (said,) = warnings_of(caplog)

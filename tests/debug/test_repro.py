@@ -38,7 +38,7 @@ from graphshard.passes import (
     ToDevice,
     VocabShardedLoss,
 )
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost

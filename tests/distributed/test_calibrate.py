@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import graphshard
-from graphshard.cost.profile_checks import KINDS
+from graphshard.cost.profile import KINDS
 from graphshard.predict import calibrate
 from graphshard.predict import microbenchmarks as calibrate_chip
 from graphshard.predict import microbenchmarks as calibrate_links

@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import graphshard
 from graphshard.cost.costs import Costs
-from graphshard.cost.multiplications import flop_of
+from graphshard.cost.flops import flop_of
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters, Reorder

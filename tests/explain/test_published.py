@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.published import FREE, Case, case_of, fit, left_out, machine, orders
 from benchmarks.published_steps import ROWS
+from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
-from graphshard.cost.multiplications import Gemm
 from graphshard.schedule.clock import Call, Launch, Wait
 
 LARGE = Gemm(1, 8192, 8192, 8192)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import graphshard
-from graphshard.cost.samples import sampled, with_numbers
+from graphshard.cost.profile import sampled, with_numbers
 from graphshard.options.options import Options
 from graphshard.predict.step_prediction import PERCENTILES
 from graphshard.predict.study import Study

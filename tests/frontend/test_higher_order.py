@@ -24,14 +24,14 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard.codec.stage import program_from_json, program_to_json
 from graphshard.cost.costs import Costs
-from graphshard.cost.multiplications import flop_of
+from graphshard.cost.flops import flop_of
 from graphshard.cost.profile import load_profile
 from graphshard.errors import CaptureError
 from graphshard.frontend.capture import capture
 from graphshard.ir.printer import print_program
 from graphshard.ir.subgraph import HIGHER_ORDER, is_higher_order, subgraphs_of
 from graphshard.lower.regions import outline
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from tests.distributed.twins import assert_same, fsdp2, grads_of, local, world_mesh
 from tests.ranks import FakeWorld, Ranks

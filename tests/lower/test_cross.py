@@ -32,7 +32,7 @@ from graphshard.ir.program import Program, Region
 from graphshard.lower.elf import read_cubin
 from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
 from graphshard.lower.regions import Compiled, RegionCall, lower
-from graphshard.pipeline.graph_rules import Checked
+from graphshard.pipeline.rules import Checked
 from graphshard.predict import study
 from tests.exported import rewritten
 from tests.helpers import Blocks

@@ -13,7 +13,6 @@ import graphshard
 from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Link
-from graphshard.cost.schemas import present
 from graphshard.ir.mesh import Axis
 from graphshard.predict import microbenchmarks
 from graphshard.predict import microbenchmarks as calibrate_chip
@@ -116,14 +115,6 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
     monkeypatch.setattr(microbenchmarks, "seconds_together", seconds_together)
     monkeypatch.setattr(microbenchmarks, "_SHARDS", (1024, 2048, 4096))
     assert microbenchmarks._pack_below("cpu", torch.distributed.group.WORLD) == found
-
-
-def test_a_profile_without_the_bytes_of_packing():
-    """One that was written before they were measured; a file of the first schema may say them."""
-    unsaid = {"value": 64 * 1024, "source": "not modelled: the file is of an older schema"}
-    assert present({}, 1)["pack_below"] == unsaid
-    said = {"value": 1024, "source": "measured"}
-    assert present({"pack_below": said}, 1)["pack_below"] == said
 
 
 def test_builtin_profile_of_a_cpu():

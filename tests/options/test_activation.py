@@ -25,8 +25,8 @@ from graphshard.ir.program import Program
 from graphshard.options.options import Options
 from graphshard.options.resolve import check_fit, with_activation
 from graphshard.passes import ActivationCheckpointing
+from graphshard.pipeline.instrumentation import saved_by_unit
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.pipeline.saved import saved_by_unit
 from tests.helpers import calls, captured, full_gradients, step, through
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ import graphshard
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing
+from graphshard.pipeline.instrumentation import saved_by_unit
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.pipeline.saved import saved_by_unit
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from tests.helpers import Blocks, calls, captured, full_gradients, step, through
 
 aten = torch.ops.aten

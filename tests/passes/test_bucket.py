@@ -20,9 +20,9 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, MakePlan, Reorder
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.helpers import (
     COALESCED,

@@ -19,7 +19,7 @@ from graphshard.ir.printer import print_program
 from graphshard.ir.transport import division
 from graphshard.passes import InsertCollectives
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from tests.helpers import (
     Scale,
     Tied,

@@ -13,7 +13,7 @@ from graphshard.ir.graph import fake
 from graphshard.ir.printer import print_program
 from graphshard.passes import InsertCollectives, MixedPrecision
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from tests.helpers import Scale, Tied, calls, captured, full_gradients, result, step, through
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from graphshard.ir.printer import print_program
 from graphshard.ir.program import Slot
 from graphshard.passes.partition import Partition
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.pipeline.verify import verify
+from graphshard.pipeline.rules import verify
 from graphshard.schedule.by_unit import PlanByUnit
 from tests.helpers import (
     COALESCED,

@@ -18,7 +18,7 @@ from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Program
 from graphshard.passes import RegatherInSubgroup
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, Scales, captured, through
 

@@ -16,8 +16,8 @@ from graphshard.errors import ArgumentError, InfeasibleError, PassError
 from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, KeepGathered, MakePlan
-from graphshard.pipeline.decide import Search
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
+from graphshard.pipeline.memory_policy import Search
 from graphshard.pipeline.pipeline import Pipeline, run_pass, run_pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost

@@ -15,7 +15,7 @@ from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.printer import print_communication, print_program
 from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import DEFAULT_PASSES, Pipeline, run_pass, run_pipeline
 from tests.helpers import COALESCED, Blocks, Scale, assert_gradients, calls, captured
 

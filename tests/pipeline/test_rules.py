@@ -25,13 +25,10 @@ from graphshard.lower.executor import Executor
 from graphshard.lower.executor_lines import Call, Line, Start, Take, Wait
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
-from graphshard.pipeline import graph_rules
-from graphshard.pipeline.frees import faults
-from graphshard.pipeline.graph_rules import Checked
-from graphshard.pipeline.observe import Level, Observer
+from graphshard.pipeline import rules
+from graphshard.pipeline.instrumentation import Level, Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pipeline
-from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, REMEMBERING
-from graphshard.pipeline.verify import verify, verify_lowered
+from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, Checked, verify, verify_lowered, wrong_frees
 from tests.helpers import COALESCED, PACKED, Blocks, calls, captured, copied, through
 
 BATCH = (torch.ones(3, 4),)
@@ -278,7 +275,7 @@ def test_a_corrupted_program(rule: str, corrupt: Callable[[Program], None], mess
 
 def test_what_was_right_is_not_computed_again() -> None:
     program, checked = copied(_scheduled()), Checked()
-    with mock.patch.object(graph_rules, "describe", wraps=describe) as described:
+    with mock.patch.object(rules, "describe", wraps=describe) as described:
         verify(program, "nobody", checked=checked)
         assert described.call_count > len(program.phases["forward"].module.graph.nodes)
         described.reset_mock()
@@ -288,11 +285,11 @@ def test_what_was_right_is_not_computed_again() -> None:
 
 def test_every_rule_is_tested() -> None:
     tested = {rule for rule, _, _ in CORRUPTIONS} | {"freed_at_last_use"}
-    assert tested == {rule.__name__ for rule in (*ALWAYS, *REMEMBERING, *LOWERED)} | set(ESTABLISHED)
+    assert tested == {rule.__name__ for rule in (*ALWAYS, *LOWERED)} | set(ESTABLISHED)
 
 
 def test_every_rule_says_what_it_wants() -> None:
-    for rule in (*ALWAYS, *REMEMBERING, *LOWERED, *ESTABLISHED.values()):
+    for rule in (*ALWAYS, *LOWERED, *ESTABLISHED.values()):
         assert re.fullmatch(r"[A-Z].*\.", rule.__doc__ or ""), rule
 
 
@@ -410,7 +407,7 @@ def test_the_executor_frees() -> None:
     program = _lowered()
     verify_lowered(program)
     for phase in program.phases:
-        assert not list(faults(_executor(program, phase).lines))
+        assert not list(wrong_frees(_executor(program, phase).lines))
 
 
 def _freed(lines: Sequence[Line], at: Callable[[Line], bool], frees: Callable[[Line], tuple[str, ...]]) -> list[Line]:
@@ -421,7 +418,7 @@ def _freed(lines: Sequence[Line], at: Callable[[Line], bool], frees: Callable[[L
 
 def test_a_value_that_is_never_freed() -> None:
     lines = _executor(_lowered()).lines
-    (found,) = faults(_freed(lines, lambda line: isinstance(line, Wait), lambda line: ()))
+    (found,) = wrong_frees(_freed(lines, lambda line: isinstance(line, Wait), lambda line: ()))
     gather = next(line.results[0] for line in lines if isinstance(line, Start))
     assert found == (f"{gather} is never freed", next(i for i, line in enumerate(lines) if isinstance(line, Wait)))
 
@@ -430,7 +427,7 @@ def test_a_value_that_is_freed_too_early() -> None:
     lines = _executor(_lowered()).lines
     call = next(line for line in lines if isinstance(line, Call))
     early = _freed(lines, lambda line: isinstance(line, Take), lambda line: call.frees)
-    assert (f"{call.frees[0]} is read after it was freed", lines.index(call)) in list(faults(early))
+    assert (f"{call.frees[0]} is read after it was freed", lines.index(call)) in list(wrong_frees(early))
 
 
 def test_a_value_that_is_freed_too_late() -> None:
@@ -439,7 +436,7 @@ def test_a_value_that_is_freed_too_late() -> None:
     (gathering,) = lines[index].frees
     late = _freed(lines, lambda line: isinstance(line, Wait), lambda line: ())
     late[index + 1] = replace(late[index + 1], frees=(*late[index + 1].frees, gathering))
-    assert list(faults(late)) == [(f"{gathering} outlives its last use", index)]
+    assert list(wrong_frees(late)) == [(f"{gathering} outlives its last use", index)]
 
 
 def test_wrong_frees_are_shown() -> None:

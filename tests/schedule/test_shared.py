@@ -13,7 +13,7 @@ import graphshard
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.collective_regions import Layout
 from graphshard.ir.program import Program
-from graphshard.pipeline.saved import saved_by_unit
+from graphshard.pipeline.instrumentation import saved_by_unit
 from graphshard.schedule.footprint import base_bytes
 from graphshard.schedule.memory import tensors
 from graphshard.schedule.shared import owners, saved_memory

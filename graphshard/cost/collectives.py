@@ -1,10 +1,10 @@
-"""What the model itself communicates, as costs ask of it.
+"""The model's own collectives, as costs see them.
 
 %w = reduced(%y, sum, tp)       at once, along an axis
 
 %w = reduced_together([%y, %z], sum, tp)   several by one launch
 
-%s = reducing(%y, sum, tp)      beside the compute that lies between
+%s = reducing(%y, sum, tp)      overlaps the compute in between
 %w = settled(%s)
 """
 
@@ -17,23 +17,23 @@ from typing import Literal, get_args
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs, maximum
+from graphshard.cost.flops import Scalar
 from graphshard.cost.kernels import num_bytes
-from graphshard.cost.multiplications import Scalar
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED, TOGETHER
 
 ModelKind = Literal["reduced", "joined", "scattered", "exchanged"]
 MODEL_KINDS: tuple[ModelKind, ...] = get_args(ModelKind)
 
-# What each is to `Costs.collective`.
+# The kind of each for `Costs.collective`.
 _KINDS: dict[object, tuple[ModelKind, str]] = {
     REDUCED: ("reduced", "all_reduce"),
     JOINED: ("joined", "gather"),
     SCATTERED: ("scattered", "reduce"),
     EXCHANGED: ("exchanged", "all_to_all"),
 }
-# Of what starts one, and of what carries several, the operator that runs at once.
-_DONE: dict[object, object] = {begun: done for begun_by in (BEGINS, TOGETHER) for done, begun in begun_by.items()}
+# The operator that runs at once by the one that starts it, or carries several tensors.
+_AT_ONCE: dict[object, object] = {other: at_once for others in (BEGINS, TOGETHER) for at_once, other in others.items()}
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ModelCollective:
 
     Attributes:
         kind: the operator.
-        costs_as: the kind that `Costs.collective` is asked for.
-        num_bytes: of the full tensors; of an exchange what this rank sends or receives, whichever is more.
+        costs_as: the kind for `Costs.collective`.
+        num_bytes: of the full tensors; of an all-to-all the larger of what this rank sends and receives.
         axis: its name.
-        num_tensors: that it carries.
-        at_once: compute waits until it has ended; otherwise where it is settled.
+        num_tensors: of the launch.
+        at_once: compute waits until it has ended; otherwise until it is settled.
     """
 
     kind: ModelKind
@@ -58,21 +58,21 @@ class ModelCollective:
 
     @property
     def name(self) -> str:
-        """ "reduced over tp"."""
+        """Return a name for reports, such as "reduced over tp"."""
         return f"{self.kind} over {self.axis}"
 
     def seconds(self, costs: Costs, axis: Axis) -> Scalar:
-        """That it takes."""
+        """Return its cost."""
         return costs.collective(self.costs_as, self.num_bytes, self.num_tensors, axis)
 
 
 def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) -> ModelCollective | None:
-    """What a node sends; None for one that is no collective of the model.
+    """Return the collective of a node; None if it is not a collective of the model.
 
     Args:
         size_of: bytes of a value.
     """
-    target: object = _DONE.get(node.target, node.target)
+    target: object = _AT_ONCE.get(node.target, node.target)
     if target not in _KINDS:
         return None
     kind, costs_as = _KINDS[target]
@@ -87,6 +87,6 @@ def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) 
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
-    """The operators that compute, without what the model communicates, or is copied to or from the host."""
+    """Return the operators that compute, without collectives of the model and copies from or to the host."""
     apart = {SETTLED, *COPIES}
     return [node for node in nodes if node.target not in apart and model_collective(node) is None]
