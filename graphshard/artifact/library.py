@@ -36,7 +36,7 @@ from graphshard.module.installed_programs import reason_of
 from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
-from graphshard.pipeline.graph_rules import Checked
+from graphshard.pipeline.rules import Checked
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.utils.text import brief
 

@@ -4,9 +4,9 @@
 both into seconds with a `Profile`, `collectives.py` describes the model's own collectives, and `workspace.py` predicts
 the memory that a region allocates. Profiles are JSON files in which every number has a source.
 
-* **Costs are generic over numbers, arrays and sympy expressions.** One function for each kernel and each collective
-  serves all, so no second model must be kept in step. `maximum` and `minimum` build unevaluated Max and Min: comparing
-  expressions is what makes sympy take minutes.
+* **Costs are generic over numbers, arrays and sympy expressions** (`scalars.py`). One function for each kernel and each
+  collective serves all, so no second model must be kept in step. `maximum` and `minimum` build unevaluated Max and Min:
+  comparing expressions is what makes sympy take minutes.
 * **Uncertain numbers have a range** in the profile. `profile.sampled` replaces them with arrays of samples, and a
   prediction is evaluated once for all: that costs tens of milliseconds, and needs no sensitivities.
 * **Products are computed in waves of tiles, and limited by power.** A tile takes 2 us in addition to its products on an

@@ -16,9 +16,9 @@ from typing import Literal, get_args
 
 from torch.fx import Node
 
-from graphshard.cost.costs import Costs, maximum
-from graphshard.cost.flops import Scalar
+from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
+from graphshard.cost.scalars import Scalar, maximum
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED, TOGETHER
 

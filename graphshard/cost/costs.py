@@ -16,18 +16,16 @@ one together, and it may pay to end a run before a large region.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import sympy
 from torch.fx import Node
 
-from graphshard.cost.flops import Attention, Gemm, Scalar
+from graphshard.cost.flops import Attention, Gemm
 from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.cost.profile import Link, Profile, Rate, Tile
+from graphshard.cost.scalars import Scalar, ceiling, is_zero, log2, maximum, minimum
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Region
 
@@ -86,7 +84,7 @@ class Costs:
         """Factor by which the slowest rank is slower: a fraction for every doubling of the nodes."""
         if self.mesh is None or is_zero(self.profile.straggler):
             return 1.0
-        return 1 + self.profile.straggler * _log2(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
+        return 1 + self.profile.straggler * log2(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
 
     def region(self, region: Region) -> Scalar:
         """Return the cost of one call of a region, measured or estimated."""
@@ -115,7 +113,7 @@ class Costs:
         speed = rate.attention.get(attention.kernel, rate.attention["flash"])
         reached = speed.backward if attention.backward else speed.forward
         wide = minimum(attention.dim / _WIDE_HEAD, 1) ** self.profile.head_power
-        whole = 1 + 1 / _ceiling(attention.queries / _ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
+        whole = 1 + 1 / ceiling(attention.queries / _ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
         return attention.flop * whole / (rate.peak * reached * wide)
 
     def _gemm(self, gemm: Gemm, rate: Rate) -> Scalar:
@@ -138,10 +136,10 @@ class Costs:
     def _tiled(self, gemm: Gemm, tile: Tile, parts: int, speed: Scalar) -> Scalar:
         """Tile prologue and epilogue are not overlapped, so a small inner dimension is slow."""
         profile, area = self.profile, tile.rows * tile.columns
-        tiles = gemm.batch * _ceiling(gemm.rows / tile.rows) * _ceiling(gemm.columns / tile.columns) * parts
+        tiles = gemm.batch * ceiling(gemm.rows / tile.rows) * ceiling(gemm.columns / tile.columns) * parts
         begun = profile.tile_seconds * area / (profile.tiles[0].rows * profile.tiles[0].columns)
         wave = 2 * area * (gemm.inner / parts) * profile.units / (speed * tile.fraction) + begun
-        return _ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
+        return ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
 
     def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
         """Return the cost of one launch over an axis, by the protocol that is fastest for its bytes and ranks.
@@ -177,7 +175,7 @@ class Costs:
                 yield protocol.base + near * step + far * protocol.outside + slowest / protocol.fraction
             elif protocol.algorithm == "tree" and kind == "all_reduce":
                 # Up and down: a chain in each node, a tree of nodes.
-                steps = (local - 1) * protocol.inside + _log2(nodes) * protocol.outside
+                steps = (local - 1) * protocol.inside + log2(nodes) * protocol.outside
                 moved = maximum(2 * num_bytes / link.bandwidth, 2 * num_bytes / beyond * leaves)
                 yield protocol.base + 2 * steps + moved / protocol.fraction
             elif protocol.algorithm == "nvls" and not is_zero(link.switched):  # the switch of one node
@@ -188,7 +186,7 @@ class Costs:
         """Return how many ranks of an axis share a node, and how many nodes that makes."""
         apart = self.mesh.distance(axis) if self.mesh is not None else 1
         local = minimum(axis.size, maximum(self.profile.ranks_per_node // apart, 1))
-        return local, _ceiling(axis.size / local)
+        return local, ceiling(axis.size / local)
 
     def link(self, axis: Axis) -> str:
         """Return the link of an axis, "node" or "network": collectives on the same link queue."""
@@ -222,41 +220,6 @@ class Costs:
     def clipping(self, num_bytes: Scalar) -> Scalar:
         """Return the cost of the norm of gradients of this size, and of scaling them: two reads, one write."""
         return 3 * num_bytes / self.profile.memory_bandwidth
-
-
-def maximum(*values: Scalar) -> Scalar:
-    """Return the largest; an expression or an array if one of them is."""
-    # Comparing expressions is what makes sympy slow, and is not needed.
-    if any(isinstance(v, sympy.Expr) for v in values):
-        return sympy.Max(*values, evaluate=False)
-    return functools.reduce(np.maximum, values) if any(isinstance(v, np.ndarray) for v in values) else max(values)
-
-
-def minimum(*values: Scalar) -> Scalar:
-    """Return the smallest; an expression or an array if one of them is."""
-    if any(isinstance(v, sympy.Expr) for v in values):
-        return sympy.Min(*values, evaluate=False)
-    return functools.reduce(np.minimum, values) if any(isinstance(v, np.ndarray) for v in values) else min(values)
-
-
-def slowed(seconds: Scalar, busy: Scalar, contention: float) -> Scalar:
-    """Return the time of compute that advances slower, by `contention`, for the first `busy` seconds."""
-    if is_zero(contention):
-        return seconds
-    return seconds + contention * minimum(seconds / (1 - contention), maximum(busy, 0.0))
-
-
-def _ceiling(value: Scalar) -> Scalar:
-    return sympy.ceiling(value) if isinstance(value, sympy.Expr) else math.ceil(value)
-
-
-def _log2(value: Scalar) -> Scalar:
-    return sympy.log(value, 2) if isinstance(value, sympy.Expr) else math.log2(value)
-
-
-def is_zero(value: Scalar) -> bool:
-    """Return whether a number of a profile is 0 and has no range."""
-    return isinstance(value, (int, float)) and not value
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten
 from graphshard.ir.subgraph import Subgraph, calls_in, is_higher_order, subgraphs_in
 from graphshard.torch_compat.operators import OpOverload
 from graphshard.torch_compat.symbolic_sizes import hint
 
-# A number, or an expression of symbols.
-Scalar = Any
 Shape = tuple[Scalar, ...]
 _HIGHER_ORDER = torch.ops.higher_order
 _ATTENTIONS = (_HIGHER_ORDER.flex_attention, _HIGHER_ORDER.flex_attention_backward)

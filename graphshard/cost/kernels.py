@@ -18,17 +18,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from graphshard.cost.flops import (
-    Attention,
-    Gemm,
-    Scalar,
-    dtype_of,
-    is_multiplication,
-    multiplies,
-    runs_graphs,
-    runs_of,
-    sizes,
-)
+from graphshard.cost.flops import Attention, Gemm, dtype_of, is_multiplication, multiplies, runs_graphs, runs_of, sizes
+from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
 from graphshard.ir.sizes import is_size
 

@@ -32,7 +32,7 @@ from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
 from graphshard.options.validate import check_examples
-from graphshard.pipeline.observe import Observer
+from graphshard.pipeline.instrumentation import Observer
 from graphshard.runtime.process_groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
 from graphshard.torch_compat.dtensor import process_group

@@ -29,7 +29,7 @@ from graphshard.module.program_compiler import Cache
 from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import CompileRequest
-from graphshard.pipeline.observe import Recorder
+from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.cuda_graphs import CudaGraphs, GraphArena, ModelGraphs
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.process_groups import make_groups, whole_mesh

@@ -21,7 +21,7 @@ from typing import Any
 from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
 from graphshard.module.program_guard import JointGuard, TracedGuard
-from graphshard.pipeline.trace import trace_recapture
+from graphshard.pipeline.instrumentation import trace_recapture
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.fx_code import recompiles_log
 from graphshard.torch_compat.operators import pytree

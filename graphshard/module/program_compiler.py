@@ -26,8 +26,9 @@ from graphshard.module.argument_checks import check_no_new_parameters, check_sam
 from graphshard.module.installed_programs import Installed, InstalledPrograms, Reason
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import check_activation
-from graphshard.pipeline.observe import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
+from graphshard.pipeline.instrumentation import Observer, Recorder
+from graphshard.pipeline.pipeline import Partitioned, Pipeline
+from graphshard.pipeline.variants import rerun_backward
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 from graphshard.torch_compat.autograd_state import without_dispatch_modes

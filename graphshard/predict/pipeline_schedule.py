@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs, maximum
-from graphshard.cost.flops import Scalar
+from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.profile import sampled
+from graphshard.cost.scalars import Scalar, maximum
 from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis

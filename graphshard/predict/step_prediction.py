@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from graphshard.cost.costs import Costs
-from graphshard.cost.flops import Scalar
 from graphshard.cost.profile import sampled
+from graphshard.cost.scalars import Scalar
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.predict.advice import advise, limit_of

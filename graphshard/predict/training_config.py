@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import torch
 
 from graphshard.cost.costs import Costs
-from graphshard.cost.flops import Scalar
+from graphshard.cost.scalars import Scalar
 from graphshard.errors import ArgumentError, BatchError
 from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from graphshard.options.options import OptionArguments, Options

@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from graphshard.cost.costs import Costs
-from graphshard.cost.replays import piece_of, runs_that_pay
+from graphshard.cost.costs import Costs, piece_of, runs_that_pay
 from graphshard.ir.program import Program, Region
 from graphshard.ir.sizes import is_size
 from graphshard.lower.executor import Executor

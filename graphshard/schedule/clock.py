@@ -8,7 +8,7 @@ the result of this one clock.
 
 `simulate` has a clock of its own. It runs schedules of the abstract problem, before there is a program: with items and
 positions in place of regions and waits, copies of packed buckets on the compute stream, and the memory after every
-event. Only what contention costs is common to both, and is `graphshard.cost.costs.slowed`.
+event. Only what contention costs is common to both, and is `graphshard.cost.scalars.slowed`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Literal
 from torch.fx import Node
 
 from graphshard.cost.collectives import ModelCollective, ModelKind, model_collective
-from graphshard.cost.costs import Costs, is_zero, maximum, slowed
-from graphshard.cost.flops import Scalar
+from graphshard.cost.costs import Costs
+from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD, SETTLED, UPLOADS

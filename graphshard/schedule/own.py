@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphshard.cost.costs import slowed
+from graphshard.cost.scalars import slowed
 
 
 @dataclass(frozen=True)

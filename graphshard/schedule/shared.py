@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from graphshard.cost.flops import Scalar
 from graphshard.cost.kernels import num_bytes
+from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import WAIT, base_of, is_alias
 from graphshard.ir.operators import ARRIVED, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program, Region, Slot

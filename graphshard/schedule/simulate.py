@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphshard.cost.costs import slowed
+from graphshard.cost.scalars import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.own import Clocks
 from graphshard.schedule.problem import Chain, Link, Occurrence, Placement, Problem, Schedule

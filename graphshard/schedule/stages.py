@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from graphshard.cost.costs import maximum
-from graphshard.cost.flops import Scalar
+from graphshard.cost.scalars import Scalar, maximum
 
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 PIPELINE_SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)

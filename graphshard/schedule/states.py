@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from graphshard.cost.costs import slowed
+from graphshard.cost.scalars import slowed
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.own import pass_own
 from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link, Occurrence, Placement
