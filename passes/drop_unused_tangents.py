@@ -62,7 +62,9 @@ class DropUnusedTangents(Pass):
         if phase is None:
             return 0
         tangents = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
-        used = _likely_used(tangents) if self.used is None else self.used
+        # Scalar outputs are likely losses; a model without one is differentiated through every output.
+        scalars = frozenset(name for node, name in tangents.items() if fake(node).dim() == 0)
+        used = (scalars or frozenset(tangents.values())) if self.used is None else self.used
         unused = {node for node, name in tangents.items() if name not in used}
         if unused:
             if used:
@@ -76,12 +78,6 @@ class DropUnusedTangents(Pass):
             _erase(phase, unused)
             program.differentiated = phase.differentiated
         return len(unused)
-
-
-def _likely_used(tangents: dict[Node, str]) -> frozenset[str]:
-    """Guess: scalar outputs are losses; a model without one is differentiated through every output."""
-    scalars = frozenset(name for node, name in tangents.items() if fake(node).dim() == 0)
-    return scalars or frozenset(tangents.values())
 
 
 def _propagate(phase: Phase, zeros: set[Node]) -> None:

@@ -56,8 +56,15 @@ class InsertCollectives(Pass):
                 raise PassError(f"{self.name}: the graph already has collectives; run this pass once, first")
 
     def rewrite_phase(self, phase: Phase, program: Program) -> int:
+        def reduced(grad: Node, name: str) -> Node:
+            spec = program.params[name]
+            return reduce(phase.module.graph, grad, spec, reduced_over(spec, program))
+
         count = 0
-        phase.inputs = tuple(_as_held(slot, program) for slot in phase.inputs)
+        held = {spec.name for spec in program.params if spec.held}  # gathered by the user
+        phase.inputs = tuple(
+            Slot("gathered", slot.name) if slot.kind == "param" and slot.name in held else slot for slot in phase.inputs
+        )
         for node, slot in phase.slot_of().items():
             if slot.kind == "param" and program.params[slot.name].num_shards > 1:
                 spec = program.params[slot.name]
@@ -66,21 +73,8 @@ class InsertCollectives(Pass):
         joins = calls_of(phase, JOIN)
         for join in joins:
             _replace_join(join, program)
-        count += len(joins) + _reduce_gradients(phase, program)
+        count += len(joins) + rewrite_gradients(phase, reduced)
         return count
-
-
-def _as_held(slot: Slot, program: Program) -> Slot:
-    """Return the slot of a parameter that the user has gathered."""
-    return Slot("gathered", slot.name) if slot.kind == "param" and program.params[slot.name].held else slot
-
-
-def _reduce_gradients(phase: Phase, program: Program) -> int:
-    def reduced(grad: Node, name: str) -> Node:
-        spec = program.params[name]
-        return reduce(phase.module.graph, grad, spec, reduced_over(spec, program))
-
-    return rewrite_gradients(phase, reduced)
 
 
 # Inserts a call.

@@ -60,10 +60,14 @@ class OverlapModelCollectives(Pass):
 
 def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterable[Node]) -> Iterator[Node]:
     """Yield compute in its new order, each collective as soon as its input is computed."""
-    counted = set(compute)
+    counted, ends = set(compute), set(launches)
     late: list[Node] = []  # nodes of the segment before that the next collective overlaps
     before: Node | None = None
-    for segment, launch in _segments(nodes, launches):
+    segment: list[Node] = []
+    for launch in (*nodes, None):
+        if launch is not None and launch not in ends:
+            segment.append(launch)
+            continue
         needs = _descendants(before, segment)
         wanted = _ancestors(launch, segment) if launch is not None else set(segment)
         free = [node for node in segment if node not in needs]
@@ -74,20 +78,7 @@ def _reordered(nodes: Sequence[Node], launches: Sequence[Node], compute: Iterabl
         if launch is not None:
             yield launch
         late = [node for node in segment if node in needs and node not in wanted]
-        before = launch
-
-
-def _segments(nodes: Sequence[Node], launches: Sequence[Node]) -> Iterator[tuple[list[Node], Node | None]]:
-    """Yield the nodes before each of the model's collectives with it, and the nodes after the last."""
-    ends = set(launches)
-    segment: list[Node] = []
-    for node in nodes:
-        if node in ends:
-            yield segment, node
-            segment = []
-        else:
-            segment.append(node)
-    yield segment, None
+        before, segment = launch, []
 
 
 def _descendants(source: Node | None, segment: Sequence[Node]) -> set[Node]:

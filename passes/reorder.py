@@ -39,17 +39,15 @@ class Reorder(Pass):
 
     def rewrite(self, program: Program) -> int:
         assert program.plan is not None
-        return sum(_reorder(phase, name, program.plan) for name, phase in program.phases.items())
-
-
-def _reorder(phase: Phase, phase_name: str, plan: Plan) -> int:
-    old = [n for n in phase.module.graph.nodes if n.op == "call_function"]
-    new = _schedule(phase, phase_name, plan)
-    _check(old, new, phase_name)
-    if old == new:
-        return 0
-    arrange(phase, new)
-    return sum(a is not b for a, b in zip(old, new))
+        moved = 0
+        for name, phase in program.phases.items():
+            old = [n for n in phase.module.graph.nodes if n.op == "call_function"]
+            new = _schedule(phase, name, program.plan)
+            _check(old, new, name)
+            if old != new:
+                arrange(phase, new)
+                moved += sum(a is not b for a, b in zip(old, new))
+        return moved
 
 
 def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:

@@ -116,17 +116,13 @@ class _RowProducts:
     @property
     def length(self) -> int:
         """Return the size of `dim` on one rank."""
-        return int(fake(self.source if self.is_gather else self.collective).shape[self.dim])
+        own = self.collective.all_input_nodes[0] if self.is_gather else self.collective
+        return int(fake(own).shape[self.dim])
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks along the axis."""
         return int(fake(self.whole).shape[self.dim]) // self.length
-
-    @property
-    def source(self) -> Node:
-        """Return the tensor that this rank sends."""
-        return self.collective.all_input_nodes[0]
 
 
 def _row_products(node: Node) -> _RowProducts | None:
@@ -267,7 +263,7 @@ def _cut_gather(found: _RowProducts, count: int) -> None:
     made: dict[Node, list[Node]] = {product: [] for product in found.products}
     with collective.graph.inserting_before(collective):
         for index in range(count):
-            shard = write(aten.slice.Tensor, found.source, found.dim, index * size, (index + 1) * size)
+            shard = write(aten.slice.Tensor, collective.all_input_nodes[0], found.dim, index * size, (index + 1) * size)
             part = write(JOINED, _contiguous(write, shard), *collective.args[1:])
             part.meta[_CHUNK] = True
             parts.append(part)
@@ -301,7 +297,7 @@ def _cut_reduce_scatter(found: _RowProducts, count: int) -> None:
     *around, _ = fake(found.whole).shape
     width = fake(rows).shape[-1]
     by_rank = [*around[: found.dim], found.ranks, count, size, *around[found.dim + 1 :], width]
-    sent = list(fake(found.source).shape)
+    sent = list(fake(collective.all_input_nodes[0]).shape)
     sent[found.dim] = size * (1 if found.dim else found.ranks)
     chunks = []
     with collective.graph.inserting_before(collective):
