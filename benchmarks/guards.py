@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.module.argument_checks import Modes
+from graphshard.module.argument_checks import ModuleTree
 from graphshard.module.compiled_module import CompiledModule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -50,7 +50,7 @@ def main() -> None:
         tracer = model._graphshard.tracer
         looks = {
             "guards": lambda: installed.guard.change(scope),  # noqa: B023 - called at once
-            "modes": Modes(model).now,
+            "modes": ModuleTree(model).modes,
             "signature": lambda: hash(tracer.signature(model)),  # noqa: B023 - called at once
         }
         times = (f"{name} {_microseconds(look, options.looks):.0f} us" for name, look in looks.items())

@@ -83,7 +83,7 @@ def read_manifest(directory: Path) -> tuple[float, Files]:
         manifest = read(json.loads(read_file(directory / _MANIFEST, _MAX_BYTES)), Manifest)
         odd = [name for name in manifest.files if not _NAME.fullmatch(name) or name in (".", "..", _MANIFEST)]
         if odd or not math.isfinite(manifest.time):
-            raise ArgumentError(f"{brief(odd[0])} is no name of a file" if odd else f"time is {manifest.time}")
+            raise ArgumentError(f"{brief(odd[0])} is not a file name" if odd else f"time is {manifest.time}")
     except (ValueError, RecursionError) as error:
         why = visible(str(error), lines=False)[:300]
         raise CheckpointError(

@@ -102,7 +102,7 @@ def load_index(file: IO[bytes]) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # of pickle, for odd instructions
-        raise CheckpointError(f"{INDEX} is no index: {type(error).__name__}: {brief(str(error))}") from error
+        raise CheckpointError(f"{INDEX} is not an index: {type(error).__name__}: {brief(str(error))}") from error
     return index
 
 
@@ -146,7 +146,7 @@ def _member_of(kind: Any, name: Any) -> Any:
 def _check_index(index: Any) -> None:
     """Raise CheckpointError unless it is an index that points into its directory."""
     if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
-        raise CheckpointError(f"{INDEX} is {brief(index)} and no index; it is not loaded")
+        raise CheckpointError(f"{INDEX} is {brief(index)} and not an index; it is not loaded")
     stored, planned = index.storage_data or {}, index.planner_data or {}
     if not isinstance(stored, dict) or not isinstance(planned, dict):
         raise CheckpointError(f"{INDEX} does not say where values are; it is not loaded")
@@ -156,7 +156,7 @@ def _check_index(index: Any) -> None:
     for key, place in stored.items():
         found = isinstance(key, MetadataIndex) and isinstance(place, StorageInfo)
         if not found or not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
-            raise CheckpointError(f"{INDEX} has {brief(key)} at {brief(place)}, which is no file; it is not loaded")
+            raise CheckpointError(f"{INDEX} has {brief(key)} at {brief(place)}, which is not a file; it is not loaded")
         if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
             raise CheckpointError(f"{INDEX} has a value at {brief(place.offset)}; it is not loaded")
     for key, path in planned.items():

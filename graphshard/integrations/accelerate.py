@@ -33,8 +33,8 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             if strange:
                 raise ArgumentError(
                     f"optimizer: group {number} of {type(optimizer).__name__} holds a tensor of shape "
-                    f"{list(strange[0])} that is no parameter of {type(model).__name__}. Make the optimizer from the "
-                    "parameters that the model has now."
+                    f"{list(strange[0])} that is not a parameter of {type(model).__name__}. Make the optimizer from "
+                    "the parameters that the model has now."
                 )
         if any(optimizer.state.values()):
             raise ArgumentError(

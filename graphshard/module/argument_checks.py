@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,17 +18,21 @@ from graphshard.utils.text import users_class
 _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 
 
-class Modes:
-    """Training modes of a module and its submodules; the tree is walked again only if it has changed."""
+class ModuleTree:
+    """Submodules of a module and their training modes, walked again only if the tree has changed."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self._walk()
 
-    def now(self) -> tuple[bool, ...]:
-        """Return the modes in the order of `modules()`."""
+    def changed(self) -> bool:
+        """Return whether a submodule was exchanged, added or removed since the last walk."""
         # Each of these dicts belongs to a module that is still there: an exchanged one is noticed at its parent.
-        if any(self._empty) or any(tuple(now.values()) != children for now, children in self._children):
+        return any(self._empty) or any(tuple(now.values()) != children for now, children in self._children)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Return the training modes as they are now, in the order of `modules()`."""
+        if self.changed():
             self._walk()
         return tuple(map(_training, self._attributes))
 
@@ -48,28 +51,6 @@ class _ClassAttributes(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-class SubmoduleCheck:
-    """Check in each call that a module's submodules are those that were there before."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._walk()
-
-    def check(self, params: Sequence[ParamRef], table: ParamTable) -> None:
-        """Raise ParameterError if a module that has parameters was exchanged, added or removed."""
-        if self._now() != self._held:
-            check_same_modules(self.module, params)
-            check_no_new_parameters(self.module, table)
-            self._walk()
-
-    def _walk(self) -> None:
-        self._children = [part._modules for part in self.module.modules() if part._modules]
-        self._held = self._now()
-
-    def _now(self) -> list[nn.Module | None]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._children)))
 
 
 def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:

@@ -217,7 +217,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         for module in modules:
             if not isinstance(module, GraphshardFSDPModule) or module._graphshard_unit.runner is not unit.runner:
                 raise ArgumentError(
-                    f"{name}: modules: {brief(module)} is no unit of the model that {unit.path or 'this'} is of. "
+                    f"{name}: modules: {brief(module)} is not a unit of the model that {unit.path or 'this'} is of. "
                     f"Units are {', '.join(unit.runner.tracer.spec.units) or 'named with units='}."
                 )
         names = dict.fromkeys(module._graphshard_unit.name for module in modules)

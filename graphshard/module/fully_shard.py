@@ -267,7 +267,7 @@ def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], me
             if theirs is not None:
                 raise UnsupportedError(
                     f"mesh: parameters of {part.label} are on {runner.mesh} and on {theirs.data}, and the whole is to "
-                    f"be over {mesh}. One mesh besides that of the whole is supported."
+                    f"be over {mesh}. One other mesh is supported."
                 )
             if runner.tracer.spec.mesh.regather is not None:
                 raise UnsupportedError(
@@ -281,7 +281,7 @@ def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], me
         if own is not None and (own.data, own.axis) != (theirs.data, theirs.axis):
             raise UnsupportedError(
                 f"mesh: {part.label} was sharded over {theirs.data}, others over {own.data}, and the whole is to be "
-                f"over {mesh}. One mesh besides that of the whole is supported."
+                f"over {mesh}. One other mesh is supported."
             )
         own = own or ExpertMeshes(theirs.data, theirs.axis)
     return own

@@ -72,7 +72,7 @@ class EqualProgram(Exception):
         self.installed, self.traced = installed, traced
 
 
-class Search(Protocol):
+class ProgramSearch(Protocol):
     """Search for a program that an earlier launch may have kept."""
 
     def find(self) -> CachedProgram | None:
@@ -87,7 +87,7 @@ class Cache(Protocol):
 
     def search(
         self, maker: Any, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor], program: Program
-    ) -> Search | None:
+    ) -> ProgramSearch | None:
         """Return the search for a traced program, before passes; None if it cannot be kept."""
 
 
@@ -184,7 +184,7 @@ class ProgramCompiler:
         self.executables.log_capture(tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             recorder = self.recorder(f"{tracer.label}-{number}")
-            search: Search | None = None
+            search: ProgramSearch | None = None
             digest = ""
 
             def find(traced: Program) -> None:

@@ -23,9 +23,10 @@ from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.lower.regions import drop_regions
 from graphshard.module.argument_checks import (
-    SubmoduleCheck,
     check_materialized,
+    check_no_new_parameters,
     check_not_transformed,
+    check_same_modules,
     check_still_trained,
 )
 from graphshard.module.installed_programs import Installed, InstalledPrograms
@@ -77,7 +78,6 @@ class Runner(ProgramCompiler):
     entries: dict[str, Runner] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
     materialized: bool = False
-    submodules: SubmoduleCheck | None = None
     accumulation: Accumulation = field(default_factory=Accumulation)
     reshard_chosen: set[str] = field(default_factory=set)
     prefetched: dict[tuple[Direction, str], tuple[str, ...]] = field(default_factory=dict)
@@ -98,10 +98,10 @@ class Runner(ProgramCompiler):
         tracer = self.tracer
         if not tracer.name:  # the model's own runner does it for its entries
             self._follow_unsharded(tracer)
-        if self.submodules is None or self.submodules.module is not module:
-            self.submodules = SubmoduleCheck(module)
         params = [ref.checked() for ref in tracer.params]
-        self.submodules.check(tracer.params, tracer.spec.params)
+        if tracer.tree(module).changed():
+            check_same_modules(module, tracer.params)
+            check_no_new_parameters(module, tracer.spec.params)
         for alias in self.aliases:
             alias.check()
         return self._run(module, args, kwargs, params)
@@ -253,7 +253,6 @@ class Runner(ProgramCompiler):
             executables=InstalledPrograms(),
             entries={},
             materialized=False,
-            submodules=None,
             agreement=self.agreement.anew(),
             _partitioned={},
             _of_file={},

@@ -45,7 +45,7 @@ from graphshard.ir.stamp import backward_of_all, stamp
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall, outline
-from graphshard.module.argument_checks import Modes
+from graphshard.module.argument_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer
@@ -103,7 +103,7 @@ class Tracer:
     mesh: DeviceMesh | None = None
     class_of: ClassOf = lambda _, __, module: type(module)
     traced: TracedFunction = field(default_factory=lambda: TracedFunction("forward"), init=False, repr=False)
-    _modes: Modes | None = field(default=None, init=False, repr=False)
+    _tree: ModuleTree | None = field(default=None, init=False, repr=False)
     # With the parameters that they were made for.
     _settings: tuple[tuple[ParamRef, ...], tuple[Settings, ...]] | None = field(default=None, init=False, repr=False)
     _every_block: bool = field(default=False, init=False, repr=False)
@@ -316,6 +316,12 @@ class Tracer:
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
+    def tree(self, module: nn.Module) -> ModuleTree:
+        """Return the submodules of a module, which is the same in each call."""
+        if self._tree is None or self._tree.root is not module:
+            self._tree = ModuleTree(module)
+        return self._tree
+
     def signature(
         self,
         module: nn.Module,
@@ -330,15 +336,13 @@ class Tracer:
             params: the parameters as they are now, if they are at hand: finding one takes longer than reading it.
         """
         device_type = self.spec.device.type
-        if self._modes is None or self._modes.root is not module:
-            self._modes = Modes(module)
         params = [ref.param for ref in self.params] if params is None else params
         if self._settings is None or self._settings[0] is not self.params:
             self._settings = self.params, tuple(ref.row.settings for ref in self.params)
         return Signature(
             structure=structure,
             inputs=tuple(leaf_key(leaf) for leaf in leaves),
-            training=self._modes.now(),
+            training=self.tree(module).modes(),
             grad=torch.is_grad_enabled(),
             autocast=torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             params=tuple((param.requires_grad, param.dtype) for param in params),

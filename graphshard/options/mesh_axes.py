@@ -294,7 +294,7 @@ def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
         joined_mesh(data, tensor)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"parameter {name} is distributed over {tensor}, which is no other axis of the mesh that {data} is of "
+            f"parameter {name} is distributed over {tensor}, which is not another axis of the mesh that {data} is of "
             f"({error}). Take both from one mesh: mesh['dp'] and mesh['tp']."
         ) from error
 
@@ -382,7 +382,7 @@ def find_experts(
         except (RuntimeError, KeyError):
             raise UnsupportedError(
                 f"parameter {name} is sharded over {other} and distributed over {axes[name]}, and {first} over {mesh} "
-                f"and {axes[first]}. One mesh besides that of the others is supported."
+                f"and {axes[first]}. One other mesh is supported."
             ) from None
     meshes = ExpertMeshes(mesh, axis, frozenset(found))
     check_meshes(meshes, data, first)
@@ -427,14 +427,14 @@ def check_meshes(meshes: ExpertMeshes, data: DeviceMesh, name: str) -> None:
         whole = meshes.whole
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"parameter {name} is sharded over {meshes.data} and distributed over {meshes.axis}, which are no axes of "
+            f"parameter {name} is sharded over {meshes.data} and distributed over {meshes.axis}, which are not axes of "
             f"one mesh ({error}). Take both from one."
         ) from error
     for axis in set(_names(whole)).intersection(_names(data)):
         if _ranks(whole, axis) != _ranks(data, axis):
             raise ArgumentError(
                 f"parameter {name}: {whole} and {data} each have an axis {axis!r}, along which this rank has others. "
-                "Give axes names of their own, with mesh_dim_names."
+                "Give each axis another name, with mesh_dim_names."
             )
 
 

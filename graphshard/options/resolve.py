@@ -359,7 +359,7 @@ def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, o
                 "no hardware profile of this device is known: measure one with `graphshard calibrate` and pass it as "
                 "hardware="
                 if costs is None
-                else "passes has a planner of its own: give the limit to that"
+                else "passes has a planner: give it the limit"
             )
             raise ArgumentError(f"memory_limit={options.memory_limit} cannot be kept, as {why}.")
         return pipeline

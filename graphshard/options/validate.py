@@ -139,7 +139,7 @@ def _check_dynamic_shapes(value: Any) -> None:
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, (int, type(None), Dim, type(Dim.AUTO))):
             raise ArgumentError(
-                f"dynamic_shapes: {brief(leaf)} is no dimension. Give None, an int, a torch.export.Dim, Dim.AUTO, "
+                f"dynamic_shapes: {brief(leaf)} is not a dimension. Give None, an int, a torch.export.Dim, Dim.AUTO, "
                 "Dim.STATIC or Dim.DYNAMIC."
             )
 
@@ -348,7 +348,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]
         yield f"{cls.__name__} is a part of a compiled model. Compile the root module, once."
     if "forward" in model.__dict__:
         yield (
-            f"{cls.__name__} has a forward of its own as an attribute, which hides that of its class. Compile the "
+            f"{cls.__name__} has a forward as an attribute, which hides its class's forward. Compile the "
             "model before whatever replaced its forward is applied, or subclass it."
         )
 
@@ -364,7 +364,7 @@ def check_ignored(contents: ModelContents, ignored: Iterable[nn.Parameter] | Non
         if id(item) not in known:
             what = f"a tensor of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else brief(item)
             raise ArgumentError(
-                f"ignored_params holds {what}, which is no parameter of {type(contents.model).__name__}. Pass the "
+                f"ignored_params holds {what}, which is not a parameter of {type(contents.model).__name__}. Pass the "
                 "objects in model.parameters(), before any conversion."
             )
     return frozenset(found)

@@ -180,7 +180,7 @@ def test_an_index_that_points_outside_is_refused(model: torch.nn.Module, tmp_pat
         for info in index.storage_data.values():
             info.relative_path = path
         (tmp_path / INDEX).write_bytes(pickle.dumps(index))
-        with pytest.raises(CheckpointError, match="which is no file"):
+        with pytest.raises(CheckpointError, match="which is not a file"):
             SafeReader(tmp_path)
 
 

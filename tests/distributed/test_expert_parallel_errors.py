@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
         UnsupportedError,
         r"^parameter extra of shape \[1, 4\] is dealt out along dim 0 to 2 ranks, and some of them get nothing\. Use",
     ),
-    "several meshes": (_several, UnsupportedError, r"One mesh besides that of the others is supported\.$"),
+    "several meshes": (_several, UnsupportedError, r"One other mesh is supported\.$"),
     "wrong mesh info": (
         _replicas_by_placement,
         ArgumentError,
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
     "units on three meshes": (
         _three_meshes,
         UnsupportedError,
-        r"^mesh: head was sharded over .*, others over .* One mesh besides that of the whole is supported\.$",
+        r"^mesh: head was sharded over .*, others over .* One other mesh is supported\.$",
     ),
     "a group for reductions": (
         _reduced_apart,

@@ -231,7 +231,9 @@ def test_data_axes_of_another_mesh(fake_world: FakeWorld) -> None:
     """Which `fully_shard` is given alone: the two must be parts of one mesh."""
     fake_world(4)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "b"))["b"]
-    message = r"^parameter layers\.0\.up\.weight is distributed over .*, which is no other axis of the mesh that .*Take"
+    message = (
+        r"^parameter layers\.0\.up\.weight is distributed over .*, which is not another axis of the mesh that .*Take"
+    )
     with pytest.raises(ArgumentError, match=message):
         graphshard.fully_shard(mlps(_mesh("dp", "tp")["tp"]), mesh=other)
 

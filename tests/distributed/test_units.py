@@ -233,7 +233,7 @@ ERRORS: dict[str, Callable[[Any], None]] = {
     r"set_modules_to_forward_prefetch: modules must be a list of units, got a Linear": (
         lambda m: m.set_modules_to_forward_prefetch(m.layers[0])
     ),
-    r"set_modules_to_backward_prefetch: modules: a Linear is no unit of the model that layers\.0 is of\. Units are l": (
+    r"set_modules_to_backward_prefetch: modules: a Linear is not a unit of the model that layers\.0 is of\. Units": (
         lambda m: m.layers[0].set_modules_to_backward_prefetch([nn.Linear(1, 1)])
     ),
     r"reset_iter_state: layers\.0 is a unit\. Call it on the model": lambda m: m.layers[0].reset_iter_state(),

@@ -59,7 +59,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         (
             Net,
             given(ignored_params=["stem.weight"]),
-            "ignored_params holds 'stem.weight', which is no parameter of Net",
+            "ignored_params holds 'stem.weight', which is not a parameter of Net",
         ),
         (Net, given(ignored_params=[nn.Parameter(torch.ones(2))]), r"holds a tensor of shape \[2\], which is no param"),
         (Net, lambda m: {"ignored_params": m.stem.weight}, "must be a set of the model's parameters, got a Parameter"),

@@ -116,7 +116,7 @@ def _refused(rank: int, world_size: int) -> None:
     optimizer.step()
     refused("Adam has state of whole parameters already")
     optimizer = _groups(Narrow())
-    refused(r"group 0 of Adam holds a tensor of shape \[4, 4\] that is no parameter of Narrow")
+    refused(r"group 0 of Adam holds a tensor of shape \[4, 4\] that is not a parameter of Narrow")
     with launched(), pytest.raises(graphshard.ArgumentError, match="Did you mean 'backend'"):
         use_graphshard(_accelerator(), backends="eager")
     with launched(), pytest.raises(graphshard.ArgumentError, match="there are several models"):

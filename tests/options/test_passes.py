@@ -98,7 +98,7 @@ def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
 def test_the_passes_own_planner_stays() -> None:
     pipeline = Pipeline().replace("plan", MakePlan(PlanByUnit()))
     assert with_planner(pipeline, COSTS, Options()) is pipeline
-    with pytest.raises(ArgumentError, match="memory_limit=5 cannot be kept, as passes has a planner of its own"):
+    with pytest.raises(ArgumentError, match="memory_limit=5 cannot be kept, as passes has a planner"):
         with_planner(pipeline, COSTS, Options(memory_limit=5))
     with pytest.raises(ArgumentError, match="no hardware profile of this device is known: measure one"):
         with_planner(Pipeline(), None, Options(memory_limit=5))
