@@ -61,7 +61,11 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
             given(ignored_params=["stem.weight"]),
             "ignored_params holds 'stem.weight', which is not a parameter of Net",
         ),
-        (Net, given(ignored_params=[nn.Parameter(torch.ones(2))]), r"holds a tensor of shape \[2\], which is no param"),
+        (
+            Net,
+            given(ignored_params=[nn.Parameter(torch.ones(2))]),
+            r"holds a tensor of shape \[2\], which is not a param",
+        ),
         (Net, lambda m: {"ignored_params": m.stem.weight}, "must be a set of the model's parameters, got a Parameter"),
         (Net, given(units=[3]), "units: 3 is neither a name pattern, nor a function"),
         (Net, given(units=[lambda name, module: False]), "units: <lambda> chooses no submodule of Net"),
