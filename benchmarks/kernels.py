@@ -37,12 +37,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from benchmarks.tiny_models import batch_of, tiny_model
 from examples.llama import Llama, LlamaConfig
-from graphshard.artifact.members import read_artifact
 from graphshard.ir.gpus import CAPABILITIES, Capability
 from graphshard.ir.program import Region
 from graphshard.lower import cross_internals
 from graphshard.lower.cross_internals import compile_for
 from graphshard.lower.kernels import GpuCode, dotted
+from graphshard.store.artifact_file import read_artifact
 
 # A model, and the arguments of a call of it.
 Given = tuple[nn.Module, dict[str, Any]]
@@ -106,7 +106,7 @@ def measured(name: str, dtype: str) -> list[dict[str, Any]]:
             capability=CAPABILITIES,
             mp_policy=POLICIES[dtype],
         )
-        regions = read_artifact(path).facts["regions"]
+        regions = read_artifact(path).manifest.regions
     given = {"model": name, "dtype": dtype}
     return [
         {**given, "capability": dotted(each), "seconds": round(seconds[each], 1), **taken(regions, each)}
@@ -122,16 +122,16 @@ def _cpu_seconds() -> float:
 
 def taken(regions: Mapping[str, Any], capability: Capability) -> dict[str, Any]:
     """What the regions of a file come to on one kind of GPU, by its manifest."""
-    kernels = [kernel for row in regions.values() for kernel in row["gpus"].get(dotted(capability), [])]
-    why = Counter(row["why"] for row in regions.values() if row["code"] != "gpu")
+    kernels = [kernel for row in regions.values() for kernel in row.gpus.get(dotted(capability), [])]
+    why = Counter(row.why for row in regions.values() if row.code != "gpu")
     return {
         "regions": len(regions),
-        "compiled": sum(row["code"] == "gpu" for row in regions.values()),
+        "compiled": sum(row.code == "gpu" for row in regions.values()),
         "kernels": len(kernels),
-        "registers": max((kernel["registers"] for kernel in kernels), default=0),
-        "spills": max((kernel["spills"] for kernel in kernels), default=0),
-        "spilling": sum(kernel["spills"] > 0 for kernel in kernels),
-        "shared": max((kernel["shared"] for kernel in kernels), default=0),
+        "registers": max((kernel.registers for kernel in kernels), default=0),
+        "spills": max((kernel.spills for kernel in kernels), default=0),
+        "spilling": sum(kernel.spills > 0 for kernel in kernels),
+        "shared": max((kernel.shared for kernel in kernels), default=0),
         "why": dict(why),
     }
 

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphshard.aot.export import Call, export
+    from graphshard.aot.load import load
     from graphshard.api import compile, fully_shard, programs, register_forward_method
-    from graphshard.artifact.export import Call, export
-    from graphshard.artifact.load import load
     from graphshard.checkpoint.initialize import unsharded_init
     from graphshard.checkpoint.manifest import latest_checkpoint
     from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint
@@ -120,8 +120,8 @@ __all__ = [
 # Where a public name is defined; what type checkers read is above.
 _HOMES = {
     "api": ("compile", "fully_shard", "programs", "register_forward_method"),
-    "artifact.export": ("Call", "export"),
-    "artifact.load": ("load",),
+    "aot.export": ("Call", "export"),
+    "aot.load": ("load",),
     "checkpoint.initialize": ("unsharded_init",),
     "checkpoint.manifest": ("latest_checkpoint",),
     "checkpoint.save_load": ("async_save_checkpoint", "load_checkpoint", "save_checkpoint"),

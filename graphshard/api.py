@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import Unpack
 
-from graphshard.artifact.load import artifact_path, library_for
-from graphshard.cache.kept import cache_at
+from graphshard.aot.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import flat_call
@@ -43,6 +42,7 @@ from graphshard.options.options import (
 )
 from graphshard.options.resolve import resolve
 from graphshard.options.validate import check_examples, check_model, default_mesh
+from graphshard.store.program_cache import cache_at
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.text import brief, users_class

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.artifact.archive import Archive, read_archive, write_archive
+from graphshard.ir.archive import read_archive, write_archive
 
 TOKENS, WIDTH = 10, 6
 LAYER = "layers.1"
@@ -130,7 +130,7 @@ def nothing_is_compiled() -> Iterator[None]:
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:
     """A copy of a file with other facts or members, and the checksums that belong to them."""
     archive = read_archive(path)
-    facts = json.loads(json.dumps({k: v for k, v in archive.facts.items() if k not in ("format", "members")}))
+    facts = json.loads(json.dumps(archive.facts))
     members = dict(archive.members)
     change(facts, members)
     copy = path.with_name(f"changed-{path.name}")
@@ -145,11 +145,6 @@ def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) 
         for name, data in members.items():
             archive.writestr(zipfile.ZipInfo(name), data, compression)
     return buffer.getvalue()
-
-
-def contents(archive: Archive) -> dict[str, bytes]:
-    """All members of a file, as a zip that is written by hand needs them."""
-    return {"manifest.json": json.dumps(archive.facts).encode(), **archive.members}
 
 
 if __name__ == "__main__":  # another process than those that load

@@ -29,8 +29,8 @@ FLOORS = (
     ("module",),
     ("debug",),
     ("predict",),
-    ("artifact",),
-    ("cache",),
+    ("store",),
+    ("aot",),
     ("api", "cli"),
     ("__init__", "__main__", "integrations"),
 )

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphshard import passes
-from graphshard.codec.converter import PASSES
-from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.converter import PASSES, decode_pass, encode_pass
 from graphshard.passes import Pass
 from tests.codec.test_round_trip import filled
 

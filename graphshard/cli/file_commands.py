@@ -12,35 +12,21 @@ from collections.abc import Iterator
 
 import torch
 
-from graphshard.artifact.compilers import compiler_for_file
-from graphshard.artifact.cubins import capabilities_of, read_gpu_code
-from graphshard.artifact.export import MOST_THREADS
-from graphshard.artifact.exporter import operators_only, with_threads
-from graphshard.artifact.fingerprint import differences, environment, refuse
-from graphshard.artifact.members import (
-    Artifact,
-    backward_file,
-    code_kind,
-    code_members,
-    partitioned_file,
-    read_artifact,
-    region_facts,
-    write_facts,
-)
-from graphshard.artifact.signing import signer_of, trusted
-from graphshard.codec.converter import read
-from graphshard.codec.lowered import decode_lowered, decode_region
-from graphshard.codec.partitioned import decode_partitioned
+from graphshard.aot.export import MOST_THREADS
+from graphshard.aot.exporter import compiler_for_file, operators_only, with_threads
+from graphshard.codec.program_format import decode_lowered, decode_partitioned
 from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.fold import fold
 from graphshard.ir.gpus import CAPABILITIES
-from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.kernels import dotted
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.store.artifact_file import Artifact, ArtifactWriter, read_artifact
+from graphshard.store.fingerprint import differences, environment, refuse
+from graphshard.store.signing import signer_of, verifier_of
 from graphshard.utils.argument_validation import check_count, path_of
 from graphshard.utils.progress import progress
 from graphshard.utils.text import say
@@ -59,10 +45,10 @@ def show(args: argparse.Namespace) -> int:
     if not args.graph:
         say(artifact.archive.text("summary.txt"), end="")
         return 0
-    for mesh in artifact.meshes:
-        for program in mesh["programs"]:
-            text = artifact.archive.text(f"{program['file']}.txt")
-            say(f"{program['file']} ({program['entry'] or 'the model'}, {read(mesh['mesh'], Mesh)})")
+    for mesh in artifact.manifest.meshes:
+        for program in mesh.programs:
+            text = artifact.archive.text(f"{program.file}.txt")
+            say(f"{program.file} ({program.entry or 'the model'}, {mesh.mesh})")
             say(text if args.full else fold(text))
     return 0
 
@@ -71,12 +57,12 @@ def verify(args: argparse.Namespace) -> int:
     """`graphshard verify FILE`; status 1 if something is wrong."""
     path = path_of("FILE", args.file, WRITTEN)
     try:
-        artifact = read_artifact(path, () if args.trust is None else trusted(args.trust))
+        artifact = read_artifact(path, verifier_of(args.trust))
         checked = list(_check(artifact))
     except ArtifactError as error:
         say(f"{args.file}: {error}")
         return 1
-    compiled = artifact.native or capabilities_of(artifact.facts)
+    compiled = artifact.native or artifact.manifest.capabilities
     code = "native code: trust it as you would a program" if compiled else "no native code"
     say(f"{args.file}: whole. {', '.join(checked)}; {code}")
     return 0
@@ -88,32 +74,30 @@ def _check(artifact: Artifact) -> Iterator[str]:
     Raises:
         ArtifactError: something cannot be read, or is not what it says.
     """
-    device = torch.device(artifact.facts["environment"]["device"])
-    regions = artifact.facts["regions"]
-    for key in regions:
-        region = decode_region(key, artifact.archive.json(f"regions/{key}.json"), device)
+    manifest = artifact.manifest
+    device = torch.device(manifest.environment.device)
+    for key, entry in manifest.regions.items():
+        region = artifact.region(key, device)
         if hashlib.sha256(region.text.encode()).hexdigest()[:16] != key.partition("-")[0]:
             raise ArtifactError(f"region {key} is another than its key says.")
-        for capability in capabilities_of(artifact.facts):
-            if regions[key]["gpus"]:
-                read_gpu_code(artifact.archive, key, capability, device)
-    compiled = {key: RegionCall(Package()) for key in regions}
+        for capability in manifest.capabilities if entry.gpus else ():
+            artifact.gpu_code(key, capability, device)
+    compiled = {key: RegionCall(Package()) for key in manifest.regions}
     count = 0
-    for index, mesh in enumerate(artifact.meshes):
+    for index, mesh in enumerate(manifest.meshes):
         artifact.params(index)
-        for program in mesh["programs"]:
-            file = program["file"]
-            names = (f"{file}.json", *(backward_file(file, row) for row in program["backwards"]))
+        for program in mesh.programs:
+            names = (f"{program.file}.json", *map(program.backward_file, program.backwards))
             decoded = [decode_lowered(artifact.archive.json(name), compiled, None, device) for name in names]
             count += len(decoded)
-            for name in partitioned_file(program):
+            for name in program.partitioned_files:
                 decode_partitioned(artifact.archive.json(name), decoded[0], Pipeline(), device)
-            plan = artifact.archive.text(f"{file}.plan.json")
+            plan = artifact.archive.text(f"{program.file}.plan.json")
             if json.loads(plan) is not None:
                 Plan.from_json(plan)
     yield f"{len(artifact.archive.members)} members"
-    yield f"{count} programs for {len(artifact.meshes)} meshes"
-    yield f"{len(regions)} regions"
+    yield f"{count} programs for {len(manifest.meshes)} meshes"
+    yield f"{len(manifest.regions)} regions"
 
 
 def finish(args: argparse.Namespace) -> int:
@@ -122,16 +106,16 @@ def finish(args: argparse.Namespace) -> int:
     if args.threads is not None:
         check_count("--threads", args.threads, most=MOST_THREADS)
     signer = None if args.sign is None else signer_of(args.sign)
-    artifact = read_artifact(path, () if args.trust is None else trusted(args.trust))
+    artifact = read_artifact(path, verifier_of(args.trust))
     if not artifact.later:
         say(f"{path}: nothing to do, no region is left to compile")
         return 0
-    exported = artifact.facts["environment"]
-    device = torch.device(exported["device"])
+    manifest = artifact.manifest
+    device = torch.device(manifest.environment.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"{path} is for CUDA, and there is no GPU here: run this where it will be loaded")
     here = environment(device, native=False)
-    refuse(path, differences({name: exported[name] for name in ("graphshard", "torch", "device")}, here))
+    refuse(path, differences(manifest.environment, here, ("graphshard", "torch", "device")))
     compiler, _ = compiler_for_file("inductor", device, None, [])
     if compiler is operators_only:
         major, minor = torch.cuda.get_device_capability()
@@ -139,21 +123,18 @@ def finish(args: argparse.Namespace) -> int:
             f"{path}: files have code for GPUs of compute capability {', '.join(map(dotted, CAPABILITIES))}, and this "
             f"GPU is of {major}.{minor}. `load` compiles what is left, each time."
         )
-    members = dict(artifact.archive.members)
-    regions = dict(artifact.facts["regions"])
+    writer = ArtifactWriter(dict(artifact.archive.members), dict(manifest.regions), manifest.meshes)
     problems = []
-    wanted = {key: decode_region(key, artifact.archive.json(f"regions/{key}.json"), device) for key in artifact.later}
+    wanted = {key: artifact.region(key, device) for key in artifact.later}
     with progress(f"graphshard finish {path}", lines=True) as tell, with_threads(args.threads):
         for key, package in compiler(wanted, tell):
             assert isinstance(package, Package)
-            regions[key] = region_facts(code_kind(package) or "operators", package)
-            members.update(code_members(key, package))
-            if not code_kind(package):
+            writer.add_code(key, package)
+            if writer.regions[key].code == "operators":
                 problems.append(f"{key}: {package.problem}")
-        native = any(region["code"] == "native" for region in regions.values())
-        now = {**exported, **environment(device, native=native)}
-    facts = {name: value for name, value in artifact.facts.items() if name not in ("format", "members")}
-    write_facts(path, {**facts, "environment": now, "regions": regions}, members, signer)
+        native = any(region.code == "native" for region in writer.regions.values())
+        now = environment(device, native=native)
+    writer.write(path, now, manifest.model, sign=signer)
     say(f"{path}: compiled {len(wanted) - len(problems)} of {len(wanted)} regions")
     say(*problems, end="\n" if problems else "")
     return 0

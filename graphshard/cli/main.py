@@ -332,26 +332,25 @@ def _cache(args: argparse.Namespace) -> int:
     """List or clear the cache, without importing torch."""
     from rich.table import Table
 
-    from graphshard.cache import entries
+    from graphshard.store.cache_directory import clear, directory_of, entries, limit_of
     from graphshard.utils.argument_validation import path_of
     from graphshard.utils.text import format_bytes, plain_table, say
 
-    directory = entries.directory_of(True if args.dir is None else path_of("--dir", args.dir, "a directory"))
+    directory = directory_of(True if args.dir is None else path_of("--dir", args.dir, "a directory"))
     assert directory is not None
     if args.action == "clear":
-        count, size = entries.clear(directory)
+        count, size = clear(directory)
         say(f"{directory}: removed {count} programs, {format_bytes(size)}")
         return 0
-    found = list(entries.entries(directory))
+    found = entries(directory)
     table = Table("model", "inputs", "mesh", "backend", "torch", "size", "last used", box=None, pad_edge=False)
     for entry in found:
-        facts = {name: visible(str(value)) for name, value in entry.facts.items()}
-        inputs = ", ".join(visible(str(text)) for text in entry.facts.get("inputs", ()))
+        label = {name: visible(str(value)) for name, value in entry.label.items()}
+        row = (label.get(name, "?") for name in ("label", "inputs", "mesh", "backend", "torch"))
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        row = (facts.get("label", "?"), inputs, *(facts.get(name, "?") for name in ("mesh", "backend", "torch")))
         table.add_row(*row, format_bytes(entry.size), used)
     if found:
         say(plain_table(table))
     total = format_bytes(sum(entry.size for entry in found))
-    say(f"{directory}: {len(found)} programs, {total} of {format_bytes(entries.limit_of())}")
+    say(f"{directory}: {len(found)} programs, {total} of {format_bytes(limit_of())}")
     return 0

@@ -1,22 +1,25 @@
-"""How each type of a field is written in a file and read from one: `write` and `read`.
+"""How each type of a field is written to JSON and read back: `write` and `read`.
 
     number, text, tuple, list, set, dict, dataclass    by `ir/plain.py`; a dataclass by its fields
     torch.dtype, device, operator                       "float32", "cuda", {"operator": "aten.mm.default"}
-    tensor, dynamic size                                see `codec/values.py`; a tensor's values are not stored
-    graph                                               its nodes, see `codec/graphs.py`
-    structure of inputs or outputs                      text, see `codec/structures.py`
+    tensor, dynamic size, graph                         see `codec/graph_format.py`; no tensor's values are stored
+    structure of inputs or outputs                      pytree's own JSON
     planner                                             {"class": "...by_unit:PlanByUnit", "options": {...}}
     profile                                             text of its file
+    cubin of a kernel                                   hash of its content, which is a member of its own
 
-A field of any other type is written as `{"unsupported": "Generator"}`, so that a dump never fails, and not read. Only
-graphshard's own passes and planners are made again; a file can name no other class.
+A field of any other type is written as `{"unsupported": "Generator"}`, so that a dump never fails, and is not read. A
+file can name only graphshard's own passes and planners, and pytree classes that are registered: nothing is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -24,18 +27,27 @@ import torch
 from cattrs import Converter
 from cattrs.gen import override
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard import passes
-from graphshard.codec.graphs import check_phase, decode_graph, encode_graph
-from graphshard.codec.structures import decode_structure, describe_structure, described_structure, encode_structure
-from graphshard.codec.values import Decoder, encode, named, short_name, strings, unsupported
+from graphshard.codec.graph_format import (
+    Decoder,
+    encode,
+    encode_graph,
+    identifier,
+    named,
+    short_name,
+    strings,
+    to_json,
+    unsupported,
+)
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir import plain
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
+from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner
@@ -48,7 +60,7 @@ T = TypeVar("T")
 
 
 def class_name(kind: type) -> str:
-    """How a class is named in a file: "package.module:ClassName"."""
+    """Return the name of a class in a file: "package.module:ClassName"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -64,15 +76,13 @@ _CONSTANTS: dict[str, type] = {
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 }
-
-
-# What the file that is written or read now calls its dynamic sizes, by symbol, and what reads the values of its graphs.
+# Names of dynamic sizes in the file that is being written, by symbol, and reader of the values of one that is read.
 _NAMES: ContextVar[Mapping[Any, str]] = ContextVar("names")
 _DECODER: ContextVar[Decoder] = ContextVar("decoder")
 
 
 def write(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
-    """Whatever a file holds as plain data; `names` are those of its dynamic sizes, by symbol."""
+    """Return a value as plain data; `names` are those of its dynamic sizes, by symbol."""
     token = _NAMES.set(names)
     try:
         return _CONVERTER.unstructure(value)
@@ -81,10 +91,10 @@ def write(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
 
 
 def read(data: Any, kind: type[T], decoder: Decoder | None = None) -> T:
-    """Inverse of `write`; `decoder` knows the dynamic sizes of the file, and where its tensors are to be.
+    """Inverse of `write`; `decoder` knows the dynamic sizes of the file, and the device of its tensors.
 
     Raises:
-        ArgumentError: nothing of this class is written so; the message begins with the place of the fault.
+        ArgumentError: `write` makes no such data of this class; the message begins with the place of the fault.
         ArtifactError: it needs a class that this process lacks.
     """
     token = _DECODER.set(decoder or Decoder())
@@ -99,15 +109,17 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(data: Any, kind: type[T]) -> T:
-    """A value of a graph, if it is of a class."""
     value = _DECODER.get().value(data)
     if not isinstance(value, kind):
         raise ArgumentError(f"{str(data)[:60]} is no {kind.__name__}")
     return value
 
 
+# --- sizes, graphs, kernels --------------------------------------------------------------------------------------
+
+
 def _encode_size(size: Size) -> dict[str, Any]:
-    """By the name of its symbol, as it is a size even where compilation has found that it is always the same."""
+    """Name the symbol: a size stays one even where compilation has found that it is constant."""
     return {"name": size.name, "source": list(size.source), "value": {"size": _NAMES.get()[size.symbol]}}
 
 
@@ -117,23 +129,45 @@ def _decode_extent(data: Any, _: Any) -> Extent:
 
 
 def _decode_number(data: Any, _: Any) -> Any:
-    """Read what stands for a size, or for a float that is an input of a call."""
+    """Read a size, or a float that is an input of a call."""
     value = _DECODER.get().value(data)
     return value if isinstance(value, torch.SymFloat) else _decode(data, torch.SymInt)
 
 
 def _decode_module(data: Any, _: Any) -> GraphModule:
     decoder = _DECODER.get()
-    return decoder.module_of(decode_graph(data, decoder))
+    return decoder.module_of(decoder.graph(data))
 
 
 def _empty_regions(keys: Any, _: Any) -> dict[str, Region]:
-    """Regions by key; what is in them is in files of their own."""
+    """Return regions by key; their content is in other members."""
     return {key: Region(key, "", GraphModule(nn.Module(), Graph())) for key in strings(keys)}
 
 
+def check_phase(phase: Phase) -> Phase:
+    """Return a phase that was read; raise ArgumentError if its slots do not match its graph."""
+    if len(phase.placeholders) != len(phase.inputs) or len(phase.results) != len(phase.outputs):
+        raise ArgumentError("a graph has not one slot for each input and output")
+    for value, slot in zip(phase.results, phase.outputs, strict=True):
+        if slot.kind == "saved" and not isinstance(value, Node):
+            raise ArgumentError(f"the saved value {slot.name!r} is none")
+    return phase
+
+
+def cubin_name(content: bytes) -> str:
+    """Return the name of a cubin in a file."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _decode_kernels(data: Any, _: Any) -> dict[str, Kernel]:
+    return {identifier(name): _CONVERTER.structure(row, Kernel) for name, row in typed(data, dict).items()}
+
+
+# --- signatures and structures -----------------------------------------------------------------------------------
+
+
 def _encode_inputs(inputs: tuple[tuple[Any, ...], ...]) -> list[dict[str, Any]]:
-    """What a signature distinguishes of inputs, see `capture.signature.leaf_key`."""
+    """Return what a signature distinguishes of inputs, see `leaf_key`."""
     return [_encode_input(*key) for key in inputs]
 
 
@@ -160,6 +194,118 @@ def _decode_input(data: dict[str, Any]) -> tuple[Any, ...]:
     return (*sizes, named("dtype", data["dtype"]), typed(data["requires_grad"], bool))
 
 
+class UnknownOutput:
+    """Stand-in in a treespec for classes that could not be stored; its context is the text."""
+
+
+_OF_PYTHON = frozenset({"builtins.list", "builtins.tuple", "builtins.dict", "collections.OrderedDict"})
+
+
+def encode_structure(spec: pytree.TreeSpec, what: str = "") -> str:
+    """Return a structure as text.
+
+    Args:
+        what: "inputs" or "outputs", for the message; "" writes a description of what cannot be stored.
+
+    Raises:
+        ArtifactError: a class in it does not say how it is stored.
+    """
+    if spec.type is UnknownOutput:
+        return str(spec.context)
+    try:
+        return pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError) as error:
+        if not what:
+            return f"not stored: {spec}"
+        raise ArtifactError(
+            f"the structure of the {what} cannot be stored: {error} Register the class with a serialized_type_name, "
+            "or return and pass tuples, lists and dicts."
+        ) from None
+
+
+def decode_structure(text: Any, what: str) -> pytree.TreeSpec:
+    """Inverse of `encode_structure`, for `inputs` or `outputs`.
+
+    Raises:
+        ArtifactError: it has a class that is not registered here.
+    """
+    unknown = sorted(_types(typed(text, str)) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE))
+    if unknown:
+        raise ArtifactError(
+            f"the {what} hold a {unknown[0]}, which is not registered with torch.utils._pytree in this process. Import "
+            "the module that defines it before loading."
+        )
+    if "__enum__" in text:
+        raise ArtifactError(f"the structure of the {what} names a class to import. It is not loaded.")
+    return pytree.treespec_loads(text)
+
+
+def _describing_structure(text: Any, _: Any) -> pytree.TreeSpec:
+    """Return a structure of Python's own classes, or one that stands for it."""
+    with contextlib.suppress(ValueError):
+        if "__enum__" not in typed(text, str) and _types(text) <= _OF_PYTHON:
+            return pytree.treespec_loads(text)
+    return pytree.TreeSpec(UnknownOutput, typed(text, str), [])
+
+
+def _types(text: str) -> set[str]:
+    """Return the classes in a structure, by pytree's names."""
+
+    def within(schema: dict[str, Any]) -> set[str]:
+        return ({schema["type"]} - {None}).union(*map(within, schema["children_spec"]))
+
+    return within(json.loads(text)[1])
+
+
+# --- passes and planners -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NextPass:
+    """The pass that ran on a stage.
+
+    Attributes:
+        class_name: "package.module:ClassName".
+        step: the pass, or None if it cannot be made from the file.
+        problem: why not.
+    """
+
+    name: str
+    class_name: str
+    step: Pass | None
+    problem: str = ""
+
+
+def encode_pass(step: Pass) -> dict[str, Any]:
+    """Return a pass as JSON; options that cannot be stored are marked."""
+    try:
+        options = json.loads(to_json(write(step)))
+    except Exception:  # fields of a user's pass may be anything
+        options = {field.name: unsupported(getattr(step, field.name)) for field in fields(step)}
+    return {"name": step.name, "class": class_name(type(step)), "options": options}
+
+
+def decode_pass(data: dict[str, Any]) -> NextPass:
+    """Inverse of `encode_pass`; raise ArgumentError if it is not a pass at all."""
+    try:
+        name, kind, options = str(data["name"]), str(data["class"]), data["options"]
+    except (KeyError, TypeError):
+        raise ArgumentError('not a stage that can be read: "next" is no pass') from None
+    try:
+        return NextPass(name, kind, _make_pass(kind, options))
+    except ArgumentError as error:
+        return NextPass(name, kind, None, str(error))
+
+
+def _make_pass(kind: str, options: Any) -> Pass:
+    if kind not in PASSES:
+        raise ArgumentError(f"{kind} is not graphshard's own")
+    for name, option in options.items() if isinstance(options, dict) else ():
+        if isinstance(option, dict) and "unsupported" in option:
+            raise ArgumentError(f"its option {name} is a {option['unsupported']}, which a file cannot hold")
+    return read(options, PASSES[kind])
+
+
 def _encode_planner(planner: Any) -> Any:
     if isinstance(planner, AgreedPlanner):
         return _encode_planner(planner.planner)
@@ -184,6 +330,8 @@ def _decode_activation(data: Any, _: Any) -> Activation:
     return data if data in ("full", "auto") else _CONVERTER.structure(data, float)
 
 
+# --- the converter -----------------------------------------------------------------------------------------------
+
 # Times differ from run to run, and the texts of earlier stages have files of their own.
 _OVERRIDES: Overrides = {
     Program: {
@@ -194,6 +342,10 @@ _OVERRIDES: Overrides = {
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
     Phase: {"module": override(rename="nodes")},
     Region: {"module": override(rename="nodes")},
+    GpuCode: {"kernels": override(struct_hook=_decode_kernels)},
+    Kernel: {
+        "cubin": override(unstruct_hook=cubin_name, struct_hook=lambda name, _: _DECODER.get().cubins[name]),
+    },
     Signature: {
         "structure": override(
             unstruct_hook=lambda spec: encode_structure(spec, "inputs"),
@@ -206,20 +358,21 @@ _OVERRIDES: Overrides = {
 
 
 def _converter() -> Converter:
-    """With a way for each type that is no plain data."""
+    """Return a converter with hooks for each type that is not plain data."""
     converter = new_converter(_OVERRIDES, otherwise=lambda _: unsupported)
-    ways: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    hooks: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         torch.dtype: (short_name, lambda data, _: named("dtype", data)),
         torch.device: (str, lambda data, _: torch.device(typed(data, str))),
         torch.Tensor: (_encode, _decode),
         torch.SymInt: (_encode, _decode_number),
         OpOverload: (_encode, _decode),
+        Graph: (lambda graph: encode_graph(graph, _NAMES.get()), lambda data, _: _DECODER.get().graph(data)),
         GraphModule: (lambda module: encode_graph(module.graph, _NAMES.get()), _decode_module),
-        pytree.TreeSpec: (describe_structure, lambda data, _: described_structure(data)),
+        pytree.TreeSpec: (encode_structure, _describing_structure),
         Profile: (Profile.to_json, lambda data, _: Profile.from_json(typed(data, str))),
         Extent: (_encode, _decode_extent),
     }
-    for kind, (unstructure, structure) in ways.items():
+    for kind, (unstructure, structure) in hooks.items():
         converter.register_unstructure_hook(kind, unstructure)
         converter.register_structure_hook(kind, structure)
     converter.register_structure_hook(Activation, _decode_activation)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from graphshard.codec.stage import program_to_json
+from graphshard.codec.program_format import program_to_json
 from graphshard.debug.html_report import render, report_of
 from graphshard.debug.standalone import executor_source, region_source
 from graphshard.errors import ArgumentError, GraphshardError, visible

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 
-from graphshard.codec.stage import next_pass_of, plan_of
+from graphshard.codec.program_format import next_pass_of, plan_of
 from graphshard.debug.show import StageFile, import_all, import_module, print_diff
 from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.fold import fold

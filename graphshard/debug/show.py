@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from graphshard.codec.stage import plan_of, program_from_json
+from graphshard.codec.program_format import plan_of, program_from_json
 from graphshard.debug.dump import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
 from graphshard.errors import ArgumentError
 from graphshard.exported.pt2_reader import read_program

@@ -2,7 +2,7 @@
 
 A joint program, such as `graphshard.programs(model)[0].exported`, becomes a `JointModule`. It has the parameters and
 buffers, and no forward: what runs is the joint graph, which the tracer takes from it in place of a capture
-(`codec/joint_program.py`).
+(`codec/joint_export.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphshard.exported.pt2_reader import read_program
 from graphshard.utils.text import users_class
 
 # Class of the module that `graphshard.export` exports to a .pt2 file.
-_OF_INFERENCE = "graphshard.artifact.plain._Plain"
+_OF_INFERENCE = "graphshard.aot.pt2._InferenceModule"
 _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT, OutputKind.LOSS_OUTPUT)
 
 # The entry of `meta["custom"]` that holds what graphshard writes into a program.

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard.ir.checked_files import read, remove, remove_left_behind, remove_oldest, touch, write
+from graphshard.ir.archive import read_private, remove, remove_left_behind, remove_oldest, touch, write_archive
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
 from graphshard.lower.inductor_rewrites import NEVER_RUN
@@ -171,8 +171,9 @@ class Store:
         if path is None or not path.exists():
             return None
         try:
-            facts, members = read(path)
-            libraries = {name: members[name] for name in facts["libraries"]}
+            archive = read_private(path)
+            members = archive.members
+            libraries = {name: members[name] for name in archive.facts["libraries"]}
             found = KeptRegion(region.key, Kernels(members["code"].decode(), libraries), members["shown"].decode())
         except FileNotFoundError:  # another process has removed it
             return None
@@ -191,7 +192,7 @@ class Store:
         facts = {"torch": torch.__version__, "region": region.key, "libraries": list(kernels.libraries)}
         code = {"code": kernels.source.encode(), "shown": shown.encode()}
         with contextlib.suppress(OSError):  # Inductor's cache has it, if that can be written
-            write(path, facts, {**code, **kernels.libraries})
+            write_archive(path, facts, {**code, **kernels.libraries})
 
     def shrink(self) -> None:
         """Remove the least recently used regions over the limit."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from graphshard.codec.graph_digest import graph_digest
+from graphshard.codec.program_format import graph_digest
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak

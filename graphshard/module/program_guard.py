@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.codec.joint_reader import joint_inputs, wrong_call
+from graphshard.codec.joint_export import joint_inputs, wrong_call
 from graphshard.errors import InputError, UnsupportedError
 from graphshard.exported.exported_program import joint_of
 from graphshard.frontend.dynamo_patches import without_torchs_hooks

@@ -27,9 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 
-from graphshard.codec.captured_graph import CapturedGraph
-from graphshard.codec.joint_program import to_exported
-from graphshard.codec.joint_reader import joint_program
+from graphshard.codec.joint_export import CapturedGraph, joint_program, to_exported
 from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction

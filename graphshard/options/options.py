@@ -4,7 +4,7 @@
 
 A new option touches two files: here it is a field of `Options` and a key of `OptionArguments`, with its check in
 `validate.py`, and a paragraph in the docstring of `compile`. All public functions that take options take it then.
-`resolve.py` applies it, and `artifact/stored_options.py` says how a file is compared with it.
+`resolve.py` applies it, and `store/fingerprint.py` says how a file is compared with it.
 
     @takes_options
     def load(path, model, mesh=None, **options: Unpack[CompileArguments]): ...

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
-from graphshard.codec.joint_reader import joint_program
+from graphshard.codec.joint_export import joint_program
 from graphshard.cost.flops import flop_of
 from graphshard.errors import ArgumentError
 from graphshard.frontend.capture import capture_example

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 # What takes no argument, what only errors and results are made of, and what another row stands for.
 WITHOUT_ROWS = {
     "unsharded_init()",
-    *("export(sign)", "load(trust)"),  # which tests/artifact/test_signing.py has
+    *("export(sign)", "load(trust)"),  # which tests/aot/test_signing.py has
     *(f"explain_grid({name})" for name in ("model", "example_inputs", "example_kwargs", "symbols", "every_block")),
 }
 

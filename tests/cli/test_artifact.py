@@ -13,13 +13,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard.artifact.cubins import read_gpu_code
-from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
 from graphshard.ir.driver_internals import stand_in
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import compile_operators
-from tests.artifact.test_artifact import package, refused
+from graphshard.store.artifact_file import read_artifact
+from tests.aot.test_artifact import package, refused
 from tests.exported import Small, export_net, rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -126,7 +125,7 @@ def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys
     assert "to be compiled on the target, by `graphshard finish`" in printed(capsys, "show", unfinished)
     before = read_artifact(unfinished)
     assert not before.native
-    assert before.facts["environment"]["cpu"] is None
+    assert before.manifest.environment.cpu is None
     packages = [Package(package()), Package(problem="AOTInductor cannot compile it. NotImplementedError: no")]
     with mock.patch("graphshard.lower.inductor.package", side_effect=packages * len(before.later)) as compiled:
         text = printed(capsys, "finish", unfinished, "--threads", "3")
@@ -136,7 +135,7 @@ def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys
     after = read_artifact(unfinished)
     assert after.native
     assert not after.later
-    assert after.facts["environment"]["threads"] == 3
+    assert after.manifest.environment.threads == 3
     assert "3 threads" in printed(capsys, "show", unfinished)
     assert "native code: trust it as you would a program" in printed(capsys, "verify", unfinished)
     assert "nothing to do" in printed(capsys, "finish", unfinished)
@@ -204,9 +203,9 @@ def test_finish_where_a_gpu_is(for_gpus: Path, capsys: pytest.CaptureFixture[str
     assert f"compiled {len(left)} of {len(left)} regions" in text
     assert not artifact.later
     assert not artifact.native
-    assert {(row["code"], *row["gpus"]) for row in artifact.facts["regions"].values()} == {("gpu", "9.0")}
+    assert {(row.code, *row.gpus) for row in artifact.manifest.regions.values()} == {("gpu", "9.0")}
     for key in left:
-        code = read_gpu_code(artifact.archive, key, (9, 0), torch.device("cuda", 0))
+        code = artifact.gpu_code(key, (9, 0), torch.device("cuda", 0))
         assert code.kernels
         assert all(kernel.cubin.startswith(b"\x7fELF") for kernel in code.kernels.values())
     for_others = graphshard.export(
@@ -217,7 +216,7 @@ def test_finish_where_a_gpu_is(for_gpus: Path, capsys: pytest.CaptureFixture[str
         device="cuda",
         capability=(9, 0),
     )
-    assert read_artifact(for_others).facts["regions"] == artifact.facts["regions"]
+    assert read_artifact(for_others).manifest.regions == artifact.manifest.regions
     assert "; native code" in printed(capsys, "verify", for_gpus)
 
 
@@ -241,8 +240,8 @@ def test_export_where_a_gpu_is(tmp_path: Path, here: tuple[int, int], codes: set
     given: dict[str, Any] = {"example_inputs": (torch.zeros(2, 4),), "device": "cuda"}
     with stand_in((9, 0)), mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         artifact = read_artifact(graphshard.export(Blocks(1), (2,), tmp_path / "blocks.gshard", **given))
-        assert {(row["code"], *row["gpus"]) for row in artifact.facts["regions"].values()} == codes
-        assert artifact.facts["environment"]["device"] == "cuda"
+        assert {(row.code, *row.gpus) for row in artifact.manifest.regions.values()} == codes
+        assert artifact.manifest.environment.device == "cuda"
         if here == (8, 6):
             with pytest.raises(graphshard.ArgumentError, match=r"needs a GPU of compute capability 8\.0, 9\.0, 10\.0"):
                 graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", compile_regions=True, **given)

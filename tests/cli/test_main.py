@@ -16,7 +16,7 @@ import pytest
 
 import graphshard
 from graphshard.cli.main import BACKENDS, SCHEDULES, main
-from graphshard.codec.stage import program_from_json
+from graphshard.codec.program_format import program_from_json
 from graphshard.ir.fold import fold
 from graphshard.ir.printer import print_program
 from graphshard.lower.backends import Backend

@@ -19,13 +19,18 @@ import torch
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from graphshard.codec.converter import PASSES, read, write
-from graphshard.codec.graphs import encode_graph
-from graphshard.codec.lowered import decode_lowered, decode_region, encode_lowered, encode_region
-from graphshard.codec.partitioned import decode_partitioned, encode_partitioned
-from graphshard.codec.passes import decode_pass, encode_pass
-from graphshard.codec.stage import program_from_json, program_to_json
-from graphshard.codec.values import Decoder, to_json
+from graphshard.codec.converter import PASSES, decode_pass, encode_pass, read, write
+from graphshard.codec.graph_format import Decoder, encode_graph, to_json
+from graphshard.codec.program_format import (
+    decode_lowered,
+    decode_partitioned,
+    decode_region,
+    encode_lowered,
+    encode_partitioned,
+    encode_region,
+    program_from_json,
+    program_to_json,
+)
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Profile, load_profile
 from graphshard.errors import ArtifactError

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 
 from examples.llama import Llama, LlamaConfig
-from graphshard.codec.stage import next_pass_of, plan_of, program_from_json, program_to_json
-from graphshard.codec.structures import UnknownOutput
+from graphshard.codec.converter import UnknownOutput
+from graphshard.codec.program_format import next_pass_of, plan_of, program_from_json, program_to_json
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program

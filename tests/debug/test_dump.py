@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard import Pass, Pipeline, Program
-from graphshard.codec.stage import program_from_json
+from graphshard.codec.program_format import program_from_json
 from graphshard.debug.dump import Dump
 from graphshard.debug.show import show_path
 from graphshard.errors import ArgumentError, PassError

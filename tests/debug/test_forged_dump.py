@@ -11,7 +11,7 @@ import pytest
 
 from graphshard.cli.main import main
 from graphshard.pipeline.pipeline import Pipeline
-from tests.artifact.forging import forgeries
+from tests.aot.forging import forgeries
 from tests.debug.test_repro import write_dump
 
 Capture = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from graphshard.cli.main import main as command
 from graphshard.codec.converter import PASSES
-from graphshard.codec.stage import program_to_json
+from graphshard.codec.program_format import program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.show import StageFile

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import graphshard
 from graphshard import ArgumentError, ArtifactError
-from graphshard.artifact import places
-from graphshard.artifact.members import read_artifact
+from graphshard.aot import load
+from graphshard.store.artifact_file import read_artifact
 from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe
 from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied
@@ -160,7 +160,7 @@ def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
         model, shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
     )
     assert not dist.is_initialized()
-    stored = [row["place"] for row in read_artifact(path).meshes]
+    stored = [row.place for row in read_artifact(path).manifest.meshes]
     assert stored == ([None] if places == 1 else list(range(places)))
     reasons = ranks(4).run(as_compiled, str(path), name)
     assert reasons == [["exported"]] * 4
@@ -223,7 +223,7 @@ def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
 
 def _of_nobody(rank: int, world_size: int, path: str) -> str:
     model = CASES["neighbours"].parallelize(None, mesh := _mesh({"dp": 4}))
-    with mock.patch.object(places, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
+    with mock.patch.object(load, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
         graphshard.load(path, model, mesh)
     assert error.value.field == "mesh"
     return str(error.value)

@@ -14,10 +14,10 @@ from torch.distributed.tensor import _random
 
 import graphshard
 from graphshard import ArtifactError, CaptureError
-from graphshard.artifact.cubins import cubin_file, read_gpu_code
-from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
 from graphshard.lower.elf import read_cubin
+from graphshard.store.artifact_file import read_artifact
+from graphshard.store.artifact_manifest import cubin_file
 from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied
 from tests.distributed.test_axes_export import CASES, SHAPE, as_compiled
 from tests.exported import rewritten
@@ -53,19 +53,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_regions_become_cubins(file: Path) -> None:
     artifact = read_artifact(file)
-    regions = {key: row for key, row in artifact.facts["regions"].items() if row["gpus"]}
+    regions = {key: row for key, row in artifact.manifest.regions.items() if row.gpus}
     assert len(regions) >= 2
     for key, row in regions.items():
-        code = read_gpu_code(artifact.archive, key, (9, 0), CUDA)
-        assert len(code.kernels) == len(row["gpus"]["9.0"]) > 0
-        for kernel in row["gpus"]["9.0"]:
-            content = artifact.archive.members[cubin_file(kernel["cubin"])]
+        code = artifact.gpu_code(key, (9, 0), CUDA)
+        assert len(code.kernels) == len(row.gpus["9.0"]) > 0
+        for kernel in row.gpus["9.0"]:
+            content = artifact.archive.members[cubin_file(kernel.cubin)]
             assert content.startswith(b"\x7fELF")
-            assert read_cubin(kernel["name"], content).capability == (9, 0)
+            assert read_cubin(kernel.name, content).capability == (9, 0)
 
 
 def test_a_place_has_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [row["place"] for row in read_artifact(file).meshes] == [0, 1]
+    assert [row.place for row in read_artifact(file).manifest.meshes] == [0, 1]
     assert main(["show", str(file)]) == 0
     text = capsys.readouterr().out
     assert "device     cuda, compute capability 9.0\n" in text
@@ -110,7 +110,7 @@ def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path
     )
     assert not dist.is_initialized()
     artifact = read_artifact(path)
-    assert [row["place"] for row in artifact.meshes] == ([None] if places == 1 else list(range(places)))
+    assert [row.place for row in artifact.manifest.meshes] == ([None] if places == 1 else list(range(places)))
     assert b'"cuda' in artifact.archive.members["programs/0.json"]
     assert ranks(4).run(as_compiled, str(_for_cpu(path)), name, "h100") == [["exported"]] * 4
 
@@ -128,7 +128,7 @@ def _export_mlps(folder: Path, **options: Any) -> Path:
 def test_several_kinds_of_gpu_share_a_file(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     path = _export_mlps(tmp_path, capability=[(8, 0), (10, 0)])
-    kinds = [set(row["gpus"]) for row in read_artifact(path).facts["regions"].values() if row["gpus"]]
+    kinds = [set(row.gpus) for row in read_artifact(path).manifest.regions.values() if row.gpus]
     assert kinds
     assert all(kind == {"8.0", "10.0"} for kind in kinds)
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
-from graphshard.artifact import load
+from graphshard.aot import load
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Axis, Mesh
 from tests.distributed.tensor_parallel import Mlps as Plain

@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.flops import flop_of
 from graphshard.cost.profile import load_profile

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.frontend.capture import capture
 from graphshard.ir.printer import print_program
 from tests.distributed.twins import world_mesh

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
-from tests.cache.launches import Launches
 from tests.gpu.test_cuda import nccl  # noqa: F401
+from tests.store.launches import Launches
 
 pytestmark = pytest.mark.gpu
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.artifact.members import read_artifact
 from graphshard.cli.main import main
 from graphshard.lower.kernels import dotted
+from graphshard.store.artifact_file import read_artifact
 from tests.helpers import Blocks
 
 pytestmark = pytest.mark.gpu
@@ -76,12 +76,12 @@ def test_loaded_kernels_train_as_those_of_compile(tmp_path: Path, mesh: DeviceMe
 
 
 def codes_in(path: Path) -> set[tuple[str, ...]]:
-    return {(row["code"], *row["gpus"]) for row in read_artifact(path).facts["regions"].values()}
+    return {(row.code, *row.gpus) for row in read_artifact(path).manifest.regions.values()}
 
 
 def test_file_has_code_for_the_gpu(tmp_path: Path) -> None:
     path = exported(tmp_path / "blocks.gshard")
-    assert read_artifact(path).facts["environment"]["device"] == "cuda"
+    assert read_artifact(path).manifest.environment.device == "cuda"
     assert ("gpu", dotted(torch.cuda.get_device_capability())) in codes_in(path)
 
 

@@ -23,11 +23,10 @@ from torch._inductor.runtime import triton_helpers  # kernels call them
 from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
-from graphshard.artifact.cubins import capabilities_of, read_gpu_code
-from graphshard.artifact.members import read_artifact
-from graphshard.codec.lowered import decode_region
+from graphshard.codec.program_format import decode_region
 from graphshard.ir.program import Region
 from graphshard.lower.kernels import GpuCode, GpuRegion, Kernel, Launch
+from graphshard.store.artifact_file import read_artifact
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -233,9 +232,9 @@ def differences(path: Path) -> Iterator[Difference]:
     """Of every output of every region that has kernels."""
     torch.manual_seed(0)
     artifact = read_artifact(path)
-    for key, row in artifact.facts["regions"].items():
-        if row["code"] == "gpu":
-            code = read_gpu_code(artifact.archive, key, capabilities_of(artifact.facts)[0], CUDA)
+    for key, row in artifact.manifest.regions.items():
+        if row.code == "gpu":
+            code = artifact.gpu_code(key, artifact.manifest.capabilities[0], CUDA)
             stored = artifact.archive.json(f"regions/{key}.json")
             region, wide = (decode_region(key, stored, CUDA) for _ in range(2))
             yield from _differences(code, region, wide)

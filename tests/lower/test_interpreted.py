@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import graphshard
-from graphshard.artifact.members import read_artifact
+from graphshard.store.artifact_file import read_artifact
 from tests.lower.test_cross import Net, assert_kernels_compute
 
 pytest.importorskip("cffi")
@@ -128,10 +128,10 @@ def test_models(name: str, dtype: str, tmp_path: Path) -> None:
     model, kwargs = MODELS[name]()
     given: dict[str, Any] = {"example_kwargs": kwargs, "mp_policy": POLICIES[dtype]}
     file = graphshard.export(model, (2,), tmp_path / "model.gshard", **given, device="cuda", capability=(9, 0))
-    regions = read_artifact(file).facts["regions"]
-    assert {row["why"] for row in regions.values() if row["code"] != "gpu"} <= {
+    regions = read_artifact(file).manifest.regions
+    assert {row.why for row in regions.values() if row.code != "gpu"} <= {
         "one operator, which nothing can be fused with",
         "copies that start together, which nothing can be fused with",
     }
-    assert sum(row["code"] == "gpu" for row in regions.values()) >= 2
+    assert sum(row.code == "gpu" for row in regions.values()) >= 2
     assert_kernels_compute(file, tmp_path)

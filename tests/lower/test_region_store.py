@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from graphshard.ir import checked_files
+from graphshard.ir.archive import read_private, write_archive
 from graphshard.ir.program import Region
 from graphshard.lower import inductor, region_store
 from graphshard.lower.backends import begin_compiling, compiler_for
@@ -172,16 +172,16 @@ def test_a_damaged_file_is_made_again(
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "cannot be used" in warning.message
     assert "It was removed, and is compiled again" in warning.message
-    assert checked_files.read(path)[0]["region"] == kept.key
+    assert read_private(path).facts["region"] == kept.key
     torch.testing.assert_close(values(made), [compute(20300, INPUT)])
 
 
 def test_code_that_does_not_load_is_made_again(kept: Region, directory: Path) -> None:
     """The file is what was written, but its library is of another machine, say."""
     (path,) = directory.iterdir()
-    facts, members = checked_files.read(path)
-    (library,) = facts["libraries"]
-    checked_files.write(path, {"libraries": [library]}, {**members, library: b"\x7fELF of another machine"})
+    found = read_private(path)
+    (library,) = found.facts["libraries"]
+    write_archive(path, {"libraries": [library]}, {**found.members, library: b"\x7fELF of another machine"})
     with _generated() as generated:
         torch.testing.assert_close(values(_compiled({"region_0": kept})), [compute(20300, INPUT)])
     assert generated.call_count == 1

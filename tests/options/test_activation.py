@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from graphshard.codec.passes import decode_pass, encode_pass
-from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.converter import decode_pass, encode_pass
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import ArgumentError, CaptureError
 from graphshard.ir.collective_regions import saved_values

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
-from graphshard.artifact.stored_options import FACTS, NOT_COMPARED, ROWS
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 from graphshard.options.mesh_axes import MeshAxes
@@ -25,6 +24,7 @@ from graphshard.options.validate import CHECKS, ModelContents
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.predict.training_config import ExplainArguments
+from graphshard.store.fingerprint import FACTS, NOT_COMPARED, ROWS
 from tests.helpers import Blocks
 
 EXPLAINING = (graphshard.explain, graphshard.explain_grid, graphshard.what_if)

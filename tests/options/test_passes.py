@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.converter import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError, InfeasibleError

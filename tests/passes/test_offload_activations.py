@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import saved_values
 from graphshard.ir.graph import calls_of, fake

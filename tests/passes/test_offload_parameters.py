@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 
-from graphshard.codec.stage import program_from_json, program_to_json
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.errors import PassError
 from graphshard.ir.graph import base_of, calls_of, fake, is_collective
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.export import Dim
 
-from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.converter import decode_pass, encode_pass
 from graphshard.errors import PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.printer import print_phase

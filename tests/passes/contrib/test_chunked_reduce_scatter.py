@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.converter import decode_pass, encode_pass
 from graphshard.errors import PassError
 from graphshard.ir.printer import print_phase
 from graphshard.passes import ChunkedReduceScatter, EmbeddingRowExchange, VocabShardedLoss

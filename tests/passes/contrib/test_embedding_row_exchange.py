@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.codec.passes import decode_pass, encode_pass
+from graphshard.codec.converter import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.errors import PassError
 from graphshard.ir.graph import is_collective

@@ -1,0 +1,363 @@
+"""One call of a module into a program for a file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphshard.codec.converter import encode_pass
+from graphshard.codec.program_format import encode_lowered, encode_partitioned, graph_digest
+from graphshard.cost.collectives import model_collective
+from graphshard.cost.costs import Costs
+from graphshard.cost.flops import flop_of
+from graphshard.errors import ArgumentError
+from graphshard.frontend.graph_breaks import raise_break
+from graphshard.frontend.inputs import count_tokens, stand_ins
+from graphshard.ir.driver_internals import package
+from graphshard.ir.gpus import CAPABILITIES, Capability
+from graphshard.ir.graph_break import GraphBreak
+from graphshard.ir.param_table import even_pieces
+from graphshard.ir.program import Phase, Program, Region
+from graphshard.lower.aoti_package import Package
+from graphshard.lower.eager import runs_as_it_is
+from graphshard.lower.kernels import dotted
+from graphshard.lower.regions import Compiled, Compiler, lower
+from graphshard.module.tracer import Tracer
+from graphshard.options.validate import check_containers
+from graphshard.passes import AccumulateGradients
+from graphshard.pipeline.instrumentation import Observer, Recorder
+from graphshard.pipeline.pipeline import Partitioned, Pipeline
+from graphshard.pipeline.variants import rerun_backward
+from graphshard.predict.step_prediction import Bound, bound_of, explained
+from graphshard.predict.training_config import Training
+from graphshard.runtime.gradient_accumulation import Accumulation
+from graphshard.schedule.agreed import Share, agreed
+from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram
+from graphshard.store.artifact_manifest import BackwardEntry
+from graphshard.torch_compat.operators import pytree
+from graphshard.utils.argument_validation import check_bool, is_int
+from graphshard.utils.text import brief
+
+_Backward = tuple[BackwardEntry, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that an artifact has a program for.
+
+    Attributes:
+        inputs, kwargs: of one rank; only shapes, dtypes, non-tensor values, and values by which forward decides matter.
+        entry: name of the submodule that is called; "" is the model.
+        training: in train() or eval() mode; None leaves every module in the mode it is in.
+        grad: with backward; otherwise under `torch.no_grad()`.
+        gradients: further sets of outputs, by their index among the output's leaves, that a backward is to be there
+            for; one for the likely set, the losses, is there in any case.
+
+    Raises:
+        ArgumentError: one of them is wrong by itself.
+    """
+
+    inputs: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    entry: str = ""
+    training: bool | None = None
+    grad: bool = True
+    gradients: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        check_containers(self.inputs, self.kwargs, ("inputs", "kwargs"))
+        if not isinstance(self.entry, str):
+            raise ArgumentError(f"entry must be the name of a submodule, got {brief(self.entry)}.")
+        if self.training is not None:
+            check_bool("training", self.training)
+        check_bool("grad", self.grad)
+        if not isinstance(self.gradients, (list, tuple)) or not all(map(_are_indices, self.gradients)):
+            raise ArgumentError(f"gradients must be a list of tuples of outputs' indices, got {brief(self.gradients)}.")
+
+
+def _are_indices(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(is_int(index) and index >= 0 for index in value)
+
+
+@dataclass
+class Exporter:
+    """Captures the calls of a module for one mesh.
+
+    Attributes:
+        compiler: of regions.
+        costs: of the machine that predictions are for.
+        later: whether regions without a package are compiled on the target.
+        accumulate: whether to make backwards for steps of several microbatches.
+        writer: collects regions, those of all meshes.
+        show: told what is being done.
+        recorder: returns what records a program, by its name.
+        share: shares plans among places with shards of different sizes; None if there is one place.
+    """
+
+    tracer: Tracer
+    model: nn.Module
+    compiler: Compiler
+    costs: Costs
+    later: bool
+    accumulate: bool
+    writer: ArtifactWriter
+    show: Callable[[str], None]
+    recorder: Callable[[str], Recorder | None]
+    share: Share | None = None
+    _count: int = field(default=0, init=False)
+
+    def capture(self, call: Call) -> CompiledProgram:
+        """Return the program of a call, with its backwards.
+
+        Raises:
+            ArgumentError: the call's `entry` is no submodule, or its `gradients` are no outputs.
+            GraphBreak: forward cannot be traced whole.
+        """
+        with in_mode(self.model, call.training):
+            return self._capture(call)
+
+    def _capture(self, call: Call) -> CompiledProgram:
+        tracer, module = self.tracer, self.model
+        if call.entry:
+            module = self._submodule(call.entry)
+            tracer = tracer.entry(call.entry, "forward", module)
+        given, structure = pytree.tree_flatten((tuple(call.inputs), dict(call.kwargs)))
+        leaves = tracer.on_device(stand_ins(given, meta_only=True), structure)
+        with torch.set_grad_enabled(call.grad):
+            signature = tracer.signature(module, leaves, structure)
+        # A trace knows that a tensor on the meta device has no values.
+        leaves = [was if isinstance(was, torch.Tensor) and was.is_meta else leaf for was, leaf in zip(given, leaves)]
+        call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+        self.show("capture")
+        digests: list[str] = []
+
+        def digest(program: Program) -> None:
+            digests.append(graph_digest(program))
+
+        recorder = self.recorder(f"{tracer.label}-{self._count}")
+        observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
+        passes = tracer.pipeline
+        if self.share is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
+            passes = Pipeline(agreed(passes, self.share))
+        # Sizes of other calls would be symbols in a trace that comes after theirs.
+        try:
+            program, partitioned = replace(tracer).trace(
+                module, call_args, call_kwargs, observer, "exported", grad=call.grad, passes=passes, find=digest
+            )
+        except GraphBreak as error:
+            raise_break(error)
+        few = tracer.trace_alone(module, call_args, call_kwargs, grad=call.grad, few=True)
+        if few is not None and len(few.taken) == len(program.taken):  # no block has inputs of its own
+            digest(few)
+        program.capture = self._count
+        self._count += 1
+        text = program.history[-1].text
+        self._lower(program, observer)
+        plan = program.plan.to_json() if program.plan else "null"
+        data = self._encoded(program, module)
+        backwards: list[_Backward] = []
+        prediction, start = "", None
+        wanted = [_outputs(program, outputs) for outputs in call.gradients]
+        if partitioned is not None:
+            partitioned = partitioned() if callable(partitioned) else partitioned
+            backwards = list(self._backwards(program, partitioned, tracer, module, wanted))
+            prediction = self._prediction(program, observer, leaves)
+            start = encode_partitioned(partitioned, program)
+        return CompiledProgram.of(
+            data,
+            entry=call.entry,
+            digests=digests,
+            signature=signature,
+            partitioned=start,
+            backwards=backwards,
+            text=text,
+            trace=program.history[0].text,
+            plan=plan,
+            prediction=prediction,
+            period=_period_of(program),
+        )
+
+    def _submodule(self, entry: str) -> nn.Module:
+        try:
+            return self.model.get_submodule(entry)
+        except AttributeError:
+            names = [name for name, _ in self.model.named_modules() if name][:5]
+            raise ArgumentError(
+                f"entry={brief(entry)} is no submodule of {type(self.model).__name__}; such are "
+                f"{', '.join(map(brief, names))}."
+            ) from None
+
+    def _lower(self, program: Program, observer: Observer) -> None:
+        self.show("lower")
+        lower(program, self.compiler, self.tracer.compiled, self.show)
+        observer.lowered(program, self.tracer.compiled)
+
+    def _encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
+        """Return the program as data, and write its regions.
+
+        A region that was compiled under conditions on dynamic sizes belongs to the program alone.
+        """
+        compiled = self.tracer.compiled
+        names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
+        for key, name in names.items():
+            if name not in self.writer.regions:
+                code, region = compiled[key].fn, program.regions[key]
+                assert isinstance(code, Package)
+                later = self.later and not runs_as_it_is(region.module)
+                self.writer.add_region(name, region, code, otherwise="later" if later else "operators")
+        data = encode_lowered(program, module)
+        return {**data, **{field: [names[key] for key in data[field]] for field in ("regions", "region_calls")}}
+
+    def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
+        if seen.bound is None:  # the passes make no plan
+            return ""
+        tokens, training = count_tokens(leaves), Training()
+        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=tokens, training=training))
+
+    def _backwards(
+        self,
+        program: Program,
+        partitioned: Partitioned,
+        tracer: Tracer,
+        module: nn.Module,
+        gradients: Sequence[frozenset[str]],
+    ) -> Iterator[_Backward]:
+        """Yield backwards for gradients through other outputs, and for all sets those of several microbatches."""
+
+        def lowered(
+            used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
+        ) -> tuple[Phase, _Backward]:
+            observer = Observer(tracer.options.level, None, tuple(partitioned.passes(used, step)), self.show)
+            variant = rerun_backward(partitioned, program, used, step, observer)
+            self._lower(variant, observer)
+            data = self._encoded(variant, module)
+            data["accumulate"] = encode_pass(step) if step is not None else None
+            return variant.phases["backward"], (BackwardEntry(sorted(used), microbatch), data)
+
+        names = tracer.model_names
+        # Until the last microbatch gradients are not reduced at all, or over shards only.
+        settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
+        if program.mesh.replicate is None:
+            del settings["no-all-reduce"]
+        likely = frozenset(slot.name for slot in program.phases["backward"].inputs if slot.kind == "tangent")
+        for used in dict.fromkeys((likely, *gradients)):
+            if used != likely:
+                yield lowered(used, None)[1]
+            made = set()
+            for setting, attribute in settings.items() if self.accumulate else ():
+                state = Accumulation()
+                for microbatch in ("first", "middle", "last"):
+                    setattr(state, attribute, set(names.values()) if microbatch != "last" else set())
+                    step = state.step(names)
+                    if step is not None and step not in made:
+                        made.add(step)
+                        phase, stored = lowered(used, step, f"{setting}-{microbatch}")
+                        state.follow(phase, names)
+                        yield stored
+
+
+@dataclass
+class _Watch(Observer):
+    """Counts the multiplications of the captured graph, before passes, and bounds the step before it is scheduled."""
+
+    costs: Costs = field(kw_only=True)
+    flop: Mapping[str, float] = field(default_factory=dict, init=False)
+    bound: Bound | None = field(default=None, init=False)
+
+    def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
+        if name == "capture":
+            (phase,) = program.phases.values()
+            self.flop = flop_of(phase.module.graph.nodes)
+        if self.bound is None and program.plan is not None and "backward" in program.phases:
+            self.bound = bound_of(program, self.costs, program.plan, limit=None, states=2)
+        super().after(program, name, rewrites, seconds, exact=exact)
+
+
+def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
+    """Return outputs by name that gradients come through; raise ArgumentError if the program has none through one."""
+    used = frozenset(map(str, outputs))
+    if not used <= set(program.tangents):
+        raise ArgumentError(
+            f"gradients={brief(list(outputs))}: the program is differentiable through outputs "
+            f"{', '.join(program.tangents) or '(none)'} only."
+        )
+    return used
+
+
+def _period_of(program: Program) -> int:
+    """Return the number of ranks after which the first place on all axes of the model's communication comes again."""
+    found = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
+    axes = [program.mesh.named(each.axis) for each in found if each is not None]
+    return math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))
+
+
+# --- compilers and settings --------------------------------------------------------------------------------------
+
+
+def compiler_for_file(
+    backend: str, device: torch.device, compile_regions: bool | None, targets: list[Capability]
+) -> tuple[Compiler, bool]:
+    """Return the compiler of regions, and whether regions without code are compiled on the target.
+
+    Args:
+        targets: compute capabilities to compile for; none are those of the GPU that is here.
+    """
+    if not targets and device.type == "cuda" and torch.cuda.is_available():
+        here = torch.cuda.get_device_capability()
+        targets = [here] if here in CAPABILITIES else []
+    if targets and backend != "eager" and compile_regions is not False:
+        package("triton")
+        from graphshard.lower import cross_internals  # takes seconds to import
+
+        return cross_internals.compiler_of(targets), False
+    on_cpu = device.type == "cpu"
+    if compile_regions and not on_cpu and not targets:
+        raise ArgumentError(
+            f"compile_regions=True needs a GPU of compute capability {', '.join(map(dotted, CAPABILITIES))} to compile "
+            "for, and there is none here: say which one, as in capability=(9, 0). Without it the file holds programs, "
+            "plans and graphs; `graphshard finish FILE` on the target machine adds the code."
+        )
+    if backend == "eager":
+        return operators_only, False
+    if compile_regions is False or not on_cpu:
+        return operators_only, True
+    from graphshard.lower import inductor  # takes seconds to import
+
+    return inductor.package_all, False
+
+
+def operators_only(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+    """Compile nothing: regions run by their operators, or are compiled on the target."""
+    for name in regions:
+        yield name, Package()
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """Set all modules to train() or eval() mode within the block; None leaves them."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        if training is not None:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Compile for a number of threads; None is this process's."""
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,408 @@
+"""A captured program as an `ExportedProgram` of torch with a joint signature, and back.
+
+    inputs     parameters (PARAMETER), buffers (BUFFER), constants, tensors of the call and tangents (USER_INPUT)
+    outputs    BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER, GRADIENT_TO_USER_INPUT
+
+It can be printed, saved with `torch.export.save` and read by other tools. Its state dict is on the meta device, so it
+holds no weights. `meta["custom"]`, which torch writes into a file as JSON, has what only graphshard needs: marks for
+the partitioner and the structure of the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from graphshard.codec.converter import check_phase, decode_structure, encode_structure
+from graphshard.codec.graph_format import Decoder, decode_stack, encode_marks, short_name
+from graphshard.errors import ArgumentError, ArtifactError, InputError, UnsupportedError
+from graphshard.exported.exported_program import OURS, facts_of, joint_of
+from graphshard.frontend.phase import lift_subgraphs
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import ParamTable
+from graphshard.ir.plain import typed
+from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.subgraph import give_attributes
+from graphshard.torch_compat.operators import pytree
+from graphshard.utils.text import brief
+
+FORMAT = 1
+_OUTPUT_KINDS = {
+    ("mutation", "buffer"): OutputKind.BUFFER_MUTATION,
+    ("mutation", "input"): OutputKind.USER_INPUT_MUTATION,
+    ("output", None): OutputKind.USER_OUTPUT,
+    ("grad", "param"): OutputKind.GRADIENT_TO_PARAMETER,
+    ("grad", "input"): OutputKind.GRADIENT_TO_USER_INPUT,
+}
+_ORDER = tuple(_OUTPUT_KINDS.values())
+_PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tangent_"}
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A program as it was captured, for `Program.exported`, while passes rewrite the graph in place.
+
+    Nodes replace their arguments and never change them, so a list of them is enough: no graph is copied until it is
+    asked for.
+
+    Attributes:
+        program: without its graph.
+        nodes: each node with its operation, target, arguments and marks at the time.
+        returned: structure of the module's output, with the results as its leaves; None if unknown.
+    """
+
+    program: Program
+    phase: str
+    nodes: tuple[tuple[Node, str, Any, Any, Any, dict[str, Any]], ...]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    returned: pytree.TreeSpec | None
+
+    @classmethod
+    def of(cls, program: Program) -> CapturedGraph:
+        """Record a program that no pass has changed."""
+        ((name, phase),) = program.phases.items()
+        nodes = tuple((n, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in phase.module.graph.nodes)
+        returned = None if program.trace is None else program.trace.returned
+        return cls(replace(program, phases={}, trace=None), name, nodes, phase.inputs, phase.outputs, returned)
+
+    def exported(self) -> ExportedProgram:
+        """Return the captured program as torch's."""
+        graph, known = Graph(), dict[Node, Node]()
+        for node, op, target, args, kwargs, meta in self.nodes:
+            args, kwargs = map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__)
+            known[node] = graph.create_node(op, target, args, kwargs, name=node.name)
+            known[node].meta = dict(meta)
+        phase = Phase(GraphModule(nn.Module(), graph), self.inputs, self.outputs)
+        return to_exported(replace(self.program, phases={self.phase: phase}), self.returned)
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def to_exported(program: Program, returned: pytree.TreeSpec | None = None) -> ExportedProgram:
+    """Return a captured program, before any pass, as torch's; the program stays unchanged.
+
+    Args:
+        returned: structure of the module's output, with the results as its leaves; None for a list of results.
+
+    Raises:
+        UnsupportedError: torch has no signature for an input or output of the program.
+    """
+    ((name, phase),) = program.phases.items()
+    _check_supported(program, phase)
+    graph, known = Graph(), dict[Node, Node]()
+    slots = dict(zip(phase.placeholders, phase.inputs, strict=True))
+    inputs = [_input(graph, known, node, slot, program) for node, slot in slots.items()]
+    for node in phase.module.graph.nodes:
+        if node.op == "call_function":
+            copied = known[node] = graph.node_copy(node, known.__getitem__)
+            copied.meta = _meta(node)
+    pairs = list(zip(phase.results, phase.outputs, strict=True))
+    kinds = [_OUTPUT_KINDS[slot.kind, slot.of] for slot in phase.outputs]
+    kept = [i for i, (value, slot) in enumerate(pairs) if value is not None or slot.kind == "output"]
+    kept.sort(key=lambda i: _ORDER.index(kinds[i]))
+    results = [known.get(value, value) for value in (pairs[i][0] for i in kept)]
+    graph.output(tuple(results))
+    targets = {slot: known[node].name for node, slot in slots.items()}
+    outputs = [_output(value, pairs[i][1], kinds[i], targets) for value, i in zip(results, kept)]
+    places = [kept.index(i) if i in kept else None for i in range(len(pairs))]
+    root = GraphModule(nn.Module(), graph)
+    if give_attributes(root):
+        root.recompile()
+    root.meta["custom"] = {OURS: {"phase": name, **_facts(program, phase, slots, places, returned)}}
+    user = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
+    computed = [spec for spec in outputs if "MUTATION" not in spec.kind.name]
+    signature = ModuleCallSignature(
+        inputs=[],
+        outputs=[],
+        in_spec=pytree.tree_structure((tuple(0 for _ in user), {})),
+        out_spec=pytree.tree_structure(tuple(0 for _ in computed)),
+        forward_arg_names=[spec.arg.name for spec in user],
+    )
+    ranges = {size.symbol: size.value.node.shape_env.var_to_range[size.symbol] for size in program.sizes}
+    return ExportedProgram(
+        root=root,
+        graph=root.graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict=_state(program, slots),
+        range_constraints=ranges,
+        module_call_graph=[ModuleCallEntry("", signature)],
+        constants=dict(program.constants),
+    )
+
+
+def _check_supported(program: Program, phase: Phase) -> None:
+    problem = ""
+    for slot in phase.inputs:
+        if slot.kind not in _PREFIXES and slot.kind != "size":
+            problem = f"takes {slot}, which an ExportedProgram has no name for"
+    for slot in phase.outputs:
+        if (slot.kind, slot.of) not in _OUTPUT_KINDS:
+            problem = f"returns {slot} (of {slot.of}), which an ExportedProgram has no name for"
+    if phase.module.graph.find_nodes(op="get_attr") or phase.module.graph.find_nodes(op="call_module"):
+        problem = "has graphs within its graph"
+    if problem:
+        raise UnsupportedError(
+            f"exported: the program of {program.model} {problem}. Look at program.history[0].text instead."
+        )
+
+
+def _input(graph: Graph, known: dict[Node, Node], node: Node, slot: Slot, program: Program) -> InputSpec:
+    constant = slot.name in program.constants
+    prefix = "c_" if constant else _PREFIXES.get(slot.kind, "size_")
+    made = known[node] = graph.placeholder(prefix + re.sub(r"\W", "_", slot.name))
+    made.meta["val"] = node.meta["val"]
+    if slot.kind == "size":
+        return InputSpec(InputKind.USER_INPUT, SymIntArgument(made.name), None)
+    argument = TensorArgument(made.name)
+    if slot.kind == "param":
+        return InputSpec(InputKind.PARAMETER, argument, slot.name)
+    if constant:
+        return InputSpec(InputKind.CONSTANT_TENSOR, argument, slot.name)
+    if slot.kind == "buffer":
+        return InputSpec(InputKind.BUFFER, argument, slot.name, persistent=True)
+    return InputSpec(InputKind.USER_INPUT, argument, None)
+
+
+def _output(value: Any, slot: Slot, kind: OutputKind, targets: Mapping[Slot, str]) -> OutputSpec:
+    if not isinstance(value, Node):
+        return OutputSpec(kind, ConstantArgument("", value), None)
+    sized = isinstance(value.meta.get("val"), torch.SymInt)
+    argument = SymIntArgument(value.name) if sized else TensorArgument(value.name)
+    of_input = kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.GRADIENT_TO_USER_INPUT)
+    target = targets[Slot("input", slot.name)] if of_input else slot.name
+    return OutputSpec(kind, argument, None if kind is OutputKind.USER_OUTPUT else target)
+
+
+def _meta(node: Node) -> dict[str, Any]:
+    """Return the meta that torch keeps in a file, with graphshard's marks under "custom"."""
+    meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
+    if isinstance(meta.get("val"), list):  # a file knows tuples only, as results of operators with graphs
+        meta["val"] = tuple(meta["val"])
+    own: dict[str, Any] = {"marks": encode_marks(node.meta)}
+    for key in _STACKS:
+        if calls := node.meta.get(key):
+            own[key] = {call: path for call, (path, _) in calls.items()}
+            if key == "nn_module_stack":
+                meta[key] = {call: (path, _class_name(kind)) for call, (path, kind) in calls.items()}
+    meta["custom"] = {OURS: own}
+    return meta
+
+
+def _class_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _state(program: Program, slots: Mapping[Node, Slot]) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers on the meta device, under all their names."""
+    state: dict[str, torch.Tensor] = {}
+    for node, slot in slots.items():
+        if slot.kind not in ("param", "buffer") or slot.name in program.constants:
+            continue
+        like = node.meta["val"]
+        tensor = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device="meta")
+        if slot.kind == "param":
+            row = program.params[slot.name]
+            state |= dict.fromkeys(row.names, nn.Parameter(tensor, requires_grad=row.trainable))
+        else:
+            state[slot.name] = tensor
+    return state
+
+
+def _facts(
+    program: Program,
+    phase: Phase,
+    slots: Mapping[Node, Slot],
+    places: list[int | None],
+    returned: pytree.TreeSpec | None,
+) -> dict[str, Any]:
+    """Return what the signature lacks; `why_not` says why the program cannot be compiled again."""
+    why_not = ""
+    if program.sizes:
+        why_not = "it has dynamic sizes"
+    elif program.checks:
+        why_not = "it checks values after each call"
+    elif any(axis.role in ("inner", "tensor") for axis in program.mesh.axes) or program.mesh.experts is not None:
+        why_not = "the model communicates itself"
+    structure = encode_structure(program.out_spec, "outputs")
+    if returned is not None:
+        with contextlib.suppress(ArtifactError):  # a file names no classes of the user's: a list of results
+            structure = encode_structure(returned, "outputs")
+    return {
+        "format": FORMAT,
+        "model": program.model,
+        "device": program.device.type,
+        "units": [unit for unit in program.params.units if unit],
+        "inputs": [[slot.kind, slot.name, encode_marks(node.meta)] for node, slot in slots.items()],
+        "outputs": [[slot.kind, slot.name, slot.of, place] for slot, place in zip(phase.outputs, places, strict=True)],
+        "out_spec": structure,
+        "stored": {r.name: short_name(r.dtype) for r in program.params if r.dtype != r.compute_dtype},
+        "ties": [list(row.names) for row in program.params if len(row.names) > 1],
+        "rewritten": {buffer: list(outputs) for buffer, outputs in program.rewritten.items()},
+        "why_not": why_not,
+    }
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def joint_program(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    params: ParamTable,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    grad: bool,
+) -> Program | None:
+    """Return the program of a call of a module that was made of a joint program; None for any other module.
+
+    Raises:
+        InputError: the call differs from the captured one.
+        ArgumentError: the parameters differ.
+    """
+    exported = joint_of(module)
+    if exported is None:
+        return None
+    program = to_program(exported, params, mesh, device)
+    (phase,) = program.phases.values()
+    wrong = wrong_call(joint_inputs(exported), pytree.tree_leaves((args, dict(kwargs))))
+    if grad != any(slot.kind == "tangent" for slot in phase.inputs):
+        wrong = f"the call is {'with' if grad else 'without'} gradients"
+    if wrong:
+        raise InputError(f"{program.model}: {wrong}, unlike the call that the joint program was captured for.")
+    return program
+
+
+def joint_inputs(exported: ExportedProgram) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    """Return shape, dtype and requires_grad of the inputs of the captured call."""
+    facts = facts_of(exported)
+    assert facts is not None
+    trained = {name for kind, name, of, _ in facts["outputs"] if (kind, of) == ("grad", "input")}
+    nodes = zip(facts["inputs"], exported.graph.find_nodes(op="placeholder"))
+    found = {int(name): (node.meta["val"], name in trained) for (kind, name, _), node in nodes if kind == "input"}
+    return [(value.shape, value.dtype, needs_grad) for _, (value, needs_grad) in sorted(found.items())]
+
+
+def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves: Sequence[Any]) -> str:
+    """Return how a call differs from the captured one; "" if it does not."""
+    if len(leaves) != len(expected) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return f"the inputs are {brief(leaves)}, and {len(expected)} tensors are expected"
+    for number, (leaf, (shape, dtype, needs_grad)) in enumerate(zip(leaves, expected)):
+        if (leaf.shape, leaf.dtype) != (shape, dtype):
+            return f"input {number} is {leaf.dtype}{list(leaf.shape)}, not {dtype}{list(shape)}"
+        if leaf.requires_grad != needs_grad:
+            return f"input {number} has requires_grad={leaf.requires_grad}"
+    return ""
+
+
+def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device: torch.device) -> Program:
+    """Inverse of `to_exported`: return the program that capture would return.
+
+    Args:
+        params: table of the model that is compiled from it.
+
+    Raises:
+        ArgumentError: `to_exported` did not write it, or it does not fit the parameters.
+    """
+    facts = facts_of(exported)
+    assert facts is not None
+    try:
+        phase = _phase(exported, facts)
+        structure = decode_structure(facts["out_spec"], "outputs")
+        rewritten = {name: tuple(outputs) for name, outputs in typed(facts["rewritten"], dict).items()}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ArgumentError(
+            f"model: the joint program cannot be read: {type(error).__name__}: {error}. Save it again from "
+            "graphshard.programs(model)[0].exported."
+        ) from error
+    for node, slot in phase.slot_of().items():
+        if slot.kind == "param" and node.meta["val"].dtype != params[slot.name].compute_dtype:
+            raise ArgumentError(
+                f"model: parameter {slot.name} is used in {node.meta['val'].dtype} in the joint program, and in "
+                f"{params[slot.name].compute_dtype} by these arguments. Give the mp_policy that it was captured with."
+            )
+    return Program(
+        {facts["phase"]: phase},
+        params,
+        mesh,
+        torch.device(device.type),
+        {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)},
+        structure,
+        tuple(slot.name for slot in phase.inputs if slot.kind == "tangent"),
+        differentiated=phase.differentiated,
+        rewritten=rewritten,
+        model=typed(facts["model"], str),
+    )
+
+
+def _phase(exported: ExportedProgram, facts: dict[str, Any]) -> Phase:
+    decoder, graph, known = Decoder(), Graph(), dict[Node, Node]()
+    inputs = tuple(Slot(kind, typed(name, str)) for kind, name, _ in facts["inputs"])
+    marks = iter([marks for _, _, marks in facts["inputs"]])  # torch keeps those of operators only
+    for place, node in enumerate(exported.graph.nodes):
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":  # torch's partitioner knows tangents by their names
+            copied = graph.placeholder(f"{'tangents' if inputs[place].kind == 'tangent' else 'primals'}_{place + 1}")
+        else:
+            copied = graph.node_copy(node, known.__getitem__)
+        known[node] = copied
+        copied.meta = _value_in_mode(node, decoder)
+        own = (node.meta.get("custom") or {}).get(OURS, {})
+        copied.meta.update({key: decode_stack(own[key]) for key in _STACKS if key in own})
+        found = next(marks) if node.op == "placeholder" else own.get("marks", {})
+        copied.meta.update(decoder.marks(typed(found, dict)))
+    results = exported.graph.output_node().args[0]
+    values, outputs = [], []
+    for kind, name, of, place in facts["outputs"]:
+        value = None if place is None else results[place]
+        values.append(known[value] if isinstance(value, Node) else value)
+        outputs.append(Slot(kind, typed(name, str), of))
+    graph.output(tuple(values))
+    module = GraphModule(exported.graph_module, graph)
+    for name, subgraph in list(module.named_modules()):
+        if name and isinstance(subgraph, GraphModule):
+            subgraph = copy.deepcopy(subgraph)
+            for node in subgraph.graph.nodes:
+                node.meta = _value_in_mode(node, decoder)
+            module.set_submodule(name, subgraph)
+    lift_subgraphs(module)
+    return check_phase(Phase(GraphModule(nn.Module(), module.graph), inputs, tuple(outputs)))
+
+
+def _value_in_mode(node: Node, decoder: Decoder) -> dict[str, Any]:
+    """Return the value of a node in the decoder's fake mode: the program's may be in another one."""
+    if "val" not in node.meta:
+        return {}
+    with decoder.mode:
+        value = pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device),
+            node.meta["val"],
+        )
+    return {"val": value}

@@ -1,0 +1,316 @@
+"""Files of compiled programs, `.gshard` of `graphshard.export` and `.gscache` of the compile cache: one format.
+
+first line                          `Manifest`: environment, model, programs by mesh, regions
+summary.txt                         for people
+meshes/0.json                       parameter table on that mesh
+programs/0.json  0.txt  0.plan.json   lowered program, its scheduled graph as text, its plan
+programs/0.trace.txt                traced graph as text, to say how another trace differs
+programs/0.partitioned.json         start of another backward
+programs/0.backward-1.json          backward for gradients through output 1
+programs/0.backward-0-no-sync-first.json   backward for the first of several microbatches
+regions/9f3c....json                operators of a region
+regions/9f3c....pt2                 its AOTInductor package
+regions/9f3c....py  9f3c.../f.so    its Inductor code and the libraries of its kernels
+regions/9f3c....sm_90.json          its code for GPUs of compute capability 9.0
+cubins/1b2c....cubin                kernel of such code, by the hash of its content; regions share them
+key.json                            of a cached program: everything that it depends on
+
+`ArtifactWriter` writes, `read_artifact` reads and checks: the digest of the file (`ir/archive.py`), the type of every
+field, and that exactly the members are there that the manifest asks for. Nothing in it is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphshard.codec.converter import cubin_name, read, write
+from graphshard.codec.program_format import decode_gpu_code, decode_region, encode_region
+from graphshard.errors import ArtifactError
+from graphshard.frontend.signature import Signature
+from graphshard.ir.archive import Archive, Signer, Verifier, read_archive, write_archive
+from graphshard.ir.gpus import Capability
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import ParamTable
+from graphshard.ir.program import Region
+from graphshard.lower.aoti_package import Package, check_package
+from graphshard.lower.eager import outputs_of
+from graphshard.lower.kernels import GpuCode, check_code, dotted
+from graphshard.lower.region_store import Kernels
+from graphshard.store.artifact_manifest import (
+    BackwardEntry,
+    CacheLabel,
+    Code,
+    Environment,
+    KernelEntry,
+    Manifest,
+    MeshEntry,
+    ModelFacts,
+    ProgramEntry,
+    RegionEntry,
+    StoredOptions,
+    cubin_file,
+    gpu_file,
+    library_file,
+    summarize,
+)
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that was read and checked."""
+
+    archive: Archive
+    manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        return self.archive.path
+
+    @property
+    def native(self) -> bool:
+        """Whether some region is native code for CPUs."""
+        return any(region.code == "native" for region in self.manifest.regions.values())
+
+    @property
+    def later(self) -> list[str]:
+        """Keys of the regions that are yet to be compiled."""
+        return [key for key, region in self.manifest.regions.items() if region.code == "later"]
+
+    def params(self, index: int) -> ParamTable:
+        """Return the parameter table on a mesh."""
+        try:
+            return read(self.archive.json(f"meshes/{index}.json"), ParamTable)
+        except ArtifactError:
+            raise
+        except Exception as error:  # odd values of many kinds
+            raise ArtifactError(f"{self.path}: meshes/{index}.json is no parameter table ({error!r}).") from error
+
+    def package_of(self, key: str) -> bytes:
+        """Return the AOTInductor package of a native region."""
+        return self.archive.members[f"regions/{key}.pt2"]
+
+    def kernels_of(self, key: str) -> Kernels:
+        """Return Inductor's code of a region."""
+        members = self.archive.members
+        libraries = {name: members[library_file(key, name)] for name in self.manifest.regions[key].libraries}
+        return Kernels(members[f"regions/{key}.py"].decode(), libraries)
+
+    def region(self, key: str, device: torch.device) -> Region:
+        """Return the operators of a region."""
+        return decode_region(key, self.archive.json(f"regions/{key}.json"), device)
+
+    def gpu_code(self, key: str, capability: Capability, device: torch.device) -> GpuCode:
+        """Return a region's code for GPUs of a capability, checked against the region.
+
+        Raises:
+            ArtifactError: it cannot be read, or does not fit.
+        """
+        name = gpu_file(key, dotted(capability))
+        kernels = self.manifest.regions[key].gpus.get(dotted(capability))
+        where = f"{self.path}: {name}"
+        if kernels is None:
+            raise ArtifactError(f"{where} is not there: the region was compiled for other GPUs. Export it again.")
+        cubins = {kernel.cubin: self.archive.members[cubin_file(kernel.cubin)] for kernel in kernels}
+        code = decode_gpu_code(where, self.archive.json(name), cubins, device)
+        if code.capability != capability:
+            raise ArtifactError(f"{where} is for compute capability {dotted(code.capability)}. It is not loaded.")
+        region = self.region(key, device)
+        check_code(where, code, region.module.graph.find_nodes(op="placeholder"), outputs_of(region.module))
+        return code
+
+
+def read_artifact(path: Path, verify: Verifier | None = None) -> Artifact:
+    """Read a file and check that it is whole and complete; nothing is executed.
+
+    Args:
+        verify: checks the signature, see `store/signing.py`.
+
+    Raises:
+        ArtifactError: it is not.
+    """
+    return artifact_of(read_archive(path, verify))
+
+
+def artifact_of(archive: Archive) -> Artifact:
+    """Return the artifact in an archive; raise ArtifactError if it is not one, or not complete."""
+    path = archive.path
+    try:
+        artifact = Artifact(archive, read(dict(archive.facts), Manifest))
+        expected = set(artifact.manifest.members)
+        for key, region in artifact.manifest.regions.items():
+            if region.code == "native":
+                check_package(f"{path}: regions/{key}.pt2", artifact.package_of(key))
+    except ArtifactError:
+        raise
+    except Exception as error:  # a manifest with the right digest and other fields
+        raise ArtifactError(f"{path}: its manifest is not one of graphshard.export ({error!r}).") from None
+    found = set(archive.members)
+    if found != expected:
+        name = min(found ^ expected)
+        what = "has no" if name in expected else "has an unexpected"
+        raise ArtifactError(f"{path} {what} {name}: it was changed after it was exported. Copy or export it again.")
+    return artifact
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program on its way into a file: its entry, where `file` is "", and its members by their endings.
+
+    Attributes:
+        period: number of ranks after which it may be the program of a rank again, see `num_places`.
+    """
+
+    entry: ProgramEntry
+    members: dict[str, bytes]
+    period: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        data: Mapping[str, Any],
+        *,
+        entry: str,
+        digests: Sequence[str],
+        signature: Signature,
+        partitioned: Mapping[str, Any] | None,
+        backwards: Sequence[tuple[BackwardEntry, Mapping[str, Any]]] = (),
+        text: str = "",
+        trace: str = "",
+        plan: str = "null",
+        prediction: str = "",
+        period: int = 1,
+    ) -> CompiledProgram:
+        """Encode a program.
+
+        Args:
+            data: the lowered program.
+            partitioned: start of another backward; None without a backward.
+            text, trace: its scheduled and its traced graphs, as they print.
+            plan: as JSON.
+        """
+        found = ProgramEntry(
+            file="",
+            entry=entry,
+            digests=list(digests),
+            signature=signature,
+            backwards=[backward for backward, _ in backwards],
+            phases=list(data["phases"]),
+            region_calls=len(data["region_calls"]),
+            collectives=len(data["communication"]),
+            prediction=prediction,
+        )
+        texts = {".txt": text, ".trace.txt": trace, ".plan.json": plan}
+        members = {".json": to_bytes(data), **{ending: content.encode() for ending, content in texts.items()}}
+        members |= {name: to_bytes(partitioned) for name in found.partitioned_files}
+        members |= {found.backward_file(backward): to_bytes(content) for backward, content in backwards}
+        return cls(found, members, period)
+
+
+@dataclass(frozen=True)
+class MeshPrograms:
+    """The programs for one mesh on their way into a file; see `MeshEntry`."""
+
+    mesh: Mesh
+    shape: Mapping[str, int]
+    options: StoredOptions
+    params: ParamTable
+    programs: tuple[CompiledProgram, ...]
+    place: int | None = None
+
+
+@dataclass
+class ArtifactWriter:
+    """Collects the content of a file."""
+
+    members: dict[str, bytes] = field(default_factory=dict)
+    regions: dict[str, RegionEntry] = field(default_factory=dict)
+    meshes: list[MeshEntry] = field(default_factory=list)
+
+    def add_mesh(self, found: MeshPrograms) -> None:
+        """Add the programs for a mesh."""
+        first = sum(len(mesh.programs) for mesh in self.meshes)
+        entries = []
+        for number, program in enumerate(found.programs, start=first):
+            file = f"programs/{number}"
+            entries.append(replace(program.entry, file=file))
+            self.members |= {f"{file}{ending}": content for ending, content in program.members.items()}
+        self.members[f"meshes/{len(self.meshes)}.json"] = to_bytes(write(found.params))
+        size = sum(row.shard_bytes(row.compute_dtype) for row in found.params)
+        self.meshes.append(
+            MeshEntry(found.mesh, dict(found.shape), found.place, found.options, len(found.params), size, entries)
+        )
+
+    def add_region(self, key: str, region: Region, code: Package | Kernels, *, otherwise: Code) -> None:
+        """Add a region: its operators, and its code, or how it runs otherwise."""
+        self.members[f"regions/{key}.json"] = to_bytes(encode_region(region))
+        self.add_code(key, code, otherwise=otherwise)
+
+    def add_code(self, key: str, code: Package | Kernels, *, otherwise: Code = "operators") -> None:
+        """Add the code of a region, in place of what there is."""
+        if isinstance(code, Kernels):
+            self.members[f"regions/{key}.py"] = code.source.encode()
+            self.members |= {library_file(key, name): content for name, content in code.libraries.items()}
+            size = sum(map(len, code.libraries.values()))
+            self.regions[key] = RegionEntry("kernels", "", size, {}, list(code.libraries))
+            return
+        if code.content:
+            self.members[f"regions/{key}.pt2"] = code.content
+        for found in code.codes:
+            self.members[gpu_file(key, dotted(found.capability))] = to_bytes(write(found))
+            for kernel in found.kernels.values():
+                self.members[cubin_file(cubin_name(kernel.cubin))] = kernel.cubin
+        gpus = {dotted(found.capability): _kernel_entries(found) for found in code.codes}
+        size = len(code.content) + sum(kernel.bytes for kernels in gpus.values() for kernel in kernels)
+        kind: Code = "native" if code.content else "gpu" if code.codes else otherwise
+        self.regions[key] = RegionEntry(kind, code.problem, size, gpus, [])
+
+    def write(
+        self,
+        path: Path,
+        environment: Environment,
+        model: ModelFacts,
+        *,
+        cached: CacheLabel | None = None,
+        sign: Signer | None = None,
+    ) -> None:
+        """Write a file that is whole or absent.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        manifest = Manifest(environment, model, self.meshes, self.regions, cached)
+        write_archive(path, write(manifest), {**self.members, "summary.txt": summarize(manifest).encode()}, sign)
+
+
+def _kernel_entries(code: GpuCode) -> list[KernelEntry]:
+    counts = Counter(str(node.target) for node in code.graph.find_nodes(op="call_module"))
+    return [
+        KernelEntry(
+            name=kernel.name,
+            cubin=cubin_name(kernel.cubin),
+            count=counts[name],
+            warps=kernel.warps,
+            registers=kernel.registers,
+            spills=kernel.spills,
+            shared=kernel.shared,
+            bytes=len(kernel.cubin),
+        )
+        for name, kernel in code.kernels.items()
+    ]
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return plain data as the content of a JSON member; raise ValueError for what JSON does not have."""
+    return (json.dumps(value, allow_nan=False) + "\n").encode()

@@ -1,0 +1,135 @@
+"""Forged contents with the right checksums: refused when they are loaded, or when a trace chooses the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphshard
+from graphshard.ir.archive import read_archive
+from tests.aot.forging import forgeries
+from tests.exported import rewritten
+from tests.helpers import Blocks
+from tests.ranks import reset_distributed
+
+INPUTS = (torch.ones(3, 4),)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one rank, which runs what is loaded."""
+    reset_distributed()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    reset_distributed()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With as few fields as can be, but of each kind one."""
+    path = tmp_path_factory.mktemp("forged") / "blocks.gshard"
+    return graphshard.export(blocks(), (1,), path, example_inputs=INPUTS, backend="eager")
+
+
+def blocks() -> nn.Module:
+    """Parameters alone."""
+    return Blocks(1, bias=True)
+
+
+def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
+    """ "refused", "runs", or what is wrong: an error of another kind, or one at the first call."""
+    model = make()
+    kind = type(model)
+    before = dict(model.named_parameters())
+    try:
+        graphshard.load(path, model, mesh)
+    except graphshard.ArtifactError as error:
+        changed = any(param is not before[name] for name, param in model.named_parameters())
+        escapes = "\x1b" in str(error) or len(str(error)) > 3000
+        return (
+            "changed" if changed or type(model) is not kind else f"said {str(error)[:200]!r}" if escapes else "refused"
+        )
+    except Exception as error:
+        return f"load raised {type(error).__name__}: {str(error)[:200]}"
+    try:
+        model(*INPUTS).backward()
+    except graphshard.ArtifactError as error:  # it serves other calls
+        unchanged = all(param.grad is None for param in model.parameters())
+        return "runs" if unchanged else f"the first call raised {error}"
+    except Exception as error:
+        return f"the first call raised {type(error).__name__}: {str(error)[:200]}"
+    return "runs"
+
+
+def members(file: Path) -> list[str]:
+    return [name for name in read_archive(file).members if name.endswith(".json") and "plan" not in name]
+
+
+def check(
+    file: Path,
+    mesh: DeviceMesh,
+    member: str,
+    stride: int,
+    make: Callable[[], nn.Module] = blocks,
+    at: tuple[Any, ...] = (),
+) -> dict[str, int]:
+    """Outcomes of the forgeries of a member, or of the manifest, or of what is at a place in it."""
+    archive = read_archive(file)
+    data = dict(archive.facts) if member == "manifest" else archive.json(member)
+    faults, counts = [], {"refused": 0, "runs": 0}
+    for name, value in forgeries(data, stride=stride, at=at):
+
+        def change(facts: dict[str, Any], members: dict[str, bytes], value: Any = value) -> None:
+            if member == "manifest":
+                facts.clear()
+                facts.update(value if isinstance(value, dict) else {"meshes": value})
+            else:
+                members[member] = json.dumps(value).encode()
+
+        found = outcome(rewritten(file, change), mesh, make)
+        if found in counts:
+            counts[found] += 1
+        else:
+            faults.append(f"{name}: {found}")
+    assert not faults, "\n".join(faults)
+    return counts
+
+
+def test_forged_manifests(file: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphshard.store.artifact_file.summarize", lambda _: "")
+    counts = check(file, mesh, "manifest", 2)
+    assert counts["refused"] > 2 * counts["runs"]
+
+
+# Every so many places of a member are forged.
+STRIDES = {"programs/0.json": 4, "meshes/0.json": 3, "regions": 4, "programs/0.partitioned.json": 40}
+
+
+@pytest.mark.parametrize("member", STRIDES)
+def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
+    names = [name for name in members(file) if name.startswith(member)]
+    counts = check(file, mesh, names[0], STRIDES[member])
+    assert counts["refused"] or "partitioned" in member
+
+
+def test_a_program_of_another_call(file: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    """A program under the digest of another trace is an error of the first call, before anything runs."""
+    other = graphshard.export(
+        blocks(), (1,), tmp_path / "other.gshard", example_inputs=(torch.ones(5, 4),), backend="eager"
+    )
+    digests = read_archive(file).facts["meshes"][0]["programs"][0]["digests"]
+
+    def change(facts: dict[str, Any], _: Any) -> None:
+        facts["meshes"][0]["programs"][0]["digests"] = digests
+
+    model = graphshard.load(rewritten(other, change), blocks(), mesh)
+    with pytest.raises(graphshard.ArtifactError, match="a program is for another call: input:0 is"):
+        model(*INPUTS)

@@ -1,0 +1,147 @@
+"""The cache on several ranks: another process of every rank finds what was kept, or none does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphshard
+from graphshard.module import tracer
+from graphshard.module.program_compiler import CachedProgram
+from graphshard.runtime import peers
+from graphshard.store.program_cache import CacheLookup
+from tests.distributed.twins import load_example
+from tests.ranks import RankPool, Ranks
+
+
+def _train(
+    rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
+) -> tuple[list[Tensor], int, list[str]]:
+    """Losses of the example, how often it was compiled, and what the cache said."""
+    llama = load_example("llama")
+    torch.manual_seed(0)
+    model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("graphshard.cache")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with mock.patch.object(tracer, "run_pipeline", wraps=tracer.run_pipeline) as passes:
+            mesh = init_device_mesh("cpu", (world_size,))
+            graphshard.compile(model, mesh, backend=backend, cache=False if rank == without else cache)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                tokens = torch.randint(0, 256, (2, 16), generator=generator)
+                loss = model(tokens, tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    finally:
+        logger.removeHandler(handler)
+    return losses, passes.call_count, said
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x[0], y[0], strict=True))
+
+
+def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "eager")
+    assert [each[1] for each in first] == [1, 1]
+    assert len(os.listdir(cache)) == 1
+    second = ranks(2).run(_train, cache, "eager")
+    assert [each[1] for each in second] == [0, 0]
+    assert _same(first, second)
+
+
+def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that waits asks now and then whether the others are there."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train_late, cache)
+    assert [each[1] for each in first] == [1, 1]
+    assert len(os.listdir(cache)) == 1
+
+
+def _train_late(rank: int, world_size: int, cache: str) -> Any:
+    find = CacheLookup.find
+
+    def late(search: CacheLookup) -> CachedProgram | None:
+        time.sleep(2.0 if rank == 1 else 0.0)
+        return find(search)
+
+    with (
+        mock.patch.object(CacheLookup, "find", late),
+        mock.patch.multiple(peers, _ASKS_EVERY=0.0 if rank == 0 else 600.0, _ASK_A_SECOND=1e9),
+    ):
+        return _train(rank, world_size, cache, "eager")
+
+
+def test_one_rank_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """All capture: none waits for the other, and none runs another program."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "eager")
+    second = ranks(2).run(_train_without, cache)
+    assert [each[1] for each in second] == [1, 1]
+    assert _same(first, second)
+
+
+def _train_without(rank: int, world_size: int, cache: str) -> Any:
+    return _train(rank, world_size, cache, "eager", without=1)
+
+
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    ranks(2).run(_train, cache, "eager")
+    found = ranks(1).run(_train, cache, "eager")
+    assert [each[1] for each in found] == [1]
+    assert [each[1] for each in ranks(1).run(_train, cache, "eager")] == [0]
+    assert [each[1] for each in ranks(2).run(_train, cache, "eager")] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes that no other test has changed, as a launch of a job has: what they are is compared."""
+    with RankPool() as pool:
+        yield pool.world
+
+
+@pytest.fixture
+def other_processes() -> Iterator[Ranks]:
+    with RankPool() as pool:
+        yield pool.world
+
+
+@pytest.mark.slow
+def test_another_process_with_inductor(ranks: Ranks, other_processes: Ranks, tmp_path: Path) -> None:
+    """No compiler is there, Inductor is not imported, and losses have the same bits."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train, cache, "inductor")
+    second = other_processes(2).run(_train_alone, cache)
+    assert [each[1] for each in second] == [0, 0]
+    assert _same(first, second)
+
+
+def _train_alone(rank: int, world_size: int, cache: str) -> Any:
+    with mock.patch("subprocess.Popen", side_effect=AssertionError("something is compiled")):
+        found = _train(rank, world_size, cache, "inductor")
+    assert "torch._inductor.compile_fx" not in sys.modules
+    assert dist.is_initialized()
+    return found
