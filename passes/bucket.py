@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import COMPUTE, Collective, Layout, collectives
+from graphshard.ir.collective_regions import COMPUTE, Collective, CollectiveRegions, collectives
 from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, made_once, start_together
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Bucket
@@ -59,7 +59,7 @@ class Bucketing(Pass):
         count = 0
         for phase_name, phase in program.phases.items():
             single = {(c.kind, c.axis, p): c for c in collectives(phase) if len(c.params) == 1 for p in c.params}
-            layout = Layout.of(phase)
+            layout = CollectiveRegions.of(phase)
             buckets = [bucket for bucket in program.plan.buckets if bucket.phase == phase_name]
             # All-reduces read what reduce-scatters made: those buckets come first.
             for bucket in sorted(buckets, key=lambda bucket: bucket.kind == "all_reduce"):
@@ -71,9 +71,9 @@ class Bucketing(Pass):
         return count
 
 
-def _stay_compute(phase: Phase, before: Layout) -> None:
+def _stay_compute(phase: Phase, before: CollectiveRegions) -> None:
     """Mark nodes that now look like a part of a bucket, but were compute when the plan counted positions."""
-    now = Layout.of(phase).index
+    now = CollectiveRegions.of(phase).index
     for node in set(before.compute).intersection(phase.module.graph.nodes).difference(now):
         node.meta[COMPUTE] = True
 
@@ -95,7 +95,7 @@ def _tag(phase: Phase, buckets: list[Bucket], params: ParamTable) -> int:
     return count
 
 
-def _merge(graph: Graph, bucket: Bucket, members: list[Collective], layout: Layout) -> None:
+def _merge(graph: Graph, bucket: Bucket, members: list[Collective], layout: CollectiveRegions) -> None:
     """Replace collectives with one launch: of gathers at the first, of reductions at the last."""
     is_gather, num_packed = bucket.kind == "gather", len(bucket.packed)
     anchor = (min if is_gather else max)(member.node for member in members)

@@ -25,7 +25,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.cost.flops import is_multiplication
-from graphshard.ir.collective_regions import Layout, with_inputs
+from graphshard.ir.collective_regions import CollectiveRegions, with_inputs
 from graphshard.ir.graph import OWN, arrange, emit, fake, is_part, is_random, module_of, writes
 from graphshard.ir.operators import TOGETHER
 from graphshard.ir.program import Phase, Program
@@ -45,7 +45,7 @@ class CoalesceModelCollectives(Pass):
         nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
         if not any(node.target in TOGETHER for node in nodes) or any(map(writes, nodes)):
             return 0
-        layout = Layout.of(phase)
+        layout = CollectiveRegions.of(phase)
         groups = [group for group in _groups(nodes, layout, _units(nodes, phase, layout, program)) if group.members[1:]]
         if not groups:
             return 0
@@ -71,7 +71,7 @@ class _Group:
     after: list[Node] = field(default_factory=list)
 
 
-def _units(nodes: list[Node], phase: Phase, layout: Layout, program: Program) -> dict[Node, str]:
+def _units(nodes: list[Node], phase: Phase, layout: CollectiveRegions, program: Program) -> dict[Node, str]:
     """Return the unit of each collective: of the parameter whose gradient it is a part of, or else of its module."""
     found = {node: unit_of(module_of(node), program.params.units) for node in nodes if node.target in TOGETHER}
     for grad, spec in gradients_of(phase, program):
@@ -85,7 +85,7 @@ def _units(nodes: list[Node], phase: Phase, layout: Layout, program: Program) ->
     return found
 
 
-def _groups(nodes: list[Node], layout: Layout, units: dict[Node, str]) -> list[_Group]:
+def _groups(nodes: list[Node], layout: CollectiveRegions, units: dict[Node, str]) -> list[_Group]:
     """Put each synchronous collective into the first group that it fits in."""
     compute = layout.index
     found: list[_Group] = []

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Layout, saved_values
+from graphshard.ir.collective_regions import CollectiveRegions, saved_values
 from graphshard.ir.graph import base_of, emit, fake, module_of
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD
 from graphshard.ir.program import Phase, Program
@@ -111,7 +111,7 @@ def _within(share: float, groups: list[list[Node]]) -> list[Node]:
 
 def _download(forward: Phase, values: list[Node], program: Program) -> None:
     """Start copies at the end of the unit of a value, and return the copies instead."""
-    graph, starts = forward.module.graph, _unit_starts(Layout.of(forward).compute, program)
+    graph, starts = forward.module.graph, _unit_starts(CollectiveRegions.of(forward).compute, program)
     copies: dict[Node, Node] = {}
     for value in values:
         with graph.inserting_before(next((first for first in starts if first > value), graph.output_node())):
@@ -132,7 +132,7 @@ def _reload(backward: Phase, program: Program) -> int:
 
 def _upload(backward: Phase, away: list[Node], program: Program) -> None:
     """Start copies at the start of the unit before the one that reads them; they arrive when that one starts."""
-    graph, compute = backward.module.graph, Layout.of(backward).compute
+    graph, compute = backward.module.graph, CollectiveRegions.of(backward).compute
     place = {node: index for index, node in enumerate(compute)}
     starts = [place[first] for first in _unit_starts(compute, program)]
     firsts = {node: min((place[user] for user in node.users if user in place), default=0) for node in away}

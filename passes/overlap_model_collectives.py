@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.cost.flops import is_multiplication
-from graphshard.ir.collective_regions import Layout, with_inputs
+from graphshard.ir.collective_regions import CollectiveRegions, with_inputs
 from graphshard.ir.graph import arrange, emit, is_random, writes
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
@@ -42,7 +42,7 @@ class OverlapModelCollectives(Pass):
         launches = [node for node in nodes if node.target in BEGINS]
         if not launches or any(map(writes, nodes)):
             return 0
-        compute = Layout.of(phase).index
+        compute = CollectiveRegions.of(phase).index
         launches = [node for node in launches if node in compute]
         order = with_inputs(_reordered(nodes, launches, compute), nodes)
         place = {node: index for index, node in enumerate(order)}

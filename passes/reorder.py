@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Collective, Layout, collectives
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, collectives
 from graphshard.ir.graph import arrange, with_parts
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
@@ -51,7 +51,7 @@ class Reorder(Pass):
 
 
 def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
-    layout = Layout.of(phase)
+    layout = CollectiveRegions.of(phase)
     launches = {(c.kind, c.axis, p): c for c in collectives(phase) for p in c.params}
     due: defaultdict[int, list[Event]] = defaultdict(list)
     for event in plan.events.get(phase_name, ()):

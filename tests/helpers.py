@@ -32,9 +32,8 @@ from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED, TOGETHER
 from graphshard.ir.param_table import ParamSpec, build_table
-from graphshard.ir.precision import precision_of
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.units import find_units
+from graphshard.ir.units import find_units, precision_of
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule.by_unit import PlanByUnit

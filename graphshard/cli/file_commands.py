@@ -17,7 +17,7 @@ from graphshard.aot.exporter import compiler_for_file, operators_only, with_thre
 from graphshard.codec.program_format import decode_lowered, decode_partitioned
 from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.plan import Plan
 from graphshard.lower.aoti_package import Package

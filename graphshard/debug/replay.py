@@ -14,7 +14,7 @@ import difflib
 from graphshard.codec.program_format import next_pass_of, plan_of
 from graphshard.debug.show import StageFile, import_all, import_module, print_diff
 from graphshard.errors import ArgumentError, PassError
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
 from graphshard.pipeline.instrumentation import Observer

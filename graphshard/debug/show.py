@@ -24,7 +24,7 @@ from graphshard.codec.program_format import plan_of, program_from_json
 from graphshard.debug.dump import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
 from graphshard.errors import ArgumentError
 from graphshard.exported.pt2_reader import read_program
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program

@@ -14,9 +14,9 @@
   (`graphshard.subclasses`), what guards do not look at (`graphshard.guards`), equal blocks (`graphshard.repeats`).
 * **Operators are not decomposed at capture.** Inductor's decompositions run when a region is lowered. The graph between
   is the same for both backends, and `backend="eager"` runs the operators that eager mode runs, hence its bits.
-* **Submodules have entries** (`ir/entry.py`). The `forward` of a submodule is an `Entry` in its `__dict__`, which is
-  taken away while a module is captured. The class and `repr` of submodules stay the user's, and `model.encoder(x)`
-  runs a separate program.
+* **Submodules have entries** (`ir/submodule_entry_points.py`). The `forward` of a submodule is an `EntryPoint` in its
+  `__dict__`, which is taken away while a module is captured. The class and `repr` of submodules stay the user's, and
+  `model.encoder(x)` runs a separate program.
 * **Private names of torch are checked when the package is imported** (`torch_compat/names.py`).
 
 Pitfalls:

@@ -42,12 +42,12 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.driver_internals import stands_in
-from graphshard.ir.graph_break import Untraceable
+from graphshard.ir.graph_break import UntraceableError
 from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU, new_tracing_mode
 from graphshard.ir.param_table import named_parameters
 from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.recompute import write_again
-from graphshard.ir.repeats import Repeats, Uneven, captured_rows
+from graphshard.ir.repeats import BlocksDifferError, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
@@ -75,7 +75,7 @@ def capture(
         repeats: equal blocks, of which a few are traced.
 
     Raises:
-        Uneven: the blocks are not called alike.
+        BlocksDifferError: the blocks are not called alike.
     """
     if repeats is not None:
         spec = _of_traced_blocks(module, spec, repeats)
@@ -152,7 +152,7 @@ def capture(
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         try:
             joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=stands_in())
-        except Untraceable as error:
+        except UntraceableError as error:
             raise explain_failure(error, spec.forward_class) from error
     lift_subgraphs(joint)
     erase_boundaries(joint.graph)
@@ -208,13 +208,13 @@ def _of_traced_blocks(module: nn.Module, spec: CaptureSpec, repeats: Repeats) ->
     """Return a spec without the parameters and units of blocks that are left out.
 
     Raises:
-        Uneven: a parameter of such a block is elsewhere in the model, too.
+        BlocksDifferError: a parameter of such a block is elsewhere in the model, too.
     """
-    params = captured_rows(spec.params, repeats)
+    params = captured_params(spec.params, repeats)
     known = {name for row in params for name in row.names}
     for name in (name for names in named_parameters(module) for name in names):
         if name not in known and not repeats.has_left_out(name):
-            raise Uneven(f"{name} is of a block that is left out")
+            raise BlocksDifferError(f"{name} is of a block that is left out")
     return replace(spec, params=params, units=tuple(unit for unit in spec.units if not repeats.has_left_out(unit)))
 
 

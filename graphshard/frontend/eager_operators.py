@@ -28,10 +28,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.traceback import get_current_meta
 
 from graphshard.errors import CaptureError
-from graphshard.ir.checks import Check, Condition
 from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations, place_in, place_of
 from graphshard.ir.param_table import inverse_of, memory_order
-from graphshard.ir.program import Slot
+from graphshard.ir.program import LinalgCheck, RuntimeAssert, Slot
 from graphshard.ir.subclasses import shard_in
 from graphshard.torch_compat.aot_autograd import torch_decompositions
 from graphshard.torch_compat.fake_tensors import keep_strides
@@ -186,7 +185,7 @@ class OperatorWatch(TorchDispatchMode):
     def __init__(self, given: Mapping[Slot, torch.Tensor]) -> None:
         super().__init__()
         self._given = {memory_of(tensor): slot for slot, tensor in given.items()}
-        self.checks: list[tuple[Check | Condition, torch.Tensor]] = []
+        self.checks: list[tuple[LinalgCheck | RuntimeAssert, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         check_cancelled()
@@ -194,7 +193,7 @@ class OperatorWatch(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return func(*args, **kwargs)
         if func is aten._linalg_check_errors.default:
-            self.checks.append((Check(args[1], kwargs["is_matrix"]), args[0]))
+            self.checks.append((LinalgCheck(args[1], kwargs["is_matrix"]), args[0]))
             return None
         if getattr(func, "namespace", "") == "c10d":
             raise _error(
@@ -281,7 +280,7 @@ class WatchedGraph(_LaidBranches):
         left, right = (self.env[each] if isinstance(each, Node) else each for each in condition.args)
         of_tensor = torch.full((), left, dtype=torch.int64 if isinstance(left, (int, torch.SymInt)) else torch.float64)
         compare = cast(Callable[..., Any], condition.target)
-        self._watch.checks.append((Condition(line), compare(of_tensor, right)))
+        self._watch.checks.append((RuntimeAssert(line), compare(of_tensor, right)))
 
 
 class _Laid(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from graphshard.errors import CaptureError, GraphshardError
-from graphshard.ir.graph_break import GraphBreak, Untraceable
+from graphshard.ir.graph_break import GraphBreak, UntraceableError
 from graphshard.torch_compat.dynamo import ObservedException, TorchDynamoException, TorchRuntimeError
 from graphshard.torch_compat.fake_tensors import (
     DataDependentOutputException,
@@ -244,7 +244,7 @@ def _reason(error: Exception) -> str:
 # --- failures in AOTAutograd --------------------------------------------------------------------------------------
 
 
-def explain_failure(error: Untraceable, cls: type[nn.Module]) -> CaptureError:
+def explain_failure(error: UntraceableError, cls: type[nn.Module]) -> CaptureError:
     """Return the error to raise instead: file, line and source in the model, and what to change."""
     frame = user_frame(error)
     what, advice = f"graphshard cannot capture {cls.__name__}.forward", _ADVICE[error.kind]

@@ -21,11 +21,10 @@ from torch.fx.traceback import preserve_node_meta
 
 from graphshard.errors import CaptureError
 from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
-from graphshard.ir.checks import Check, Condition
 from graphshard.ir.graph import place_of
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU
-from graphshard.ir.program import Slot
+from graphshard.ir.program import LinalgCheck, RuntimeAssert, Slot
 from graphshard.subclasses.results import in_parts
 from graphshard.subclasses.tensor_parallel import OneCast
 from graphshard.torch_compat.aot_autograd import (
@@ -73,7 +72,7 @@ class FlatGraph(nn.Module):
         self.slots = list(slots)
         self.leaves: list[Any] = []
         self.places: list[int] = []
-        self.checks: tuple[Check | Condition, ...] = ()
+        self.checks: tuple[LinalgCheck | RuntimeAssert, ...] = ()
         self.out_spec: pytree.TreeSpec | None = None
         self.__dict__["_graph"] = graph  # not a submodule, whose tensors AOTAutograd would look for
         self._order, self._unsharded, self._data = order, unsharded, data

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from graphshard.errors import CaptureError
-from graphshard.ir.entry import is_compiled, without_entries
 from graphshard.ir.param_table import REPLACED, ParamTable
 from graphshard.ir.program import Slot
+from graphshard.ir.submodule_entry_points import is_compiled, without_entries
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from graphshard.utils.text import users_class

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.ir.mesh import ExpertMeshes, Mesh, axes_of_mesh
 from graphshard.ir.param_table import ParamTable, Settings
-from graphshard.ir.precision import Precision
-from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.ir.repeats import BlocksDifferError, Repeats
+from graphshard.ir.units import Precision
 from graphshard.subclasses.extensions import Extended
 from graphshard.torch_compat.operators import pytree
 
@@ -62,9 +62,9 @@ class CaptureSpec:
 
 
 def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
-    """Raise Uneven if parameters or units of blocks that are left out are treated unlike the captured ones."""
+    """Raise BlocksDifferError if blocks that are left out have other parameter or unit options than captured ones."""
     if spec.extended:
-        raise Uneven("parameters are subclasses of tensors")
+        raise BlocksDifferError("parameters are subclasses of tensors")
     found: dict[int, list[Any]] = {}
     for row in spec.params:
         place = repeats.place_of(row.name)
@@ -76,7 +76,7 @@ def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
         if place is not None:
             found.setdefault(place[0], []).append((repeats.name_at(0, unit), spec.precision.of(unit)))
     if any(found.get(group) != found.get(0) for group in range(repeats.groups)):
-        raise Uneven("parameters of blocks are treated differently")
+        raise BlocksDifferError("parameters of blocks are treated differently")
 
 
 @dataclass(frozen=True)

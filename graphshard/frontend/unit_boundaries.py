@@ -25,9 +25,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.ir.param_table import ParamTable
-from graphshard.ir.precision import Precision
-from graphshard.ir.repeats import Uneven
-from graphshard.ir.units import modules_of
+from graphshard.ir.repeats import BlocksDifferError
+from graphshard.ir.units import Precision, modules_of
 from graphshard.repeats.repeated_blocks import Block, end_of_blocks
 from graphshard.torch_compat.dtensor import take_checkpoint_hooks
 
@@ -164,7 +163,7 @@ def unit_boundaries(
                 object.__setattr__(owner, "__class__", class_of(owner))
                 owner.__dict__[BOUNDARY] = UnitBoundary(path, "0", "1", None, None, False, block)
             elif BOUNDARY not in owner.__dict__:
-                raise Uneven(f"{path} is not a unit")
+                raise BlocksDifferError(f"{path} is not a unit")
         for path, owner in module.named_modules():
             settings = take_checkpoint_hooks(owner) if path else None
             if settings is not None:

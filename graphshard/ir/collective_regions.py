@@ -109,7 +109,7 @@ def _reach(node: Node, step: Callable[[Node], list[Node]], ends: dict[Node, str]
 
 
 @dataclass(frozen=True)
-class Layout:
+class CollectiveRegions:
     """A phase's nodes by role; the communication's own casts, copies and views are not compute.
 
         prologue -> gather -> wait -> landing -> compute -> takeoff -> reduce -> wait -> epilogue
@@ -127,7 +127,7 @@ class Layout:
     after: dict[Node, list[Node]]
 
     @staticmethod
-    def of(phase: Phase) -> Layout:
+    def of(phase: Phase) -> CollectiveRegions:
         """Sort the nodes of a phase into roles, by structure alone."""
         nodes = [n for n in phase.module.graph.nodes if n.op == "call_function"]
         owner = _takeoffs(nodes)
@@ -144,7 +144,7 @@ class Layout:
                 after[follows[node]].append(node)
             else:
                 compute.append(node)
-        return Layout(compute, before, after)
+        return CollectiveRegions(compute, before, after)
 
     @cached_property
     def index(self) -> dict[Node, int]:
@@ -154,7 +154,7 @@ class Layout:
 
 def saved_values(forward: Phase) -> list[Node]:
     """The activations among what a forward phase saves."""
-    layout = Layout.of(forward)
+    layout = CollectiveRegions.of(forward)
     gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
     saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved" and isinstance(n, Node))
     return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
@@ -254,7 +254,7 @@ def peak_gathered_bytes(phase: Phase) -> tuple[Node | None, int]:
     return max(alive, key=lambda pair: pair[1], default=(None, 0))
 
 
-def last_use(waits: Iterable[Node], layout: Layout, position: dict[Node, int]) -> int:
+def last_use(waits: Iterable[Node], layout: CollectiveRegions, position: dict[Node, int]) -> int:
     """The last position at which something reads what was gathered, or a view of it; nodes without one are skipped."""
     landed = {n for wait in waits for n in (wait, *layout.after[wait])}
     users = (n for value in _aliases(landed) for n in (value, *value.users))
@@ -263,7 +263,7 @@ def last_use(waits: Iterable[Node], layout: Layout, position: dict[Node, int]) -
 
 def _gathered(phase: Phase) -> list[_Gathered]:
     position = {node: i for i, node in enumerate(phase.module.graph.nodes)}
-    layout = Layout.of(phase)
+    layout = CollectiveRegions.of(phase)
     gathers = [c for c in collectives(phase) if c.kind == "gather"]
     return [
         _Gathered(c, position[c.node], [(last_use([w], layout, position), fake(w).nbytes) for w in c.waits])

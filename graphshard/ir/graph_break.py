@@ -36,7 +36,7 @@ class GraphBreak(CaptureError):
         super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")
 
 
-class Untraceable(Exception):
+class UntraceableError(Exception):
     """Operation that no program can keep, raised where it happens, so that the traceback leads to the line.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.split import Split
+from graphshard.ir.dtensor_layout import DTensorLayout
 from graphshard.torch_compat.dtensor import cut_of_pieces, joined_mesh, root_of, split_mesh
 from graphshard.utils.argument_validation import is_int
 from graphshard.utils.text import brief
@@ -323,7 +323,7 @@ class Mesh:
             return self.experts.distance(axis) * inside
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
-    def placements(self, dim: int | None, split: Split | None = None) -> tuple[Placement, ...]:
+    def placements(self, dim: int | None, split: DTensorLayout | None = None) -> tuple[Placement, ...]:
         """Of a parameter that is sharded along a dim, as FSDP2 places it; None is a scalar.
 
         On the data axes; and if it is split over tensor axes, there, too. Its pieces there are what is cut.

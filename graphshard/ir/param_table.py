@@ -22,12 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.errors import ArgumentError
+from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.precision import Precision, keeps_wider_gradients, reduced_in
-from graphshard.ir.split import Cut, Split
 from graphshard.ir.subclasses import Extension
-from graphshard.ir.units import unit_of, units_within
+from graphshard.ir.units import Precision, keeps_wider_gradients, reduced_in, unit_of, units_within
 from graphshard.utils.text import brief
 
 # Of a parameter, what can be changed from call to call: see `ParamSpec.settings`.
@@ -81,7 +80,7 @@ class ParamSpec:
     force_sum: bool = False
     held: bool = False
     extension: Extension | None = None
-    split: Split | None = None
+    split: DTensorLayout | None = None
     partly: bool = False
     expert: bool = False
     shown: bool = False
@@ -395,13 +394,13 @@ def build_table(
     return ParamTable(tuple(rows))
 
 
-def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, Split | None]:
+def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, DTensorLayout | None]:
     """What a rank of the tensor axes has of a parameter, and how it is split there."""
     if not isinstance(param, DTensor):
         return param, None
     tensors = [axis.name for axis in mesh.tensors]
     names = param.device_mesh.mesh_dim_names or tensors
     dims = (placement.dim if isinstance(placement, Shard) else None for placement in param.placements)
-    cuts = tuple(Cut(name, dim) for name, dim in zip(names, dims) if name in tensors)
+    cuts = tuple(AxisPlacement(name, dim) for name, dim in zip(names, dims) if name in tensors)
     around = tuple(name for name in names if name not in tensors)
-    return param._local_tensor, Split(tuple(param.shape), cuts, around=around)
+    return param._local_tensor, DTensorLayout(tuple(param.shape), cuts, around=around)

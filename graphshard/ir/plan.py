@@ -5,7 +5,7 @@ A plan is plain data. It is made by a planner (such as `schedule/by_unit.py`), a
 
 Time in a plan is a position in the compute order of a phase: the number of compute nodes that run before the
 event. The compute order is the captured order without the collectives and the casts, copies and views that
-belong to them (`layout.Layout`), so a position means the same before and after bucketing.
+belong to them (`layout.CollectiveRegions`), so a position means the same before and after bucketing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was captured, of a program that passes have rewritten since."""
+"""Checks of results of forward after each call, as a trace does not know values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,49 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from graphshard.errors import ArgumentError
-from graphshard.ir.checks import Check, Condition
-from graphshard.ir.fold import fold
+from graphshard.errors import ArgumentError, InputError
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Plan
-from graphshard.ir.repeats import Few
+from graphshard.ir.repeats import RepeatedBlocks
 from graphshard.torch_compat.fx_code import uncompiled
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.operators import assert_async, pytree
+
+
+@dataclass(frozen=True)
+class LinalgCheck:
+    """A status that a linear-algebra operator of forward returned.
+
+    Attributes:
+        operator: as torch's error calls it: "linalg.inv".
+        is_matrix: the operator works on single matrices, not on batches.
+    """
+
+    operator: str
+    is_matrix: bool
+
+    def __call__(self, status: torch.Tensor) -> None:
+        """Raise torch.linalg.LinAlgError if the operator failed."""
+        torch.ops.aten._linalg_check_errors(status, self.operator, is_matrix=self.is_matrix)
+
+
+@dataclass(frozen=True)
+class RuntimeAssert:
+    """A condition that forward takes for granted with `torch._check`.
+
+    Attributes:
+        line: that says so, as "file.py:3: code".
+    """
+
+    line: str
+
+    def __call__(self, status: torch.Tensor) -> None:
+        """Raise InputError where the condition is false; on GPUs an assertion, at a later time."""
+        if status.device.type != "cpu":
+            assert_async(status, f"forward raises an exception at {self.line}")
+        elif not bool(status):
+            raise InputError(f"forward raises an exception for these inputs at {self.line}")
 
 
 class Captured:
@@ -317,11 +351,11 @@ class Program(Captured):
     capture: int = 0
     reason: str = ""
     next_number: int = 0
-    checks: tuple[Check | Condition, ...] = ()
+    checks: tuple[LinalgCheck | RuntimeAssert, ...] = ()
     offloaded: bool = False
     on_host: frozenset[str] = frozenset()
     bound: float | None = None
-    few: Few | None = None
+    few: RepeatedBlocks | None = None
     trace: Any = None
     taken: tuple[int, ...] = ()
     digest: str = ""

@@ -20,7 +20,7 @@ CAPTURED = 5
 TEMPLATE = 1
 
 
-class Uneven(Exception):
+class BlocksDifferError(Exception):
     """A program whose blocks are not equal."""
 
 
@@ -87,7 +87,7 @@ def _name_at(repeats: Repeats, group: int, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Few:
+class RepeatedBlocks:
     """What a program whose graphs have few of many equal groups says of all of them.
 
     Attributes:
@@ -110,6 +110,6 @@ class Few:
         return found is not None and found[0] == TEMPLATE
 
 
-def captured_rows(params: ParamTable, repeats: Repeats) -> ParamTable:
+def captured_params(params: ParamTable, repeats: Repeats) -> ParamTable:
     """The rows of a table that are not of blocks that were left out."""
     return ParamTable(tuple(row for row in params if not repeats.has_left_out(row.name)))

@@ -17,7 +17,7 @@ from graphshard.torch_compat.fake_tensors import FakeTensor, FunctionalTensor
 from graphshard.torch_compat.operators import make_wrapper_subclass
 
 # Shape and dtype of a tensor.
-Layout = tuple[tuple[int, ...], torch.dtype]
+PieceLayout = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Extension:
         stored_bytes: of all tensors that a padded shard holds.
     """
 
-    sent: tuple[Layout, ...]
+    sent: tuple[PieceLayout, ...]
     stored_bytes: int
 
     @property

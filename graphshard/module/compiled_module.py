@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
-from graphshard.ir.entry import OF_UNITS, Entry, install_entries
 from graphshard.ir.param_table import even_pieces, places_of
+from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries
 from graphshard.module.agreement import Agreement
 from graphshard.module.fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
@@ -54,12 +54,12 @@ class CompiledModule(GraphshardFSDPModule):
         twin = object.__new__(self.__class__)
         memo[id(self)] = twin
         for module in self.modules():
-            memo.update((id(value), None) for value in module.__dict__.values() if isinstance(value, Entry))
+            memo.update((id(value), None) for value in module.__dict__.values() if isinstance(value, EntryPoint))
         attributes = {name: value for name, value in self.__dict__.items() if name not in OF_UNITS}
         twin.__dict__.update(copy.deepcopy(attributes, memo))
         for module, copied in zip(self.modules(), twin.modules()):
             for name, value in module.__dict__.items():
-                if isinstance(value, Entry):
+                if isinstance(value, EntryPoint):
                     copied.__dict__.pop(name, None)  # the user's class may copy something else
                     if value.replaced is not MISSING:
                         copied.__dict__[name] = copy.deepcopy(value.replaced, memo)
@@ -173,7 +173,7 @@ def install_method(module: nn.Module, path: str) -> None:
     assert isinstance(module, CompiledModule)
     prefix, _, method = path.rpartition(".")
     owner = module.get_submodule(prefix)
-    owner.__dict__[method] = Entry(owner, prefix, module._graphshard.call_entry, method)
+    owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
 
 
 @torch.no_grad()

@@ -354,7 +354,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy as the user's class does, as a part of the whole model: an `Entry` refuses to be copied alone."""
+        """Copy as the user's class does, as a part of the whole model: an `EntryPoint` refuses to be copied alone."""
         memo[id(self._graphshard_unit)] = None
         cls = type(self)
         object.__setattr__(self, "__class__", users_class(self))

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.entry import without_entries
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamSpec
+from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.fsdp_module import GraphshardFSDPModule

@@ -23,9 +23,9 @@ from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
 from graphshard.guards.unguarded_state import read
 from graphshard.guards.value_branches import WARNING
-from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
+from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.runtime.bound_program import memory_span
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.dtensor import is_checkpointed
@@ -142,7 +142,7 @@ def guard_of(program: Program, module: nn.Module, executable: Executable) -> Tra
 def _replaced(attributes: Mapping[str, Any], method: str) -> Any:
     """Return the method that the user has put on a module; MISSING if there is none."""
     found = attributes.get(method, MISSING)
-    return found.replaced if type(found) is Entry else found
+    return found.replaced if type(found) is EntryPoint else found
 
 
 # --- Dynamo's guards ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _replaced(attributes: Mapping[str, Any], method: str) -> Any:
 
 def _ours(module: nn.Module) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return names of attributes that graphshard sets, and sources of modules that were traced in a class of ours."""
-    entries = (name for part in module.modules() for name, value in vars(part).items() if type(value) is Entry)
+    entries = (name for part in module.modules() for name, value in vars(part).items() if type(value) is EntryPoint)
     named = [(name, part) for name, part in module.named_modules() if name]
     paths = [name for name, part in named if is_checkpointed(part) and not isinstance(part, BoundaryModule)]
     sources = tuple("".join(f"._modules['{key}']" for key in path.split(".")) for path in paths)

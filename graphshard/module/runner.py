@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard.errors import UnsupportedError
 from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
-from graphshard.ir.entry import install_entries
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
+from graphshard.ir.submodule_entry_points import install_entries
 from graphshard.lower.regions import drop_regions
 from graphshard.module.argument_checks import (
     check_materialized,

@@ -25,12 +25,11 @@ from graphshard.errors import UnsupportedError
 from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.ir.entry import Entry, is_compiled
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.param_table import ParamTable
-from graphshard.ir.precision import Precision
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
-from graphshard.ir.units import modules_of, unit_of
+from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
+from graphshard.ir.units import Precision, modules_of, unit_of
 from graphshard.module.tracer import Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
 from graphshard.runtime.unsharded_view import places_of
@@ -340,7 +339,7 @@ class _LiveBoundary:
 def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
     """Return a method of a compiled model or of a part of it as the user wrote it."""
     found = module.__dict__.get(method, MISSING)
-    found = found.replaced if type(found) is Entry else found
+    found = found.replaced if type(found) is EntryPoint else found
     if found is MISSING or is_compiled(module):
         return types.MethodType(getattr(users_class(module), method), module)
     return found

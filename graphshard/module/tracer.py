@@ -7,8 +7,8 @@ Of many equal blocks a few are captured, and stand for all:
     capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
 The result is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by
-value), or `Uneven`. Where the plan, or what is gathered at once, differs between blocks, the partitioned program is
-stamped, and the other passes run on all blocks.
+value), or `BlocksDifferError`. Where the plan, or what is gathered at once, differs between blocks, the partitioned
+program is stamped, and the other passes run on all blocks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
 from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
-from graphshard.ir.alike import few_of
+from graphshard.ir.instantiate_blocks import instantiate_backward, instantiate_blocks
 from graphshard.ir.param_table import ParamSpec, ParamTable, Settings
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Few, Repeats, Uneven
-from graphshard.ir.stamp import backward_of_all, stamp
+from graphshard.ir.repeated_block_matcher import match_blocks
+from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall, outline
@@ -148,14 +148,14 @@ class Tracer:
             trace = functools.partial(self._trace_template, module, args, kwargs, spec, repeats)
             try:
                 template = _make_template(trace, spec, repeats, steps, replace(observer), finish_trace, watching)
-            except (Uneven, GraphshardError) as error:
+            except (BlocksDifferError, GraphshardError) as error:
                 self._doubt(error)
         if template is not None:
             try:
                 found = template.finish(observer)
                 found[0].keep_captured(self.recapture(module, args, kwargs, grad=grad))
                 return found
-            except Uneven as error:
+            except BlocksDifferError as error:
                 self._doubt(error)
         start = time.perf_counter()
         with watching():
@@ -183,7 +183,7 @@ class Tracer:
                 return None
             try:
                 program = alone._trace_template(module, args, kwargs, spec, repeats)
-            except (Uneven, GraphshardError) as error:
+            except (BlocksDifferError, GraphshardError) as error:
                 log.info("%s: every block is traced: %s", self.label, error)
                 return None
         program.model = self.label
@@ -238,14 +238,14 @@ class Tracer:
         """Trace a few of equal blocks; the program's parameters are those of these and of the rest of the model.
 
         Raises:
-            Uneven: they do not stand for all. Inside a trace, Dynamo makes other errors of it.
+            BlocksDifferError: they do not stand for all. Inside a trace, Dynamo makes other errors of it.
         """
         check_alike(spec, repeats)
         few: dict[str, Any] = {"class_of": functools.partial(self.class_of, module, True), "repeats": repeats}
         trace = functools.partial(capture_call, module, args, kwargs, spec, self.traced, grad=True, **few)
         program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
         if program.checks or program.sizes:
-            raise Uneven("forward depends on numbers")
+            raise BlocksDifferError("forward depends on numbers")
         return program
 
     def _doubt(self, error: Exception) -> None:
@@ -377,7 +377,7 @@ class _Template:
     """A partitioned program of a few of equal blocks, and the passes that are left."""
 
     program: Program
-    few: Few
+    few: RepeatedBlocks
     steps: tuple[Pass, ...]
 
     def finish(self, observer: Observer) -> Traced:
@@ -394,7 +394,7 @@ class _Template:
                 return folded_plan(plans[-1], program)
 
         def partitioned() -> Partitioned:
-            return Partitioned(backward_of_all(start), self.steps, frozenset(start.established))
+            return Partitioned(instantiate_backward(start), self.steps, frozenset(start.established))
 
         alone = replace(observer)
         try:
@@ -406,7 +406,7 @@ class _Template:
             outline(program)
             begun = time.perf_counter()
             program = stamped(program, plans[-1] if plans else None)
-        except Uneven as error:
+        except BlocksDifferError as error:
             log.info("passes are of every block: %s", error)
             return self._stamp_partitioned(start, plans, observer)
         text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
@@ -416,7 +416,7 @@ class _Template:
     def _stamp_partitioned(self, start: Program, plans: Sequence[Plan], observer: Observer) -> Traced:
         """Run the passes that are left on all blocks, with the plan that was made."""
         begun = time.perf_counter()
-        program = stamp(start, self.few.repeats, self.few.params)
+        program = instantiate_blocks(start, self.few.repeats, self.few.params)
         observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
         steps = self.steps
         if plans:
@@ -437,7 +437,7 @@ def _make_template(
     """Trace a few blocks, and run the passes up to the partition."""
     at = next((index for index, step in enumerate(steps) if isinstance(step, Partition)), None)
     if at is None:
-        raise Uneven("there is no partition")
+        raise BlocksDifferError("there is no partition")
     start = time.perf_counter()
     with watching():
         program = trace()
@@ -445,4 +445,4 @@ def _make_template(
     observer.after(program, "capture", 0, time.perf_counter() - start)
     for step in steps[: at + 1]:
         run_pass(step, program, observer)
-    return _Template(program, few_of(program, repeats, spec.params), steps[at + 1 :])
+    return _Template(program, match_blocks(program, repeats, spec.params), steps[at + 1 :])

@@ -20,12 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.entry import OF_UNITS, Entry, install_entries, without_entries
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
-from graphshard.ir.precision import Precision
 from graphshard.ir.subclasses import is_extended, shard_in
-from graphshard.ir.units import modules_of
+from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries, without_entries
+from graphshard.ir.units import Precision, modules_of
 from graphshard.module.argument_checks import check_materialized
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
@@ -180,7 +179,9 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
     """Give modules the user's classes and methods; what is set on them in the block stays."""
     with contextlib.ExitStack() as stack:
         for module in list(model.modules()):
-            ours = {name: value for name, value in vars(module).items() if type(value) is Entry or name in OF_UNITS}
+            ours = {
+                name: value for name, value in vars(module).items() if type(value) is EntryPoint or name in OF_UNITS
+            }
             stack.callback(_put_back, module, ours, type(module))
             attributes = without_entries(module)
             module.__dict__.clear()
@@ -196,7 +197,7 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
 def _put_back(module: nn.Module, ours: dict[str, Any], cls: type[nn.Module]) -> None:
     now = dict(module.__dict__)
     for name, value in ours.items():
-        if type(value) is Entry and now.get(name, value.replaced) is value.replaced:
+        if type(value) is EntryPoint and now.get(name, value.replaced) is value.replaced:
             now.pop(name, None)
     module.__dict__.clear()
     module.__dict__.update({**ours, **now})

@@ -26,8 +26,7 @@ from torch.distributed.tensor import Shard
 
 from graphshard.cost.profile import Hardware
 from graphshard.errors import ArgumentError
-from graphshard.ir.precision import PolicySpec
-from graphshard.ir.units import UnitSpec
+from graphshard.ir.units import PolicySpec, UnitSpec
 from graphshard.lower.backends import Backend
 from graphshard.options.validate import check_options, level_of
 from graphshard.pipeline.instrumentation import Level

@@ -31,8 +31,7 @@ from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, build_table
-from graphshard.ir.precision import precision_of
-from graphshard.ir.units import MODULE_SEPARATOR, find_units
+from graphshard.ir.units import MODULE_SEPARATOR, find_units, precision_of
 from graphshard.options.mesh_axes import MeshAxes, data_and_tensor, experts_by_name, find_experts, tensor_axis
 from graphshard.options.options import Activation, Options
 from graphshard.options.validate import (

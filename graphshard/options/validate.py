@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.export import Dim
 
 from graphshard.errors import ArgumentError, UnsupportedError, visible
-from graphshard.ir.entry import OF_UNITS, Entry, is_compiled
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.precision import check_policy
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
+from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, is_compiled
+from graphshard.ir.units import check_policy
 from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.instrumentation import Level
@@ -344,7 +344,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]
             f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or give "
             "it a forward."
         )
-    if isinstance(model.__dict__.get("forward"), Entry):
+    if isinstance(model.__dict__.get("forward"), EntryPoint):
         yield f"{cls.__name__} is a part of a compiled model. Compile the root module, once."
     if "forward" in model.__dict__:
         yield (

@@ -22,12 +22,12 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import saved_values, units_gathered
+from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.graph import base_of, is_alias, is_part, module_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import Lines, number, print_communication, print_program
 from graphshard.ir.program import Program, Stage, UnitMemory
 from graphshard.ir.repeats import TEMPLATE
-from graphshard.ir.unfold import Unfolding
 from graphshard.ir.units import unit_of
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
@@ -103,7 +103,7 @@ class Observer:
         gathered = {name: units_gathered(phase, program.params) for name, phase in program.phases.items()}
         program.saved = saved_by_unit(program)
         if program.few is not None:
-            _unfold_summary(program, gathered)  # raises Uneven
+            _unfold_summary(program, gathered)  # raises BlocksDifferError
         program.peak_gathered = {
             name: max((units for _, units in found), key=len, default=()) for name, found in gathered.items()
         }
@@ -195,12 +195,12 @@ def _unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[
     """Expand the summaries of a program of few blocks to all blocks: communication, saved values, gathered units.
 
     Raises:
-        Uneven: blocks differ there.
+        BlocksDifferError: blocks differ there.
     """
     assert program.few is not None
     repeats, lines = program.few.repeats, []
     for name in program.phases:
-        unfolding = Unfolding(repeats, descending=name == "backward", ends=2 if name == "backward" else 1)
+        unfolding = RepeatExpansion(repeats, descending=name == "backward", ends=2 if name == "backward" else 1)
         sent = [line for line in program.communication if line.startswith(f"{name}: ")]
         lines += unfolding.unfold(sent) if any(map(unfolding.few.named_groups, sent)) else sent
         if gathered[name]:

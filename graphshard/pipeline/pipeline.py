@@ -11,7 +11,7 @@ from typing import Any
 
 from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -216,7 +216,7 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
         observer.after(program, step.name, rewrites, seconds, exact=step.exact)
         doing = "ensures"
         step.ensures(program)
-    except Uneven:  # blocks differ: the whole program is compiled instead
+    except BlocksDifferError:  # blocks differ: the whole program is compiled instead
         raise
     except Exception as error:
         observer.failed(program, step.name, error)

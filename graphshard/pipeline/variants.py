@@ -8,9 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from graphshard.ir.graph import fake
+from graphshard.ir.instantiate_blocks import instantiate_blocks
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.stamp import stamp
 from graphshard.ir.strides import restride
 from graphshard.lower.regions import list_calls
 from graphshard.passes import AccumulateGradients
@@ -65,10 +65,10 @@ def stamped(program: Program, plan: Plan | None) -> Program:
         plan: of all blocks.
 
     Raises:
-        Uneven: blocks differ.
+        BlocksDifferError: blocks differ.
     """
     assert program.few is not None
-    made = stamp(program, program.few.repeats, program.few.params, program.few.saved)
+    made = instantiate_blocks(program, program.few.repeats, program.few.params, program.few.saved)
     made.plan = plan
     list_calls(made)
     return made

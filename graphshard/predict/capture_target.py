@@ -35,8 +35,8 @@ from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.operators import EXCHANGED
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
+from graphshard.ir.repeated_block_matcher import flop_of_all
 from graphshard.ir.repeats import TEMPLATE, Repeats
-from graphshard.ir.windows import flop_of_all
 from graphshard.options.mesh_axes import MeshAxes, dims_of
 from graphshard.options.options import Options
 from graphshard.options.resolve import capture_spec, find_axes

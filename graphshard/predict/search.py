@@ -25,7 +25,7 @@ from rich.text import Text
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
 from graphshard.ir.mesh import MeshLike
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.lower.rank_work_split import cores_here
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
@@ -265,7 +265,9 @@ def _capture(groups: Sequence[Sequence[Task]]) -> float:
     longest = 0.0
     for first in {id(group[0].study._subjects): group[0] for group in reversed(groups)}.values():
         began = time.perf_counter()
-        with contextlib.suppress(GraphshardError, Uneven):  # a prediction says what is wrong, or captures every block
+        with contextlib.suppress(
+            GraphshardError, BlocksDifferError
+        ):  # a prediction says what is wrong, or captures every block
             first.study.capture(first.mesh)
         longest = max(longest, time.perf_counter() - began)
     return longest

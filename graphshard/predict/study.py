@@ -19,16 +19,15 @@ from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.frontend.inputs import count_tokens
 from graphshard.frontend.signature import CaptureSpec, check_alike
-from graphshard.ir.alike import few_of
 from graphshard.ir.gpus import USUAL, Capability, capability_of
 from graphshard.ir.graph import is_alias, is_part
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
-from graphshard.ir.precision import precision_of
 from graphshard.ir.printer import number
 from graphshard.ir.program import Program, Region
-from graphshard.ir.repeats import Few, Uneven, captured_rows
-from graphshard.ir.stamp import all_blocks, stamp
-from graphshard.ir.units import find_units
+from graphshard.ir.repeated_block_matcher import match_blocks
+from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, captured_params
+from graphshard.ir.units import find_units, precision_of
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower, outline
 from graphshard.options.options import Options
@@ -176,7 +175,7 @@ class Programs:
         if subject.repeats is not None:
             try:
                 return self._prepare(model, spec, subject, costs)
-            except (Uneven, GraphshardError) as error:
+            except (BlocksDifferError, GraphshardError) as error:
                 log.info("%s: every block is captured: %s", type(self.model).__name__, error)
                 subject.every_block()
         return self._prepare(model, spec, subject, costs)
@@ -190,7 +189,7 @@ class Programs:
         rows, mesh = spec.params, spec.mesh
         if spec.groups:  # what is communicated along the axes was found by the capture
             rows, mesh = with_found(rows, captured.params, repeats), captured.mesh
-        program, params = _copy(captured), rows if repeats is None else captured_rows(rows, repeats)
+        program, params = _copy(captured), rows if repeats is None else captured_params(rows, repeats)
         program = replace(program, params=params, mesh=mesh, device=torch.device(costs.profile.device))
         observer = self._observer(spec.mesh)
         passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
@@ -205,22 +204,24 @@ class Programs:
             # Until regions are cut out, if blocks can be scheduled so; what the model communicates moves among blocks.
             if not (self.symbols or spec.groups):
                 try:
-                    return self._few(program, few_of(program, repeats, rows), before_plan[len(of_blocks) :], costs)
-                except Uneven as error:
+                    return self._few(
+                        program, match_blocks(program, repeats, rows), before_plan[len(of_blocks) :], costs
+                    )
+                except BlocksDifferError as error:
                     log.info("planned for every block: %s", error)
             observer.show("stamp")
-            program = stamp(program, repeats, rows)
+            program = instantiate_blocks(program, repeats, rows)
             if level != "off":
                 verify(program, "the copies of equal blocks")
         for step in before_plan[len(of_blocks) :]:
             run_pass(step, program, observer)
         return program
 
-    def _few(self, partitioned: Program, few: Few, passes: Sequence[Pass], costs: Costs) -> Program:
+    def _few(self, partitioned: Program, few: RepeatedBlocks, passes: Sequence[Pass], costs: Costs) -> Program:
         """A copy of a program of few blocks, behind these passes.
 
         Raises:
-            Uneven: the schedule of all blocks cannot be told of it.
+            BlocksDifferError: the schedule of all blocks cannot be told of it.
         """
         program = _copy(partitioned)
         program.few = few
@@ -271,9 +272,9 @@ class Programs:
             program = stamped(program, planned.plan)
             number(program)
             return program
-        except Uneven as error:
+        except BlocksDifferError as error:
             log.info("passes are of every block: %s", error)
-            return self._finished(replace(all_blocks(planned), plan=planned.plan), passes, observer)
+            return self._finished(replace(instantiate_all_blocks(planned), plan=planned.plan), passes, observer)
 
     def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
         """What is told of a phase, and which program of the study it is about."""
@@ -446,7 +447,7 @@ class Study(Programs):
         study = replace(self, options=replace(self.options, reshard_after_forward=False))
         study._subjects, study._before_plan = self._subjects, self._of_stages
         whole = study._prepared(place, costs)
-        whole = whole if whole.few is None else all_blocks(whole)
+        whole = whole if whole.few is None else instantiate_all_blocks(whole)
         subject = self._subjects[whose(place)]
         blocks = blocks_of(subject.lists, subject.repeats, whole.model)
         stages = stages_of(whole, blocks, course, costs)
@@ -476,7 +477,7 @@ class Study(Programs):
         """Capture the model for a mesh, unless it was; of equal blocks a few.
 
         Raises:
-            Uneven, GraphshardError: it cannot be; `explain` may yet, with every block, or says what is wrong.
+            BlocksDifferError, GraphshardError: it cannot be; `explain` may yet, with every block, or says why not.
         """
         place = place_of(without_pipeline(shape)[0], self.parallelize)
         device = device_given(self.device)

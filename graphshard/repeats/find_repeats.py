@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.entry import without_entries
 from graphshard.ir.repeats import CAPTURED, Repeats
+from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.utils.plain_values import PLAIN
 
 # What is compared of a module apart from its other attributes.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.ir.repeats import Repeats, Uneven
+from graphshard.ir.repeats import BlocksDifferError, Repeats
 from graphshard.repeats.find_repeats import PARTS
 
 # Calls of blocks so far in this trace: leaves of the arguments and of the result, what each argument is, modes, the
@@ -51,11 +51,11 @@ class Block:
         """Run the block, or return what its template says of its arguments.
 
         Raises:
-            Uneven: calls are not alike.
+            BlocksDifferError: calls are not alike.
         """
         number, period, modes = int(self.place), int(self.size), _modes()
         if number != len(_calls):
-            raise Uneven("blocks are not called one after the other")
+            raise BlocksDifferError("blocks are not called one after the other")
         passed = (*args, *kwargs.values())
         if self.follows and _is_repeated(passed, modes):
             _calls.append(_calls[-1])
@@ -65,7 +65,7 @@ class Block:
         earlier = _calls[number - period][0] if number >= period else []
         relations = _relations(given, before, earlier)
         if number >= 2 * period and [relations, modes] != [*_calls[number - period][2:4]]:
-            raise Uneven("blocks are not given alike")
+            raise BlocksDifferError("blocks are not given alike")
         if not self.left_out:
             result = run(*args, **kwargs)
             _calls.append((given, leaves_of(result), relations, modes, result, passed))
@@ -103,12 +103,12 @@ def end_of_blocks(number: int) -> None:
     """Forget the calls of a trace.
 
     Raises:
-        Uneven: not all blocks were called.
+        BlocksDifferError: not all blocks were called.
     """
     complete = len(_calls) == number
     _calls.clear()
     if not complete:
-        raise Uneven("not all blocks are called")
+        raise BlocksDifferError("not all blocks are called")
 
 
 @contextlib.contextmanager
@@ -143,16 +143,16 @@ def check_changes(changed: Iterable[nn.Module | str], model: nn.Module, blocks: 
         blocks: names of all blocks.
 
     Raises:
-        Uneven: forward changes something that blocks may read, or a block changes something.
+        BlocksDifferError: forward changes something that blocks may read, or a block changes something.
     """
     parts = [part for block in blocks for part in model.get_submodule(block).modules()]
     held = {id(value) for part in parts for value in _values_in(vars(part))}
     for each in changed:
         if isinstance(each, str):
             if _OWN not in each:
-                raise Uneven(f"forward changes {each}, which blocks may read")
+                raise BlocksDifferError(f"forward changes {each}, which blocks may read")
         elif id(each) in held or any(part is each for part in parts):
-            raise Uneven(f"forward changes a {type(each).__name__} that blocks may read")
+            raise BlocksDifferError(f"forward changes a {type(each).__name__} that blocks may read")
 
 
 def _values_in(attributes: dict[str, Any]) -> Iterator[Any]:
@@ -206,11 +206,11 @@ def _carried(example: list[Any], following: list[Any], given: list[Any]) -> list
         if leaf is None:
             leaves.append(None)
         elif not isinstance(leaf, torch.Tensor):
-            raise Uneven("blocks return more than tensors")
+            raise BlocksDifferError("blocks return more than tensors")
         elif len(leaves) in following:
             leaves.append(given[following.index(len(leaves))])
         else:
-            raise Uneven("a result of a block is not what the next one is given")
+            raise BlocksDifferError("a result of a block is not what the next one is given")
     return leaves
 
 

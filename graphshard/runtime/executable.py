@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule, Node
 
 from graphshard.errors import UnsupportedError
+from graphshard.ir.dtensor_layout import PendingReduction
 from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
-from graphshard.ir.split import Sum
 from graphshard.lower.executor_lines import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.autograd_checks import check_backward
@@ -294,7 +294,7 @@ class Executable:
             )
         return step
 
-    def _summand(self, slot: Slot) -> tuple[Sum, ...]:
+    def _summand(self, slot: Slot) -> tuple[PendingReduction, ...]:
         """Return the sums over tensor axes that are yet to be made of a gradient that is left."""
         split = self.program.params[slot.name].split
         return split.sums if split and slot.kind in ("accumulated", "pending") else ()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from graphshard.errors import UnsupportedError
+from graphshard.ir.dtensor_layout import PendingReduction
 from graphshard.ir.program import Phase, Slot, SlotKind
-from graphshard.ir.split import Sum
 from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.runtime.gradient_ready import GradientConsumer
 from graphshard.runtime.prefetch import GatherPrefetch
@@ -27,7 +27,7 @@ class LeftGradient(NamedTuple):
 
     kind: SlotKind
     name: str
-    summand: tuple[Sum, ...] = ()
+    summand: tuple[PendingReduction, ...] = ()
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Accumulation:
         step = AccumulateGradients(*(frozenset(own for own, name in names.items() if name in each) for each in chosen))
         return step if step != AccumulateGradients() else None
 
-    def take(self, slot: Slot, names: Mapping[str, str], summand: tuple[Sum, ...] = ()) -> torch.Tensor:
+    def take(self, slot: Slot, names: Mapping[str, str], summand: tuple[PendingReduction, ...] = ()) -> torch.Tensor:
         """Remove and return what earlier backwards left.
 
         Args:
@@ -124,7 +124,9 @@ class Accumulation:
             )
         return self.sums.pop(left)
 
-    def put(self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[Sum, ...] = ()) -> None:
+    def put(
+        self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[PendingReduction, ...] = ()
+    ) -> None:
         """Leave something for later backwards."""
         self.sums[LeftGradient(slot.kind, names[slot.name], summand)] = value
 

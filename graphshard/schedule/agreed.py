@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.collective_regions import Collective, Layout
+from graphshard.ir.collective_regions import Collective, CollectiveRegions
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, even_pieces
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.repeats import TEMPLATE, Uneven
-from graphshard.ir.stamp import all_blocks
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError
 from graphshard.passes import MakePlan, Pass
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit, first_use, gathered_of, last_input
@@ -92,7 +92,7 @@ class AgreedPlanner:
         """
         if even_pieces(program.mesh, program.all_params):
             return planned_in_short(program, self._plan, self._plan)
-        program = program if program.few is None else all_blocks(program)
+        program = program if program.few is None else instantiate_all_blocks(program)
         limit, mine = self.planner.memory_limit, communication(program)
         if limit is None or mine in self.known:
             return told_if_over(self._of_pieces(program), program, self.planner)
@@ -237,7 +237,7 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
     return found
 
 
-def _own_positions(layout: Layout) -> dict[str, int]:
+def _own_positions(layout: CollectiveRegions) -> dict[str, int]:
     """Where the model's own collectives begin and end: what a plan has before one, or behind it, is so on all ranks."""
     found: dict[str, int] = {}
     for index, sent in enumerate(own_collectives(layout)):
@@ -267,7 +267,7 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
                 return None
             events[name] = placed
         if program.few is not None:
-            raise Uneven("ranks have graphs of other sizes")
+            raise BlocksDifferError("ranks have graphs of other sizes")
         moved = replace(plan, events=events)
     return replace(moved, gathered_bytes=gathered_of(moved, keeping(program, plan.kept)))
 

@@ -15,7 +15,7 @@ from torch.fx import Graph
 from graphshard.cost.collectives import computing
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.ir.collective_regions import Collective, Layout, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
 from graphshard.ir.graph import with_parts
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
@@ -110,7 +110,7 @@ def build(program: Program, costs: Costs, settings: Settings) -> Built:
     """The scheduling problem of a program; experts that are not `on_one_link` with others count as if they were.
 
     Raises:
-        Uneven: the program has few of many equal blocks, and those are not equal here.
+        BlocksDifferError: the program has few of many equal blocks, and those are not equal here.
     """
     first, *rest = (phase.module.graph for phase in program.phases.values())
     key = ("problems", *rest, program.mesh, program.few is None, settings)
@@ -150,7 +150,7 @@ def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterab
     return Chain("optimizer", (seconds,), (held + moved,))
 
 
-def seconds_between(graph: Graph, layout: Layout, start: int, end: int, costs: Costs) -> float:
+def seconds_between(graph: Graph, layout: CollectiveRegions, start: int, end: int, costs: Costs) -> float:
     """Of the compute between two positions of a phase."""
 
     def kernels() -> list[Work]:

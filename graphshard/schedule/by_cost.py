@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, InfeasibleError
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Uneven
-from graphshard.ir.stamp import all_blocks
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.buckets import to_buckets
@@ -111,12 +111,12 @@ class PlanByCost:
     def _of_few(self, program: Program) -> Plan:
         """The schedule is that of all blocks, and memory of parameters that of few, if it treats them alike."""
         if any(is_scalar(program, c) for phase in program.phases.values() for c in collectives_of(phase)):
-            raise Uneven("gradients of scalars are not reduced with their blocks")
+            raise BlocksDifferError("gradients of scalars are not reduced with their blocks")
         plan = self._best(program)
         try:
             return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
-        except Uneven:
-            return replace(plan, gathered_bytes=gathered_of(plan, all_blocks(program)))
+        except BlocksDifferError:
+            return replace(plan, gathered_bytes=gathered_of(plan, instantiate_all_blocks(program)))
 
     def _best(self, program: Program) -> Plan:
         # Which ranks share a node is the program's mesh to say.

@@ -18,12 +18,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.collective_regions import Collective, Layout, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
 from graphshard.ir.graph import fake
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.schedule.few import folded_plan, planned_in_short, unfolded_buckets, unfolded_positions, unfolding_of
 from graphshard.schedule.known import collectives_of, layout_of, within_one_plan
 from graphshard.utils.argument_validation import check_count, check_texts
@@ -76,7 +76,7 @@ class PlanByUnit:
 
     def _of_few(self, program: Program) -> Plan:
         if self.forward_prefetch or self.backward_prefetch:
-            raise Uneven("prefetch lists name blocks")
+            raise BlocksDifferError("prefetch lists name blocks")
         plan = self._plan(program)
         return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
 
@@ -284,7 +284,7 @@ def account(
     """The most bytes of gathered parameters alive at once: each from its start to the last compute that reads it.
 
     Raises:
-        Uneven: of few of many equal blocks, as these differ.
+        BlocksDifferError: of few of many equal blocks, as these differ.
     """
     layout, params = layout_of(phase), program.params
     position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
@@ -327,7 +327,7 @@ def next_boundary(position: int, boundaries: Iterable[int]) -> int:
     return min((b for b in boundaries if b >= position), default=position)
 
 
-def first_use(members: list[Collective], layout: Layout) -> int:
+def first_use(members: list[Collective], layout: CollectiveRegions) -> int:
     """Position of the first compute node that needs one of the gathered parameters."""
     waits = [wait for c in members for wait in c.waits]
     sources = waits + [node for wait in waits for node in layout.after[wait]]
@@ -335,7 +335,7 @@ def first_use(members: list[Collective], layout: Layout) -> int:
     return min((layout.index[user] for user in users if user in layout.index), default=len(layout.compute))
 
 
-def last_input(members: list[Collective], layout: Layout) -> int:
+def last_input(members: list[Collective], layout: CollectiveRegions) -> int:
     """Position after the last compute node that the gradients come from."""
     users = [node for c in members for node in (*layout.before[c.node], c.node)]
     inputs = (layout.index[n] for node in users for n in node.all_input_nodes if n in layout.index)

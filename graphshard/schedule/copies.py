@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.collective_regions import Layout
+from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 
 
@@ -38,14 +38,18 @@ class Copied:
     left: tuple[tuple[int, float], ...] = ()
 
 
-def copy_positions(layout: Layout) -> list[int]:
+def copy_positions(layout: CollectiveRegions) -> list[int]:
     """Where copies are launched or waited for, the first of those that stand together."""
     compute = layout.compute
     return [at for at in _copies(compute) if at == 0 or compute[at - 1].target not in COPIES]
 
 
 def copied(
-    layout: Layout, cuts: Sequence[int], seconds: Sequence[float], costs: Costs, left: Sequence[tuple[int, float]] = ()
+    layout: CollectiveRegions,
+    cuts: Sequence[int],
+    seconds: Sequence[float],
+    costs: Costs,
+    left: Sequence[tuple[int, float]] = (),
 ) -> Copied:
     """Run the copies of a phase beside its compute.
 

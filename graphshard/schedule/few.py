@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
+from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.graph import is_view
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
-from graphshard.ir.repeats import TEMPLATE, Few, Uneven
-from graphshard.ir.stamp import all_blocks
-from graphshard.ir.unfold import Unfolding
-from graphshard.ir.windows import begins_of, in_order
+from graphshard.ir.repeated_block_matcher import in_order, window_starts
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, RepeatedBlocks
 from graphshard.schedule.known import layout_of
 from graphshard.schedule.problem import Chain, Transfer
 
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 _KINDS = 3
 
 
-def unfolding_of(program: Program, phase_name: str) -> Unfolding:
+def unfolding_of(program: Program, phase_name: str) -> RepeatExpansion:
     """Where the groups are among the compute of a phase."""
     assert program.few is not None
     repeats, descending = program.few.repeats, phase_name == "backward"
-    begins = begins_of(layout_of(program.phases[phase_name]).compute, repeats)
+    begins = window_starts(layout_of(program.phases[phase_name]).compute, repeats)
     in_order(begins, repeats, descending=descending)
-    return Unfolding(repeats, descending, {group: begins[group] for group in repeats.captured})
+    return RepeatExpansion(repeats, descending, {group: begins[group] for group in repeats.captured})
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def unfolded_chain(
         gathers, reductions: what its transfers are.
 
     Raises:
-        Uneven: the blocks differ.
+        BlocksDifferError: the blocks differ.
     """
     if chain.own:
-        raise Uneven("the model communicates")
+        raise BlocksDifferError("the model communicates")
     among = unfolding_of(program, chain.name)
     items = _items(chain, cuts, among)
     found = [tuple(items.unfold(part) if part else ()) for part in (list(gathers), list(reductions))]
@@ -98,26 +98,26 @@ def unfolded_chain(
     return Unfolded(whole, tuple(_cuts(cuts, items, among)), *found)
 
 
-def _items(chain: Chain, cuts: Sequence[int], among: Unfolding) -> Unfolding:
+def _items(chain: Chain, cuts: Sequence[int], among: RepeatExpansion) -> RepeatExpansion:
     """Where the groups are among the items of a chain.
 
     A window begins with the first item of its group. Where items are cut inside of groups, as at reductions alone, the
     last item of the group before may be as different as that group is: then windows begin with what is cut before.
     """
 
-    def items(bisect: Callable[[Sequence[int], int], int], back: int) -> Unfolding:
+    def items(bisect: Callable[[Sequence[int], int], int], back: int) -> RepeatExpansion:
         begins = {group: bisect(cuts, begin) - back for group, begin in among.begins.items()}
         return replace(among, begins=begins, end=len(chain.seconds) - 1)
 
     found = items(bisect_left, 0)
     try:
         found.spread(chain.seconds)
-    except Uneven:
+    except BlocksDifferError:
         return items(bisect_right, 1)
     return found
 
 
-def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[int]:
+def _cuts(cuts: Sequence[int], items: RepeatExpansion, among: RepeatExpansion) -> Iterable[int]:
     for group in items.order:
         begin, length = items.begins[group], items.length
         window = [cut - among.begins[group] for cut in cuts[begin : begin + length]]
@@ -129,7 +129,7 @@ def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[i
             if group == TEMPLATE or group == items.order[1]:
                 template = window
             if window != template:
-                raise Uneven("parameters of blocks are needed elsewhere")
+                raise BlocksDifferError("parameters of blocks are needed elsewhere")
             copies = (among.begin(other) + cut for other in items.missing for cut in template)
             if items.descending and group == TEMPLATE:
                 yield from copies
@@ -138,7 +138,7 @@ def _cuts(cuts: Sequence[int], items: Unfolding, among: Unfolding) -> Iterable[i
                 yield from copies
 
 
-def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]:
+def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterable[int]:
     """Bytes alive by item, which grow evenly from block to block.
 
     Args:
@@ -147,7 +147,7 @@ def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]
     windows = [base[items.begins[g] : items.begins[g] + items.length] for g in items.inner]
     growth = {b - a for one, other in itertools.pairwise(windows) for a, b in zip(one, other, strict=True)}
     if len(growth) != 1:
-        raise Uneven("memory does not grow evenly from block to block")
+        raise BlocksDifferError("memory does not grow evenly from block to block")
     by, before = growth.pop(), of_group * len(items.missing)
     first, last = items.begins[items.inner[0]], items.begins[items.inner[-1]] + items.length
     yield from (n + before for n in base[:first])
@@ -156,7 +156,7 @@ def _base(base: Sequence[int], items: Unfolding, of_group: int) -> Iterable[int]
     yield from (n + before + by * len(items.missing) for n in base[last:])
 
 
-def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
+def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -> int:
     """Bytes of the inputs of one of the equal groups, and of what other phases alone are given of it."""
     assert program.few is not None
     phase, total = program.phases[phase_name], 0
@@ -170,7 +170,7 @@ def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
                     if user not in index or is_view(user):  # or is what gathers a piece
                         stack.append(user)
             if last < among.begins[among.inner[0]]:
-                raise Uneven(f"{node} is not read by a block")
+                raise BlocksDifferError(f"{node} is not read by a block")
         total += num_bytes(node)
     own = set(phase.inputs)
     beside = {
@@ -182,7 +182,7 @@ def _bytes_of_group(program: Program, phase_name: str, among: Unfolding) -> int:
     return total + sum(beside.values())
 
 
-def _inputs(phase: Phase, few: Few) -> Iterator[tuple[Node, Slot]]:
+def _inputs(phase: Phase, few: RepeatedBlocks) -> Iterator[tuple[Node, Slot]]:
     """Those of the group that those left out are copies of."""
     for node, slot in phase.slot_of().items():
         if few.is_of_template(slot.name, saved=slot.kind == "saved" and slot.of is None):
@@ -196,7 +196,7 @@ def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name
     """Where collectives, by kind, axis and first parameter, are needed or ready among the compute of all, and its end.
 
     Raises:
-        Uneven: windows of blocks differ.
+        BlocksDifferError: windows of blocks differ.
     """
     assert program.few is not None
     among, repeats = unfolding_of(program, phase_name), program.few.repeats
@@ -221,16 +221,16 @@ def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan
         return of_all(program)
     try:
         return of_few(program)
-    except Uneven as error:
+    except BlocksDifferError as error:
         log.info("planned for every block: %s", error)
-        return of_all(all_blocks(program))
+        return of_all(instantiate_all_blocks(program))
 
 
 def unfolded_plan(plan: Plan, program: Program) -> Plan:
     """The plan of all blocks, of that of few.
 
     Raises:
-        Uneven: it treats blocks differently.
+        BlocksDifferError: it treats blocks differently.
     """
     return _moved(plan, program, fold=False)
 
@@ -239,12 +239,12 @@ def folded_plan(plan: Plan, program: Program) -> Plan:
     """The plan of few blocks, of that of all.
 
     Raises:
-        Uneven: it treats blocks differently.
+        BlocksDifferError: it treats blocks differently.
     """
     found = _moved(plan, program, fold=True)
     again = unfolded_plan(found, program)
     if again != plan:
-        raise Uneven("the plan treats blocks differently")
+        raise BlocksDifferError("the plan treats blocks differently")
     return found
 
 
@@ -268,7 +268,7 @@ def unfolded_buckets(buckets: list[Bucket], program: Program, phase_name: str) -
     return _buckets(buckets, replace(unfolding_of(program, phase_name), begins={}, ends=2), fold=False)
 
 
-def _buckets(buckets: list[Bucket], by_name: Unfolding, *, fold: bool) -> list[Bucket]:
+def _buckets(buckets: list[Bucket], by_name: RepeatExpansion, *, fold: bool) -> list[Bucket]:
     found: list[Bucket] = []
     for part in _parts(buckets):
         if any(map(by_name.few.named_groups, part)):

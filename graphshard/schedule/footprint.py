@@ -10,7 +10,7 @@ from types import MappingProxyType
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.collective_regions import Collective, Layout
+from graphshard.ir.collective_regions import Collective, CollectiveRegions
 from graphshard.ir.graph import base_of, is_alias, is_on_host, is_part
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, SETTLED
 from graphshard.ir.program import LASTING, Phase, Program, Slot
@@ -19,7 +19,7 @@ from graphshard.schedule.shared import Saved, first_of
 
 def base_bytes(
     phase: Phase,
-    layout: Layout,
+    layout: CollectiveRegions,
     cuts: Sequence[int],
     reductions: Sequence[Collective],
     ready: Mapping[Node, int],

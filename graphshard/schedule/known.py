@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import Graph
 
-from graphshard.ir.collective_regions import Collective, Layout, collectives
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, collectives
 from graphshard.ir.program import Phase
 
 T = TypeVar("T")
@@ -64,9 +64,9 @@ def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
     return found
 
 
-def layout_of(phase: Phase) -> Layout:
+def layout_of(phase: Phase) -> CollectiveRegions:
     """The roles of a phase's nodes."""
-    return remembered(phase.module.graph, "layout", lambda: Layout.of(phase))
+    return remembered(phase.module.graph, "layout", lambda: CollectiveRegions.of(phase))
 
 
 def collectives_of(phase: Phase) -> list[Collective]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.cost.collectives import ModelCollective, model_collective
 from graphshard.cost.costs import Costs
-from graphshard.ir.collective_regions import Layout
+from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.graph import with_parts
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import SETTLED
@@ -118,7 +118,7 @@ class Sent:
     until: int
 
 
-def own_collectives(layout: Layout) -> Iterator[Sent]:
+def own_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
     """What the model communicates among the compute of a phase, in order."""
     for at, node in enumerate(layout.compute):
         for part in with_parts(node):

@@ -37,7 +37,6 @@ from graphshard.ir.graph import c10d, emit, is_backward
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import JOIN, REDUCED
 from graphshard.ir.param_table import ParamSpec
-from graphshard.ir.precision import reduced_in
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import (
     POST,
@@ -52,6 +51,7 @@ from graphshard.ir.subclasses import (
     rebuilt,
     shard_in,
 )
+from graphshard.ir.units import reduced_in
 from graphshard.subclasses.closure_variables import read_by
 from graphshard.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode
 from graphshard.torch_compat.operators import TorchDispatchMode

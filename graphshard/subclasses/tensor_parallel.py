@@ -28,13 +28,13 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from graphshard.errors import CaptureError
+from graphshard.ir.dtensor_layout import PendingReduction
 from graphshard.ir.graph import WAIT, aten, c10d, emit
-from graphshard.ir.graph_break import Untraceable
+from graphshard.ir.graph_break import UntraceableError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.program import Phase, Slot
-from graphshard.ir.split import Sum
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
 from graphshard.torch_compat.operators import OpOverload, pytree
 
@@ -66,7 +66,7 @@ def distributed(
 
 
 class OneCast(TorchFunctionMode):
-    """Raises Untraceable where autocast would cast a distributed parameter again.
+    """Raises UntraceableError where autocast would cast a distributed parameter again.
 
     Eager mode casts a parameter once for all its uses in a block of autocast, and their gradients are added up in the
     low precision. A distributed parameter is made of a piece here, and autocast keeps casts of leaves only.
@@ -85,7 +85,7 @@ class OneCast(TorchFunctionMode):
             for leaf in pytree.arg_tree_leaves(*args, **kwargs):
                 name = self._names.get(id(leaf))
                 if name in self._cast:
-                    raise Untraceable("cast again", f"parameter {name}, {getattr(func, '__name__', func)}")
+                    raise UntraceableError("cast again", f"parameter {name}, {getattr(func, '__name__', func)}")
                 if name is not None:
                     self._cast.add(name)
         return result
@@ -110,7 +110,7 @@ class Distributed(torch.autograd.Function):
         assert isinstance(grad, DTensor)
         of_data = grad.placements[: ctx.num_data]
         if any(placement.is_shard() for placement in of_data):
-            raise Untraceable("sharded gradient", f"a gradient of {ctx.name} is placed as {of_data} there")
+            raise UntraceableError("sharded gradient", f"a gradient of {ctx.name} is placed as {of_data} there")
         placements = (*of_data, *ctx.placements[ctx.num_data :])
         if grad.placements != placements:
             grad = grad.redistribute(placements=placements)
@@ -139,11 +139,13 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
         row = rows[slot.name] if slot.kind == "grad" and slot.of == "param" else None
         if row is None or row.split is None:
             continue
-        sums: list[Sum] = []
+        sums: list[PendingReduction] = []
         kinds = _SUMS if row.has_even_pieces(mesh) else _SUMS[:1]
         while _is_last_sum(value := results[index], kinds):
             results[index], operation, *pieces, axis = value.args
-            sums.insert(0, Sum(str(axis), str(operation), *(size for size in pieces if isinstance(size, int))))
+            sums.insert(
+                0, PendingReduction(str(axis), str(operation), *(size for size in pieces if isinstance(size, int)))
+            )
         rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))
     phase.set_results(results)
     for node in reversed([n for n in phase.module.graph.nodes if n.target in _SUMS]):

@@ -9,7 +9,7 @@
 Differences between releases:
 
 * torch 2.15 reduces gradients in the parameter's dtype if a policy names none, and keeps wider gradients of autograd
-  (`ir/precision.py`). In the first of several microbatches it adds the uses of a parameter in the reduce dtype
+  (`ir/units.py`). In the first of several microbatches it adds the uses of a parameter in the reduce dtype
   (`passes/accumulate_gradients.py`), and always for a unit that is called in part (`ParamSpec.grad_dtype`).
 * torch 2.15 starts checkpointed regions in another function, and attention without dropout draws no random numbers.
 """

@@ -17,7 +17,7 @@ import pytest
 import graphshard
 from graphshard.cli.main import BACKENDS, SCHEDULES, main
 from graphshard.codec.program_format import program_from_json
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.printer import print_program
 from graphshard.lower.backends import Backend
 from graphshard.pipeline.pipeline import Pipeline

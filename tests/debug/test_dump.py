@@ -23,7 +23,7 @@ from graphshard.codec.program_format import program_from_json
 from graphshard.debug.dump import Dump
 from graphshard.debug.show import show_path
 from graphshard.errors import ArgumentError, PassError
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
 from graphshard.passes import OffloadParameters

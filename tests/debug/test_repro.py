@@ -18,7 +18,7 @@ from graphshard.codec.program_format import program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.debug.show import StageFile
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.mesh import Mesh
 from graphshard.options.resolve import with_regather
 from graphshard.passes import (

@@ -16,8 +16,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import graphshard
-from graphshard.ir.precision import PolicySpec, precision_of
-from graphshard.ir.units import UnitSpec, find_units, modules_of
+from graphshard.ir.units import PolicySpec, UnitSpec, find_units, modules_of, precision_of
 from tests.distributed.nets import largest_dim
 from tests.distributed.random_pieces import KINDS, VOCAB
 from tests.distributed.random_programs import Call, Piece, Program, Stack

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard import Pass, PassError, Pipeline, Program
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import aten, calls_of, replace_after
 from graphshard.lower.regions import RegionCall
 from tests.distributed.context_parallel import ATTENTIONS, Decoder
@@ -25,7 +25,7 @@ from tests.ranks import Ranks
 
 
 class _Net(nn.Module):
-    """Uneven parameters, tied weights, dropout, a buffer that is updated, two outputs."""
+    """Parameters of uneven size, tied weights, dropout, a buffer that is updated, two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SwapReductions(Pass):
 
     def rewrite(self, program: Program) -> int:
         phase = program.phases["backward"]
-        layout = Layout.of(phase)
+        layout = CollectiveRegions.of(phase)
         first, second, *_ = [c for c in collectives(phase) if c.kind == "reduce"]
         anchor = [second.waits[-1], *layout.after[second.waits[-1]]][-1]
         moved = [first.node, *first.node.users, *(n for wait in first.waits for n in (wait, *layout.after[wait]))]

@@ -97,7 +97,7 @@ def _batch_norm(rank: int, world_size: int) -> None:
 
 
 def test_batch_norm_and_dropout_train_as_with_fsdp2(ranks: Ranks) -> None:
-    """Uneven shards, running statistics, and eager mode's random numbers."""
+    """Shards of uneven size, running statistics, and eager mode's random numbers."""
     ranks(2).run(_batch_norm)
 
 

@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import graphshard
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import build_table
-from graphshard.ir.precision import precision_of
-from graphshard.ir.units import find_units
+from graphshard.ir.units import find_units, precision_of
 from graphshard.runtime.shards import Storage, shard_module
 from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train

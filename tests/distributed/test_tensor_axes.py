@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import graphshard
+from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
 from graphshard.ir.mesh import Axis, Mesh
-from graphshard.ir.split import Cut, Split
 from tests.distributed.tensor_parallel import placed, rows
 from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of
 from tests.ranks import FakeWorld, Ranks
@@ -127,7 +127,7 @@ def test_how_a_parameter_lies() -> None:
     mesh = Mesh.of_shape((2, 4)).with_tensor("tp", 2).with_tensor("sp", 8)
     assert mesh.grid[2:] == mesh.tensors == (Axis("tp", 2, "tensor"), Axis("sp", 8, "tensor"))
     assert [mesh.distance(axis) for axis in mesh.grid] == [64, 16, 8, 1]
-    split = Split((64, 3), (Cut("tp", 0), Cut("sp", 0)))
+    split = DTensorLayout((64, 3), (AxisPlacement("tp", 0), AxisPlacement("sp", 0)))
     assert str(mesh.placements(0, split)[1]) == "_S(0, 16)"
     assert mesh.placements(1, split) == (R, Shard(1), Shard(0), Shard(0))
     assert split.is_even({"tp": 2, "sp": 8})

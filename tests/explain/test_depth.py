@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.ir.program import Program
-from graphshard.ir.repeats import Uneven
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
@@ -141,10 +141,10 @@ def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) 
     """Whether parameters stay gathered, or in part, or blocks are computed again: graphs are of few to the end."""
     refused = AssertionError("every block")
     with (
-        mock.patch("graphshard.predict.study.all_blocks", side_effect=refused),
-        mock.patch("graphshard.schedule.few.all_blocks", side_effect=refused),
-        mock.patch("graphshard.schedule.by_cost.all_blocks", side_effect=refused),
-        mock.patch("graphshard.predict.study.stamp", side_effect=refused),
+        mock.patch("graphshard.predict.study.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.few.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.by_cost.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.predict.study.instantiate_blocks", side_effect=refused),
     ):
         assert compare(Stack([block() for _ in range(9)]), **options)
 
@@ -172,7 +172,7 @@ def test_programs_of_all_blocks_are_verified() -> None:
     study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
     with (
         mock.patch("graphshard.predict.study.verify", side_effect=verify),
-        mock.patch("graphshard.predict.study.stamped", side_effect=Uneven("blocks differ")),
+        mock.patch("graphshard.predict.study.stamped", side_effect=BlocksDifferError("blocks differ")),
     ):
         study.explain((8,), PROFILE, "isolated")
     assert verified == [True, False]

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.ir.fold import fold
+from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from tests.helpers import COALESCED, captured, through

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.errors import ArgumentError
+from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
 from graphshard.ir.mesh import Axis, Mesh, by_itself, seen_shape
-from graphshard.ir.split import Cut, Split
 from tests.ranks import FakeWorld
 
 ONE = Mesh((Axis("shard", 8, "shard"),))
@@ -61,7 +61,7 @@ def test_an_axis_that_only_replicates() -> None:
     mesh = Mesh.of_shape({"dp": 4, "dp/1": 1})
     assert (mesh.only_replicates, mesh.replicate, mesh.shard) == (True, Axis("dp", 4, "replicate"), by_itself("dp"))
     assert mesh.placements(0) == (Replicate(),)
-    cut = Split((8, 4), (Cut("tp", 0),))
+    cut = DTensorLayout((8, 4), (AxisPlacement("tp", 0),))
     assert mesh.with_tensor("tp", 2).placements(0, cut) == (Replicate(), Shard(0))
     assert seen_shape({"dp": 4, "dp/1": 1, "tp": 2}) == ({"dp": 4, "tp": 2}, "dp")
     for shape in ({"dp": 4, "dp/1": 2}, {"dp": 4, "shard": 1}):

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, ParamTable, build_table, memory_order, named_parameters
-from graphshard.ir.precision import Precision
-from graphshard.ir.units import find_units
+from graphshard.ir.units import Precision, find_units
 from tests.helpers import Blocks, Tied
 
 

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.ir import precision
-from graphshard.ir.precision import check_policy, reduced_in
+from graphshard.ir import units
+from graphshard.ir.units import check_policy, reduced_in
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
@@ -35,7 +35,7 @@ def test_gradients_are_reduced_as_the_torch_at_hand_does_it(
     monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype | None, own_dtype: bool, expected: torch.dtype
 ) -> None:
     """Since 2.15 FSDP2 takes the parameter's own dtype where none is named, before the gradient's."""
-    monkeypatch.setattr(precision, "_IN_OWN_DTYPE", own_dtype)
+    monkeypatch.setattr(units, "_IN_OWN_DTYPE", own_dtype)
     assert reduced_in(MixedPrecisionPolicy(HALF, reduce_dtype), own=FLOAT, grad=HALF) == expected
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.plan import Event
-from graphshard.ir.repeats import Repeats, Uneven
-from graphshard.ir.unfold import Unfolding
+from graphshard.ir.repeats import BlocksDifferError, Repeats
 
 # Groups of two blocks: 1 2 | 3 4 | ... | 15 16
 REPEATS = Repeats("model.layers", first=1, period=2, groups=8)
@@ -24,7 +24,7 @@ def texts(groups: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_texts(descending: bool) -> None:
-    unfolding = Unfolding(REPEATS, descending)
+    unfolding = RepeatExpansion(REPEATS, descending)
     few, every = (list(groups)[:: -1 if descending else 1] for groups in (REPEATS.captured, range(8)))
     assert unfolding.unfold(texts(few)) == texts(every)
     assert unfolding.fold(texts(every)) == texts(few)
@@ -38,7 +38,7 @@ def test_events_move_with_their_windows() -> None:
         waits = [Event("wait", f"model.layers.{1 + 2 * g}", at) for g, at in begins.items()]
         return sorted([*starts, *waits, Event("wait", "(root)", end)], key=lambda event: event.at)
 
-    unfolding = Unfolding(REPEATS, False, {0: 3, 1: 13, 5: 23, 6: 33, 7: 43})
+    unfolding = RepeatExpansion(REPEATS, False, {0: 3, 1: 13, 5: 23, 6: 33, 7: 43})
     few, every = events(unfolding.begins, 60), events({group: 3 + 10 * group for group in range(8)}, 90)
     assert unfolding.unfold(few) == every
     assert unfolding.fold(every) == few
@@ -47,16 +47,16 @@ def test_events_move_with_their_windows() -> None:
 def test_a_block_that_differs() -> None:
     few = texts([*REPEATS.captured])
     few[few.index("gather model.layers.12.up")] = "gather model.layers.12.down"
-    with pytest.raises(Uneven, match=r"blocks differ: .*up.* and .*down"):
-        Unfolding(REPEATS, False).unfold(few)
+    with pytest.raises(BlocksDifferError, match=r"blocks differ: .*up.* and .*down"):
+        RepeatExpansion(REPEATS, False).unfold(few)
 
 
 def test_far_blocks() -> None:
     few = [f"model.layers.{1 + 2 * group} reads model.layers.1" for group in REPEATS.captured]
-    with pytest.raises(Uneven, match="far from its block"):
-        Unfolding(REPEATS, False).unfold(few)
+    with pytest.raises(BlocksDifferError, match="far from its block"):
+        RepeatExpansion(REPEATS, False).unfold(few)
 
 
 def test_blocks_in_no_order() -> None:
-    with pytest.raises(Uneven, match="do not follow each other"):
-        Unfolding(REPEATS, True).unfold(texts([*REPEATS.captured]))
+    with pytest.raises(BlocksDifferError, match="do not follow each other"):
+        RepeatExpansion(REPEATS, True).unfold(texts([*REPEATS.captured]))

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_backward
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.stamp import all_blocks, backward_of_all
 from graphshard.module import tracer
 from graphshard.module.tracer import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
@@ -196,13 +196,13 @@ def test_another_backward_begins_with_that_of_all_blocks(
     texts: list[tuple[str, str]] = []
 
     def both(program: Program) -> Phase:
-        phases = all_blocks(program).phases["backward"], backward_of_all(program)
+        phases = instantiate_all_blocks(program).phases["backward"], instantiate_backward(program)
         for node in (node for phase in phases for node in phase.module.graph.nodes):
             node.meta.pop("number", None)
         texts.append((print_phase(phases[0]), print_phase(phases[1])))
         return phases[1]
 
-    monkeypatch.setattr(tracer, "backward_of_all", both)
+    monkeypatch.setattr(tracer, "instantiate_backward", both)
     program_of(Stack([block() for _ in range(8)]), cache=tmp_path)
     ((expected, found),) = texts
     assert found == expected

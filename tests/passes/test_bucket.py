@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import c10d, calls_of, emit, made_once
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
@@ -276,10 +276,10 @@ def test_a_bucket_that_was_not_merged_is_reported() -> None:
 def test_the_compute_keeps_its_order(planner: PlanByUnit) -> None:
     """Positions in a plan mean the same before and after: what a bucket adds is not compute."""
     program = _planned(planner, depth=2, world_size=3)
-    before = {name: Layout.of(phase).compute for name, phase in program.phases.items()}
+    before = {name: CollectiveRegions.of(phase).compute for name, phase in program.phases.items()}
     run_pass(Bucketing(), program)
     assert program.history[-1].rewrites == 4
-    assert {name: Layout.of(phase).compute for name, phase in program.phases.items()} == before
+    assert {name: CollectiveRegions.of(phase).compute for name, phase in program.phases.items()} == before
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

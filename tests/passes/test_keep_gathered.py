@@ -26,7 +26,7 @@ from tests.helpers import COALESCED, Blocks, Scales, assert_gradients, captured,
 COSTS = Costs(replace(load_profile("h100"), kernel_seconds=0.0))
 
 
-class Uneven(nn.Module):
+class UnevenLayers(nn.Module):
     """Shards with padding, an outer dim that is not the sharded one in memory, a unit each."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def test_before_and_after() -> None:
     )
 
 
-@pytest.mark.parametrize("model", [Blocks(4, 5, bias=True), Uneven()])
+@pytest.mark.parametrize("model", [Blocks(4, 5, bias=True), UnevenLayers()])
 def test_everything_that_pays_is_kept(model: nn.Module) -> None:
     program = planned(model, torch.randn(3, 5))
     regathered = gathers(program, "backward")

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import WAIT, launch_of
 from graphshard.ir.plan import Event, Plan
 from graphshard.ir.printer import print_phase, print_program
@@ -89,7 +89,7 @@ def _events(phase: Phase, name: str, plan: Plan) -> tuple[Event, ...]:
     """Starts and waits as they stand in the graph; several waits for one bucket are one event."""
     buckets = {(b.kind, p): b.name for b in plan.buckets if b.phase == name for p in b.members}
     bucket_of = {c.node: buckets[c.kind, c.params[0]] for c in collectives(phase)}
-    compute = set(Layout.of(phase).compute)
+    compute = set(CollectiveRegions.of(phase).compute)
     events: dict[Event, None] = {}
     position = 0
     for node in phase.module.graph.nodes:
@@ -113,13 +113,13 @@ def test_the_graph_follows_the_plan(planner: PlanByUnit) -> None:
 @PLANNERS
 def test_the_compute_keeps_its_order(planner: PlanByUnit) -> None:
     program = _blocks(planner, world_size=3)
-    compute = {name: Layout.of(phase).compute for name, phase in program.phases.items()}
+    compute = {name: CollectiveRegions.of(phase).compute for name, phase in program.phases.items()}
     nodes = {name: set(phase.module.graph.nodes) for name, phase in program.phases.items()}
     run_pass(Reorder(), program)
     assert program.history[-1].rewrites > 0
     for name, phase in program.phases.items():
         assert set(phase.module.graph.nodes) == nodes[name]
-        assert Layout.of(phase).compute == compute[name]
+        assert CollectiveRegions.of(phase).compute == compute[name]
 
 
 def test_a_second_run_changes_nothing() -> None:

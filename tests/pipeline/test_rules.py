@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
@@ -199,7 +199,7 @@ def _unplanned(program: Program) -> None:
 def _swapped(program: Program) -> None:
     """A reduction runs after the one that should follow it, with all that belongs to it."""
     phase = program.phases["backward"]
-    layout = Layout.of(phase)
+    layout = CollectiveRegions.of(phase)
     first, second, *_ = [c for c in collectives(phase) if c.kind == "reduce"]
     anchor = layout.after[second.waits[-1]][-1] if layout.after[second.waits[-1]] else second.waits[-1]
     moved = [first.node, *first.node.users, *(n for wait in first.waits for n in (wait, *layout.after[wait]))]

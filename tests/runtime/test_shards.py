@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import build_table
-from graphshard.ir.precision import Precision
+from graphshard.ir.units import Precision
 from graphshard.runtime.shards import Storage, shard_in, shard_module
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld

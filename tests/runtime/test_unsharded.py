@@ -11,7 +11,7 @@ import graphshard.runtime.unsharded
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import build_table
-from graphshard.ir.precision import precision_of
+from graphshard.ir.units import precision_of
 from graphshard.runtime.process_groups import make_groups
 from graphshard.runtime.shards import Storage, param_refs, shard_module
 from graphshard.runtime.unsharded import start_gathering

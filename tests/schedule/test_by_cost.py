@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.passes import MakePlan
@@ -267,13 +267,13 @@ def test_what_may_be_packed_is_a_number_of_the_profile() -> None:
 
 def test_a_plan_sorts_the_nodes_of_a_phase_once(monkeypatch: pytest.MonkeyPatch, partitioned: Program) -> None:
     """However many problems and solutions it compares."""
-    sort, sorted_phases = Layout.of, []
+    sort, sorted_phases = CollectiveRegions.of, []
 
-    def counted(phase: Phase) -> Layout:
+    def counted(phase: Phase) -> CollectiveRegions:
         sorted_phases.append(phase)
         return sort(phase)
 
-    monkeypatch.setattr(Layout, "of", staticmethod(counted))
+    monkeypatch.setattr(CollectiveRegions, "of", staticmethod(counted))
     for planner in (replace(FREE, worth=0.001), PlanByUnit()):
         sorted_phases.clear()
         planner(partitioned)

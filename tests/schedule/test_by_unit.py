@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from graphshard.ir.collective_regions import Layout, collectives
+from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import base_of
 from graphshard.ir.plan import Bucket, Plan
 from graphshard.ir.program import Program
@@ -75,7 +75,7 @@ def test_a_reduction_is_waited_for_when_the_next_starts(program: Program) -> Non
     assert [e.action for e in events] == ["start", "wait"] * 4
     assert [e.bucket for e in events[::2]] == [f"reduce layers.{i} in backward" for i in (3, 2, 1, 0)]
     assert [e.at for e in events[1:-1:2]] == [e.at for e in events[2::2]]
-    assert events[-1].at == len(Layout.of(program.phases["backward"]).compute)
+    assert events[-1].at == len(CollectiveRegions.of(program.phases["backward"]).compute)
 
 
 def _last_use(program: Program, bucket: Bucket) -> int:
@@ -83,7 +83,7 @@ def _last_use(program: Program, bucket: Bucket) -> int:
     phase = program.phases[bucket.phase]
     gathers = [c for c in collectives(phase) if c.kind == "gather" and c.params[0] in bucket.members]
     gathered = {wait for c in gathers for wait in c.waits}
-    compute = enumerate(Layout.of(phase).compute)
+    compute = enumerate(CollectiveRegions.of(phase).compute)
     return max(i for i, node in compute if any(base_of(n) in gathered for n in node.all_input_nodes))
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 import graphshard
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.collective_regions import Layout
+from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.program import Program
 from graphshard.pipeline.instrumentation import saved_by_unit
 from graphshard.schedule.footprint import base_bytes
@@ -88,7 +88,7 @@ def test_backward_counts_memory_once() -> None:
     """From operator to operator, as the planner does, and on the timeline: nothing is added between the phases."""
     program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")
     backward = program.phases["backward"]
-    layout, saved = Layout.of(backward), saved_memory(program)
+    layout, saved = CollectiveRegions.of(backward), saved_memory(program)
     cuts = (0, len(layout.compute))
     slots = backward.slot_of()
     held = {memory.slot: memory.num_bytes for memory in saved.values()}

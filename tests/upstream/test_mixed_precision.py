@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.ir.precision import reduced_in
+from graphshard.ir.units import reduced_in
 from tests.distributed.nets import largest_dim
 from tests.distributed.twins import BF16, FP32, assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks

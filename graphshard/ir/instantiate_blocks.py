@@ -3,8 +3,8 @@
     forward    0  1       N-3  N-2  N-1          0  1  2 ... N-4  N-3  N-2  N-1
     backward   N-1  N-2  N-3       1  0    ->    N-1  N-2  N-3  N-4 ... 2  1  0
 
-Those that are left out are copies of group 1 (`alike.py` finds out whether they are). Graphs of operators can be made
-so, or those of calls of regions and collectives, which are much shorter.
+The missing groups become copies of group 1, which `repeated_block_matcher.py` has checked. This works on graphs of
+operators, and on the much shorter graphs of region calls and collectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,22 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from graphshard.ir.alike import STACKS, TEXTS, Alike, Output
+from graphshard.ir.expand_repeats import Frame
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
-from graphshard.ir.unfold import Frame
-from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, groups_of
+from graphshard.ir.repeated_block_matcher import (
+    STACKS,
+    TEXTS,
+    BlockMatcher,
+    Member,
+    Of,
+    Output,
+    Ref,
+    Segment,
+    Shared,
+    groups_of,
+)
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, Repeats
 
 T = TypeVar("T")
 
@@ -32,44 +42,46 @@ _Stack = tuple[tuple[str, tuple[Any, ...]], ...]
 _Naming = tuple[tuple[str, "str | _Stack"], ...]
 
 
-def stamp(program: Program, repeats: Repeats, params: ParamTable, saved: Mapping[str, Any] | None = None) -> Program:
+def instantiate_blocks(
+    program: Program, repeats: Repeats, params: ParamTable, saved: Mapping[str, Any] | None = None
+) -> Program:
     """The program of all blocks, made of that of those captured, which is used up.
 
     Args:
         saved: what forward saves of groups, if the program is scheduled; it is found out of a partitioned one.
 
     Raises:
-        Uneven: the groups are not equal.
+        BlocksDifferError: the groups are not equal.
     """
     if any(map(repeats.place_of, program.rewritten)):
-        raise Uneven("backward writes buffers of blocks")
+        raise BlocksDifferError("backward writes buffers of blocks")
     known = {name: Member(*member) for name, member in (saved or {}).items()}
     for name, phase in program.phases.items():
-        _Stamp(phase, repeats, known, descending=name == "backward", scheduled=saved is not None).run()
+        _BlockInstantiator(phase, repeats, known, descending=name == "backward", scheduled=saved is not None).run()
     found = {name for name in program.differentiated if (repeats.place_of(name) or (-1, ""))[0] == TEMPLATE}
     names = program.differentiated.union(repeats.name_at(group, name) for name in found for group in repeats.missing)
     return replace(program, params=params, differentiated=names, few=None)
 
 
-def all_blocks(program: Program) -> Program:
+def instantiate_all_blocks(program: Program) -> Program:
     """The program of all blocks, made of one of few (`Program.few`), which stays as it is."""
     assert program.few is not None
     copy = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
-    return stamp(copy, program.few.repeats, program.few.params)
+    return instantiate_blocks(copy, program.few.repeats, program.few.params)
 
 
-def backward_of_all(program: Program) -> Phase:
+def instantiate_backward(program: Program) -> Phase:
     """The backward of all blocks, made of a partitioned program of few, which stays as it is."""
     assert program.few is not None
     few, saved = program.few, dict[str, Member]()
-    _Stamp(program.phases["forward"], few.repeats, saved, descending=False).name_saved()
+    _BlockInstantiator(program.phases["forward"], few.repeats, saved, descending=False).name_saved()
     backward = program.phases["backward"].clone()
-    _Stamp(backward, few.repeats, saved, descending=True).run()
+    _BlockInstantiator(backward, few.repeats, saved, descending=True).run()
     return backward
 
 
 @dataclass
-class _Stamp(Alike):
+class _BlockInstantiator(BlockMatcher):
     """Copies the groups of one phase that are left out."""
 
     _texts: dict[tuple[str, int, int], str] = field(default_factory=dict)
@@ -104,7 +116,7 @@ class _Stamp(Alike):
             return ref.node
         member = Member(ref.family, group + ref.distance)
         if member not in self.by_member:
-            raise Uneven(f"a block needs {ref.family}, which there is not")
+            raise BlocksDifferError(f"a block needs {ref.family}, which there is not")
         return self.by_member[member]
 
     def _add_inputs(self) -> None:
@@ -201,7 +213,7 @@ class _Stamp(Alike):
             if (text, window) not in self._named_by:
                 try:
                     relative = self.few.relative(text, window)
-                except Uneven:  # windows that are compared name none that is far
+                except BlocksDifferError:  # windows that are compared name none that is far
                     relative = text
                 self._named_by[text, window] = self._all.absolutes(relative)
             self._texts[known] = self._named_by[text, window](group)

@@ -16,7 +16,7 @@ from graphshard.utils.plain_values import MISSING
 OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
 
 
-class Entry:
+class EntryPoint:
     """Stands in for a method of a module: runs a program captured for that method.
 
     The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
@@ -67,8 +67,8 @@ def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
     for name, module in root.named_modules():
         found = module.__dict__.get("forward")
         implements_forward = type(module).forward is not nn.Module.forward or found is not None
-        if name and implements_forward and type(found) is not Entry and any(True for _ in module.parameters()):
-            entry = Entry(module, name, run)
+        if name and implements_forward and type(found) is not EntryPoint and any(True for _ in module.parameters()):
+            entry = EntryPoint(module, name, run)
             attributes = {key: value for key, value in module.__dict__.items() if key != "forward"}
             module.__dict__.clear()
             # First, so that who copies the module meets it before the shards.
@@ -77,5 +77,5 @@ def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
 
 def without_entries(module: nn.Module) -> dict[str, Any]:
     """A module's attributes as they were before `install_entries`."""
-    found = {name: value.replaced if type(value) is Entry else value for name, value in module.__dict__.items()}
+    found = {name: value.replaced if type(value) is EntryPoint else value for name, value in module.__dict__.items()}
     return {name: value for name, value in found.items() if value is not MISSING and name not in OF_UNITS}

@@ -1,29 +1,172 @@
-"""Whether the graphs of few blocks are equal, block by block, so that they say what those left out would be.
-
-The nodes between the first of a group of blocks and the first of the next one are its window. If those of the groups
-1, N-3 and N-2 are equal, node by node, those between them are as well. Equal means: the same operators and values, and
-each argument is the same value in all three, or the corresponding one of the same group or of the one before. Anything
-else raises `Uneven`.
-"""
+"""Where the nodes of equal groups of blocks stand in a graph: each group has a window, and they follow each other."""
 
 from __future__ import annotations
 
 import bisect
+import difflib
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from graphshard.ir.graph import is_collective, is_gathered
+from graphshard.ir.expand_repeats import Frame
+from graphshard.ir.graph import is_backward, is_collective, is_gathered
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.repeats import TEMPLATE, Few, Repeats, Uneven
-from graphshard.ir.unfold import Frame
-from graphshard.ir.windows import Member, Of, Ref, Segment, Shared, begins_of, group_of, groups_of, in_order
+from graphshard.ir.repeats import CAPTURED, TEMPLATE, BlocksDifferError, RepeatedBlocks, Repeats
+
+
+def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node]], dict[str, Any]]) -> dict[str, Any]:
+    """FLOPs by dtype of the joint graph, or the only one, of all blocks.
+
+    Args:
+        flop_of: counts those of some nodes.
+
+    Raises:
+        BlocksDifferError: the groups are not equal.
+    """
+    nodes = [node for node in joint.module.graph.nodes if node.op not in ("placeholder", "output")]
+    total = flop_of(nodes)
+    for descending in (False, True):
+        part = [node for node in nodes if is_backward(node) == descending]
+        if not part:
+            continue
+        begins = window_starts(part, repeats)
+        order = in_order(begins, repeats, descending=descending)
+        counts = [flop_of(part[begins[a] : begins[b]]) for a, b in itertools.pairwise(order[1:])]
+        if counts[0] != counts[1] or counts[1] != counts[2]:
+            raise BlocksDifferError("blocks multiply differently")
+        for dtype, flop in counts[1].items():
+            total[dtype] += flop * (repeats.groups - CAPTURED)
+    return total
+
+
+def window_starts(
+    nodes: Sequence[Node], repeats: Repeats, counts: Callable[[Node], bool] | None = None
+) -> dict[int, int]:
+    """Where the first node of each group stands.
+
+    Args:
+        counts: whether a node may be the first one; None is for any.
+    """
+    begins: dict[int, int] = {}
+    for at, node in enumerate(nodes):
+        group = group_of(node, repeats) if counts is None or counts(node) else None
+        if group is not None:
+            begins.setdefault(group, at)
+    return begins
+
+
+def group_of(node: Node, repeats: Repeats) -> int | None:
+    """The group whose forward or backward made a node; None for what is in no block."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return next((place[0] for name, *_ in stack.values() if (place := repeats.place_of(name))), None)
+
+
+def in_order(begins: Mapping[int, int], repeats: Repeats, *, descending: bool) -> list[int]:
+    """The captured groups in the order in which they stand.
+
+    Raises:
+        BlocksDifferError: one is not there, or elsewhere.
+    """
+    order = [*repeats.captured[:: -1 if descending else 1]]
+    starts = [begins.get(group, -1) for group in order]
+    if min(starts) < 0 or sorted(set(starts)) != starts:
+        raise BlocksDifferError("blocks do not follow each other")
+    return order
+
+
+class Member(NamedTuple):
+    """One of corresponding inputs, nodes or outputs: of which they are, and of which group."""
+
+    family: Any
+    group: int
+
+
+class Of(NamedTuple):
+    """An argument: that of a family, of the group at a distance."""
+
+    family: Any
+    distance: int
+
+
+class Shared(NamedTuple):
+    """An argument that is the same in all groups."""
+
+    node: Node
+
+
+Ref: TypeAlias = Of | Shared
+
+
+@dataclass
+class Segment:
+    """Nodes in which each group has one window; the groups follow each other up or down.
+
+    Attributes:
+        nodes: in order.
+        begins: where the window of each captured group begins among them.
+        order: of the groups.
+        length: of a window.
+        refs: arguments of the nodes of a window.
+    """
+
+    nodes: list[Node]
+    begins: dict[int, int]
+    order: list[int]
+    length: int
+    refs: list[list[Ref]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, nodes: list[Node], begins: dict[int, int], order: list[int], inner: Sequence[int]) -> Segment:
+        """Find the length of windows.
+
+        Args:
+            inner: the groups whose windows must be equal, in their order.
+        """
+        ends = [begins[group] for group in (*inner, order[order.index(inner[-1]) + 1])]
+        lengths = {b - a for a, b in itertools.pairwise(ends)}
+        if len(lengths) != 1:
+            raise BlocksDifferError("blocks have different numbers of operators")
+        return cls(nodes, begins, order, lengths.pop())
+
+    def window(self, group: int) -> list[Node]:
+        """The nodes of a group."""
+        return self.nodes[self.begins[group] : self.begins[group] + self.length]
+
+    def aligned(self, inner: Sequence[int], key: Callable[[Node, int], Hashable]) -> Iterator[tuple[Node, int, int]]:
+        """Nodes with their groups and places in the window; of the windows beside them those that would be equal.
+
+        Args:
+            key: equal for nodes of different groups that correspond.
+        """
+        for group in inner:
+            yield from ((node, group, i) for i, node in enumerate(self.window(group)))
+        template = [key(node, inner[0]) for node in self.window(inner[0])]
+        start, end = self.begins[inner[0]], self.begins[inner[-1]] + self.length
+        at = self.order.index(inner[0])
+        sides = [(self.order[-1], self.nodes[end : end + self.length])]
+        if at > 0:
+            first = self.begins[self.order[at - 1]] if at > 1 else max(start - self.length, 0)
+            sides.append((self.order[at - 1], self.nodes[first:start]))
+        for group, nodes in sides:
+            found = difflib.SequenceMatcher(None, template, [key(node, group) for node in nodes], autojunk=False)
+            for block in found.get_matching_blocks():
+                yield from ((nodes[block.b + i], group, block.a + i) for i in range(block.size))
+
+
+def groups_of(segment: Segment) -> Iterator[tuple[Node, int]]:
+    """Every node with the group in whose window it is, or next to which."""
+    ends = [*(segment.begins[group] for group in segment.order[1:]), len(segment.nodes)]
+    start = 0
+    for group, end in zip(segment.order, ends, strict=True):
+        yield from ((node, group) for node in segment.nodes[start:end])
+        start = end
+
 
 # What says nothing of what a node computes.
 _IGNORED = frozenset({"number", "seq_nr", "stack_trace", "desc"})
@@ -42,7 +185,7 @@ class Output(NamedTuple):
 
 
 @dataclass
-class Alike:
+class BlockMatcher:
     """One phase whose groups are equal.
 
     Attributes:
@@ -63,14 +206,14 @@ class Alike:
         """Compare the groups; what the phase returns is of which.
 
         Raises:
-            Uneven: they are not equal.
+            BlocksDifferError: they are not equal.
         """
         nodes = [node for node in self.phase.module.graph.nodes if node.op not in ("placeholder", "output")]
         *others, last = self._begins(nodes)
         for begins in others:
             try:
                 return self._found(nodes, begins)
-            except Uneven:
+            except BlocksDifferError:
                 self.members, self.by_member = {}, {}
         return self._found(nodes, last)
 
@@ -89,7 +232,7 @@ class Alike:
             found = [self._compare(segment, a, b) for a, b in itertools.pairwise(self.inner)]
             segment.refs = found[0]
             if any(refs != segment.refs for refs in found):
-                raise Uneven("arguments of blocks differ")
+                raise BlocksDifferError("arguments of blocks differ")
         self._check_readers(nodes)
         return self._outputs()
 
@@ -115,7 +258,7 @@ class Alike:
 
     def _begins(self, nodes: list[Node]) -> list[dict[int, int]]:
         """Where windows may begin. Without gathers regions of backward are cut at reductions, inside of groups."""
-        begins = begins_of(nodes, self.repeats, is_gathered if self.scheduled else None)
+        begins = window_starts(nodes, self.repeats, is_gathered if self.scheduled else None)
         if begins or not (self.scheduled and self.descending):
             return [begins]
         return [_calls(nodes, self.repeats, behind=behind) for behind in (False, True)]
@@ -131,10 +274,10 @@ class Alike:
         found = [Segment.of(nodes[:end], begins, order, [group for group in order if group in self.inner])]
         if end < len(nodes):
             rest = nodes[end:]
-            begins, order = begins_of(rest, self.repeats), list(self.repeats.captured[3::-1])
+            begins, order = window_starts(rest, self.repeats), list(self.repeats.captured[3::-1])
             starts = [begins.get(group, -1) for group in order]
             if starts[0] != 0 or sorted(set(starts)) != starts:
-                raise Uneven("what forward prepares for backward is in no order")
+                raise BlocksDifferError("what forward prepares for backward is in no order")
             found.append(Segment.of(rest, begins, order, order[:3]))
         return found
 
@@ -157,17 +300,17 @@ class Alike:
 
     def _same_node(self, a: Node, b: Node, one: int, other: int) -> list[Ref]:
         if (a.op, a.target) != (b.op, b.target) or self._facts(a, one) != self._facts(b, other):
-            raise Uneven(f"{a} and {b} differ")
+            raise BlocksDifferError(f"{a} and {b} differ")
         found: tuple[list[Node], list[Node]] = ([], [])
         texts = [_without_nodes((n.args, n.kwargs), nodes) for n, nodes in zip((a, b), found)]
         if texts[0] != texts[1] or len(found[0]) != len(found[1]):
-            raise Uneven(f"{a} and {b} have different arguments")
+            raise BlocksDifferError(f"{a} and {b} have different arguments")
         return [self._same_ref(x, y, one, other) for x, y in zip(*found)]
 
     def _same_ref(self, x: Node, y: Node, one: int, other: int) -> Ref:
         if x is y:
             if x in self.group_at and self.members.get(x, Member("", -1)).group in self.inner:
-                raise Uneven(f"{x} of a block is read by others")
+                raise BlocksDifferError(f"{x} of a block is read by others")
             return Shared(x)
         if x in self.members and y in self.members:
             (family, group), (other_family, other_group) = self.members[x], self.members[y]
@@ -179,7 +322,7 @@ class Alike:
             distance = self._distance(group, other)
             if distance == -2:
                 return Of(family, distance)
-        raise Uneven(f"{x} and {y} do not correspond")
+        raise BlocksDifferError(f"{x} and {y} do not correspond")
 
     @property
     def _near(self) -> int:
@@ -220,7 +363,7 @@ class Alike:
                 if member is None or member.group not in (TEMPLATE, self.behind):
                     continue
                 if (member.group <= TEMPLATE) != (reader <= TEMPLATE):
-                    raise Uneven(f"{source} of a block is read by {node}")
+                    raise BlocksDifferError(f"{source} of a block is read by {node}")
 
     # --- outputs ---
 
@@ -237,17 +380,17 @@ class Alike:
         if output.member is None:
             source = self.members.get(output.value)
             if source is not None and output.value in self.group_at and source.group in (TEMPLATE, self.behind):
-                raise Uneven(f"{output.slot} is made in a block")
+                raise BlocksDifferError(f"{output.slot} is made in a block")
             return None
         groups = self.repeats.captured[1:4]
         given = [values.get(Member(output.member.family, group), _MISSING) for group in groups]
         if not any(isinstance(value, Node) for value in given) and all(value is given[0] for value in given):
             return None
         if not all(isinstance(value, Node) for value in given):
-            raise Uneven(f"only some blocks return {output.slot}")
+            raise BlocksDifferError(f"only some blocks return {output.slot}")
         first, *refs = [self._ref(value, group) for value, group in zip(given, groups)]
         if first is None or any(ref != first for ref in refs):
-            raise Uneven(f"blocks return different {output.slot}")
+            raise BlocksDifferError(f"blocks return different {output.slot}")
         return first if self._ref(output.value, output.member.group) == first else None
 
     def _ref(self, value: Node, group: int) -> Ref | None:
@@ -262,7 +405,7 @@ class Alike:
         """Equal for nodes of windows of different groups that correspond, wherever they are there."""
         try:
             return node.op, str(node.target), *self._facts(node, group)[:1]
-        except Uneven:
+        except BlocksDifferError:
             return node
 
     def _output_member(self, value: Any, slot: Slot) -> Member | None:
@@ -295,21 +438,21 @@ def _calls(nodes: list[Node], repeats: Repeats, *, behind: bool) -> dict[int, in
     return begins
 
 
-def few_of(program: Program, repeats: Repeats, params: ParamTable) -> Few:
+def match_blocks(program: Program, repeats: Repeats, params: ParamTable) -> RepeatedBlocks:
     """What a partitioned program of the captured groups says of all of them.
 
     Args:
         params: the parameters of all.
 
     Raises:
-        Uneven: the groups are not equal.
+        BlocksDifferError: the groups are not equal.
     """
     if any(map(repeats.place_of, program.rewritten)):
-        raise Uneven("backward writes buffers of blocks")
+        raise BlocksDifferError("backward writes buffers of blocks")
     saved: dict[str, Member] = {}
     for name, phase in program.phases.items():
-        Alike(phase, repeats, saved, descending=name == "backward").find()
-    return Few(repeats, params, saved)
+        BlockMatcher(phase, repeats, saved, descending=name == "backward").find()
+    return RepeatedBlocks(repeats, params, saved)
 
 
 _MISSING = object()

@@ -6,7 +6,7 @@
 A window begins with the first entry of its group. Two are equal if their entries are the same but for the group, where
 an entry may name groups up to two away from its own: what names N-3 in the window of 1 names 2 in the list of all. A
 position may also be the end, as that to which parameters stay gathered. So the windows of all groups are known.
-Anything else raises `Uneven`. Of a backward groups follow each other downwards.
+Anything else raises `BlocksDifferError`. Of a backward groups follow each other downwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from graphshard.ir.repeats import TEMPLATE, Repeats, Uneven
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, Repeats
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Frame:
     end: int | None = None
 
     def relative(self, entry: T, window: int) -> T:
-        """An entry of a window with distances in the place of groups; raises `Uneven` if one is far away."""
+        """An entry of a window with distances in the place of groups; raises `BlocksDifferError` if one is far away."""
         begin = self.begins.get(window, 0)
         return moved(entry, lambda text: self._marked(text, window), lambda at: _END if at == self.end else at - begin)
 
@@ -104,7 +104,7 @@ class Frame:
                 return found[0]
             distance = self.groups.index(group) - here if group in self.groups else _FAR + 1
             if abs(distance) > _FAR:
-                raise Uneven(f"{text} is far from its block")
+                raise BlocksDifferError(f"{text} is far from its block")
             return f"\0{distance}:{offset}\0"
 
         return _blocks(self.repeats.path).sub(mark, text)
@@ -119,7 +119,7 @@ class Frame:
             here, found = self.groups.index(window), before
             for far, of, then in marks:
                 if not 0 <= here + far < len(self.groups):
-                    raise Uneven(f"{text} names no block")
+                    raise BlocksDifferError(f"{text} names no block")
                 found += f"{path}.{first + self.groups[here + far] * period + of}{then}"
             return found
 
@@ -159,7 +159,7 @@ def moved(entry: T, name: Callable[[str], str], place: Callable[[int], int]) -> 
 
 
 @dataclass(frozen=True)
-class Unfolding:
+class RepeatExpansion:
     """From the lists of few groups to those of all, and back.
 
     Attributes:
@@ -208,11 +208,11 @@ class Unfolding:
         """Positions of a window.
 
         Raises:
-            Uneven: windows are not equally long.
+            BlocksDifferError: windows are not equally long.
         """
         found = {self.begins[b] - self.begins[a] for a, b in itertools.pairwise(self.order[1:])}
         if len(found) != 1:
-            raise Uneven("blocks are not equally long")
+            raise BlocksDifferError("blocks are not equally long")
         return found.pop()
 
     def begin(self, group: int) -> int:
@@ -244,7 +244,7 @@ class Unfolding:
         inner = {group: [self.few.relative(entry, group) for entry in windows[group]] for group in self.inner}
         template = inner[TEMPLATE]
         if any(window != template for window in inner.values()):
-            raise Uneven(f"blocks differ: {_first_difference(list(inner.values()))}")
+            raise BlocksDifferError(f"blocks differ: {_first_difference(list(inner.values()))}")
         found: list[T] = []
         for group in self.order:
             if group == self._gap:
@@ -257,13 +257,13 @@ class Unfolding:
         """The list of all groups, of names with numbers that grow evenly from group to group.
 
         Raises:
-            Uneven: they do not.
+            BlocksDifferError: they do not.
         """
         windows = self._windows(entries, self.few, lambda entry: entry)
         numbers = [[number for _, number in windows[group]] for group in self.inner]
         growth = {b - a for one, other in itertools.pairwise(numbers) for a, b in zip(one, other)}
         if len(growth) != 1:
-            raise Uneven("blocks do not add evenly")
+            raise BlocksDifferError("blocks do not add evenly")
         by = growth.pop()
         even = [(name, n - i * by) for i, group in enumerate(self.order) for name, n in windows[group]]
         whole = self._windows(self.unfold(even), self.all, lambda entry: entry)
@@ -288,7 +288,7 @@ class Unfolding:
         begins = [self.begins[group] for group in self.inner]
         windows = [list(values[begin : begin + self.length]) for begin in begins]
         if any(window != windows[0] for window in windows):
-            raise Uneven("blocks differ")
+            raise BlocksDifferError("blocks differ")
         gap = self.begins[self._gap]
         return [*values[:gap], *windows[0] * len(self.missing), *values[gap:]]
 
@@ -307,7 +307,7 @@ class Unfolding:
         starts[order[0]] = 0
         places = [starts.get(group, -1) for group in order]
         if min(places) < 0 or sorted(places) != places:
-            raise Uneven("blocks do not follow each other")
+            raise BlocksDifferError("blocks do not follow each other")
         ends = [*places[1:], len(entries)]
         return {group: entries[start:end] for group, start, end in zip(order, places, ends)}
 
