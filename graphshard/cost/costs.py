@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from graphshard.cost.flops import Attention, Gemm
 from graphshard.cost.kernels import Work, num_bytes, work_of
-from graphshard.cost.profile import Link, Profile, Rate, Tile
+from graphshard.cost.profile import GemmTile, MatmulRate, NodeLink, Profile
 from graphshard.cost.scalars import Scalar, ceiling, is_zero, log2, maximum, minimum
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Region
@@ -108,7 +108,7 @@ class Costs:
         # One thread of a CPU computes or waits for memory.
         return profile.kernel_seconds + (busy + moved if profile.device == "cpu" else maximum(busy, moved))
 
-    def _attention(self, attention: Attention, rate: Rate) -> Scalar:
+    def _attention(self, attention: Attention, rate: MatmulRate) -> Scalar:
         """Blocks of queries and keys on the diagonal are computed in full; narrow heads have a short inner dim."""
         speed = rate.attention.get(attention.kernel, rate.attention["flash"])
         reached = speed.backward if attention.backward else speed.forward
@@ -116,7 +116,7 @@ class Costs:
         whole = 1 + 1 / ceiling(attention.queries / _ATTENTION_BLOCK) if attention.causal and self.profile.units else 1
         return attention.flop * whole / (rate.peak * reached * wide)
 
-    def _gemm(self, gemm: Gemm, rate: Rate) -> Scalar:
+    def _gemm(self, gemm: Gemm, rate: MatmulRate) -> Scalar:
         """Units compute tiles of the result in waves, unless power limits them; a last partial wave takes as long."""
         limited = gemm.flop / (rate.peak * self.profile.sustained)
         speed = rate.peak * rate.matmul
@@ -133,7 +133,7 @@ class Costs:
             return [1]
         return [parts for parts in _PARTS if parts == 1 or inner / parts >= self.profile.split]
 
-    def _tiled(self, gemm: Gemm, tile: Tile, parts: int, speed: Scalar) -> Scalar:
+    def _tiled(self, gemm: Gemm, tile: GemmTile, parts: int, speed: Scalar) -> Scalar:
         """Tile prologue and epilogue are not overlapped, so a small inner dimension is slow."""
         profile, area = self.profile, tile.rows * tile.columns
         tiles = gemm.batch * ceiling(gemm.rows / tile.rows) * ceiling(gemm.columns / tile.columns) * parts
@@ -157,7 +157,7 @@ class Costs:
         fastest = minimum(*self._by_protocol(kind, num_bytes, link, axis))
         return link.latency + (num_tensors - 1) * link.tensor_seconds + fastest
 
-    def _by_protocol(self, kind: str, num_bytes: Scalar, link: Link, axis: Axis) -> Iterator[Scalar]:
+    def _by_protocol(self, kind: str, num_bytes: Scalar, link: NodeLink, axis: Axis) -> Iterator[Scalar]:
         ranks = axis.size
         local, nodes = self._local_and_nodes(axis)
         # Nothing leaves a single node; an expression of the number of ranks must say so, too.

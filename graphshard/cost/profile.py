@@ -67,7 +67,7 @@ class AttentionSpeed:
 
 
 @dataclass(frozen=True)
-class Rate:
+class MatmulRate:
     """Matrix multiplication in one dtype.
 
     Attributes:
@@ -82,7 +82,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTile:
     """A block of the result that one unit computes; `fraction` is its speed compared with the best tile."""
 
     rows: int
@@ -113,7 +113,7 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """One kind of collective inside a node.
 
     Attributes:
@@ -207,10 +207,10 @@ class Profile:
     head_power: float
     host_seconds: Mapping[str, float]
     ranks_per_node: int
-    rates: Mapping[str, Rate]
-    tiles: tuple[Tile, ...]
+    rates: Mapping[str, MatmulRate]
+    tiles: tuple[GemmTile, ...]
     protocols: tuple[Protocol, ...]
-    inside: Mapping[str, Link]
+    inside: Mapping[str, NodeLink]
     outside: Mapping[str, Network]
     contention: float
     pack_below: float
@@ -225,7 +225,7 @@ class Profile:
         numbers = {name: value for name, value in write(self).items() if name not in ("name", "title", *_NOTES)}
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
-    def rate(self, dtype: str) -> Rate:
+    def rate(self, dtype: str) -> MatmulRate:
         """Return the rate of a dtype by its name, such as "bfloat16"."""
         return self.rates.get(dtype, self.rates["float32"])
 

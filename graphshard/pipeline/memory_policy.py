@@ -158,7 +158,7 @@ def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: 
         InfeasibleError: no choice fits.
     """
     may_offload = planner.costs.profile.device != "cpu" and OffloadActivations.name not in [p.name for p in between]
-    plain = Search(program, between, planner, run)
+    plain = PolicySearch(program, between, planner, run)
     if not may_offload:
         share, bound = plain.best()
         return {"share": share, "offloaded": 0.0, "bound": bound}
@@ -182,7 +182,7 @@ def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: 
 
 
 @dataclass
-class Search:
+class PolicySearch:
     """Search for the best border.
 
     Attributes:

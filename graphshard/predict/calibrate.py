@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import AttentionSpeed, Profile, Protocol, Rate, builtin_profiles, load_profile
+from graphshard.cost.profile import AttentionSpeed, MatmulRate, Profile, Protocol, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.predict.microbenchmarks import Chip, Links, measure_chip, measure_links
 from graphshard.utils.argument_validation import check_count, path_of, write_given
@@ -93,7 +93,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         both = f"{here}: causal attention, forward and backward"
         paths = [f"rates.{label}.attention.flash.{direction}" for direction in ("forward", "backward")]
         from_sheet = known.sources[f"rates.{label}.peak"] if known else product
-        rates[label] = Rate(
+        rates[label] = MatmulRate(
             note(f"rates.{label}.peak", peak, from_sheet),
             note(f"rates.{label}.matmul", speed / peak, product),
             {"flash": AttentionSpeed(*(note(path, attention / peak, both) for path in paths))},

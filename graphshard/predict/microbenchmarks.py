@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import KINDS, Link, Network
+from graphshard.cost.profile import KINDS, Network, NodeLink
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import SMALL
 from graphshard.runtime.gloo import all_gather_coalesced
@@ -190,7 +190,7 @@ class Links:
     """
 
     nodes: int
-    inside: dict[str, Link]
+    inside: dict[str, NodeLink]
     outside: dict[str, Network]
     contention: float
     pack_below: float = SMALL
@@ -206,7 +206,7 @@ class Links:
         return Links(self.nodes, inside, outside, contention, pack_below)
 
 
-def _speed(link: Link) -> float:
+def _speed(link: NodeLink) -> float:
     """Bytes/s of a message of a megabyte."""
     return 2**20 / (link.latency + 2**20 / link.bandwidth)
 
@@ -214,7 +214,7 @@ def _speed(link: Link) -> float:
 def measure_links(device: str, show: Callable[[str], None]) -> Links:
     """Measure once; all ranks of the default process group call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Links(1, dict.fromkeys(KINDS, Link(1e9, 1e-4, 0.0)), {"isolated": _of_ranks(1e9)}, 0.0)
+        return Links(1, dict.fromkeys(KINDS, NodeLink(1e9, 1e-4, 0.0)), {"isolated": _of_ranks(1e9)}, 0.0)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     nodes = dist.get_world_size() // local
     world = dist.group.WORLD
@@ -281,7 +281,7 @@ def _contention(group: dist.ProcessGroup) -> float:
     return min(taken / torch.get_num_threads(), MOST_CONTENTION)
 
 
-def _link(kind: str, device: str, group: dist.ProcessGroup) -> Link:
+def _link(kind: str, device: str, group: dist.ProcessGroup) -> NodeLink:
     """Latency and bandwidth that fit the times of several sizes."""
     ranks = group.size()
     times = []
@@ -295,7 +295,7 @@ def _link(kind: str, device: str, group: dist.ProcessGroup) -> Link:
         size = _SIZES[device][1]
         several = slowest(seconds_together(_call(kind, size, _COALESCED, device, group), device, _REPEATS), device)
         extra = max((several - latency - _COALESCED * size * per_byte) / (_COALESCED - 1), 0.0)
-    return Link(rounds * (ranks - 1) / ranks / per_byte, latency, extra)
+    return NodeLink(rounds * (ranks - 1) / ranks / per_byte, latency, extra)
 
 
 def fit(sizes: tuple[int, ...], times: list[float]) -> tuple[float, float]:

@@ -60,7 +60,7 @@ class ChunkedLoss(Pass):
         for node in calls_of(phase, aten.nll_loss_forward.default):
             found = vocabulary_loss(node)
             if found is not None and self._applies(found):
-                _Chunks(found, self.rows).rewrite()
+                _RowChunks(found, self.rows).rewrite()
                 count += 1
         if count:
             erase_dead(phase.module.graph)
@@ -70,7 +70,7 @@ class ChunkedLoss(Pass):
         return len(fake(found.product)) > self.rows and fake(found.product).dtype != torch.float16
 
 
-class _Chunks(LossRewriter):
+class _RowChunks(LossRewriter):
     """The rewriting of one loss into chunks of `size` rows."""
 
     def __init__(self, found: VocabularyLoss, size: int) -> None:

@@ -83,7 +83,7 @@ class VocabShardedLoss(Pass):
                 continue
             gather, spec = heads[weight]
             is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
-            _Chunks(found, gather, spec, min(self.pieces, spec.shard_len), is_looked_up=is_looked_up).rewrite()
+            _VocabChunks(found, gather, spec, min(self.pieces, spec.shard_len), is_looked_up=is_looked_up).rewrite()
             count += 1
         if count:
             erase_dead(phase.module.graph)
@@ -115,7 +115,7 @@ def _is_read_by_loss_alone(found: VocabularyLoss, weight: Node) -> bool:
     return seen <= {found.product, *found.of_rows}
 
 
-class _Chunks(LossRewriter):
+class _VocabChunks(LossRewriter):
     """The rewriting of one loss.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 import graphshard
 from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
-from graphshard.cost.profile import Link
+from graphshard.cost.profile import NodeLink
 from graphshard.ir.mesh import Axis
 from graphshard.predict import microbenchmarks
 from graphshard.predict import microbenchmarks as calibrate_chip
@@ -97,8 +97,8 @@ def test_the_best_of_several_rounds():
     slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
     best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
     assert fast.better(slow) == slow.better(fast) == best
-    once = Links(1, {"gather": Link(1e9, 1e-3, 1e-4)}, {"isolated": microbenchmarks._of_ranks(1e9)}, 0.8, 8192)
-    again = Links(1, {"gather": Link(5e8, 5e-3, 5e-5)}, {"isolated": microbenchmarks._of_ranks(5e8)}, 0.7, 4096)
+    once = Links(1, {"gather": NodeLink(1e9, 1e-3, 1e-4)}, {"isolated": microbenchmarks._of_ranks(1e9)}, 0.8, 8192)
+    again = Links(1, {"gather": NodeLink(5e8, 5e-3, 5e-5)}, {"isolated": microbenchmarks._of_ranks(5e8)}, 0.7, 4096)
     assert once.better(again) == again.better(once) == replace(once, contention=0.7, pack_below=4096)
 
 

@@ -17,7 +17,7 @@ from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, KeepGathered, MakePlan
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.memory_policy import Search
+from graphshard.pipeline.memory_policy import PolicySearch
 from graphshard.pipeline.pipeline import Pipeline, run_pass, run_pipeline
 from graphshard.schedule.build import Constraints
 from graphshard.schedule.by_cost import PlanByCost
@@ -76,7 +76,7 @@ def joint() -> Program:
     return _joint()
 
 
-def _borders(joint: Program, limit: int) -> Search:
+def _borders(joint: Program, limit: int) -> PolicySearch:
     """A search that has not begun."""
     between = tuple(Pipeline())[:7]
     assert between[-1].name == "coalesce-model-collectives"
@@ -85,7 +85,7 @@ def _borders(joint: Program, limit: int) -> Search:
         for step in steps:
             run_pass(step, program, Observer("off", most=0))
 
-    return Search(joint, between, replace(PLANNER, memory_limit=limit), run)
+    return PolicySearch(joint, between, replace(PLANNER, memory_limit=limit), run)
 
 
 def test_no_other_choice_is_better(joint: Program) -> None:
