@@ -39,7 +39,7 @@ INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 # Names of DCP's files.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-# Classes in the index, besides dtypes.
+# Classes in the index; there are dtypes, too.
 _CLASSES = {
     *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
     *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -83,7 +83,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
-    """Load planner that takes values other than tensors only if they are plain data."""
+    """Load planner that takes tensors and plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         load_plain(value.getvalue())

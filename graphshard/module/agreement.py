@@ -31,7 +31,7 @@ class Agreement:
     """Agreement of the ranks that run one runner; all of them ask in the same order.
 
     All ranks make their first program in the same call. Later ones may be made by a rank alone, as its inputs have
-    other shapes: nobody is asked then, and the program must communicate as an earlier one does.
+    other shapes: it does not ask then, and the program must communicate as an earlier one does.
 
     Attributes:
         peers: the other ranks that have the same pieces of parameters; None while exporting.

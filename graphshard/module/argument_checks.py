@@ -108,7 +108,7 @@ def check_materialized(
         listed = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
         raise MaterializationError(
             f"{len(meta)} parameters or buffers of {users_class(module).__name__} are on the meta device: {listed}. "
-            "Allocate them with model.to_empty(device=...) and initialise or load them before the first call."
+            "Allocate them with model.to_empty(device=...) and initialize or load them before the first call."
         )
     for ref in params:
         wanted = device if ref.row.ignored else storage

@@ -62,7 +62,7 @@ def compile_step(
         loss: is called with the model and the arguments of `step`, and returns the loss; None calls the model, which
             returns the loss itself.
         clip_norm: the largest norm of all gradients of the model, as for `clip_grad_norm_`; None clips nothing.
-        accumulate: how many microbatches a step takes. Their gradients are added up, as by so many calls of backward:
+        accumulate: how many microbatches a step takes. Their gradients are added up, as by several calls of backward:
             the loss is not divided.
         scaler: scales the loss and skips the steps whose gradients overflow; updates then follow the backward.
         gather_ahead: start the gathers that the next forward begins with as soon as their parameters are updated, under
@@ -276,7 +276,7 @@ class CompiledStep:
 
 
 def _has_more_to_do(param: nn.Parameter) -> bool:
-    """Return whether a gradient is added to another one, or hooks read it, besides the update."""
+    """Return whether a gradient is also added to another one, or read by hooks."""
     hooks = param._backward_hooks or param._post_accumulate_grad_hooks
     return bool(hooks) or param.grad is not None or is_extended(param)
 

@@ -75,7 +75,7 @@ def compiled_module(model: object) -> CompiledModule:
 
 
 def compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of a compiled module: a subclass of the user's, whose forward has the same signature."""
+    """Return the class of a compiled module: a subclass of the user class, whose forward has the same signature."""
 
     @functools.wraps(cls.forward)
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
     model.set_requires_gradient_sync(False)             all units, as FSDP2's methods with `recurse` do
     model.layers[0].unshard()                           this unit only, as FSDP2's other methods do
-    model.unshard(units=["layers.*"])                   those that are named, which FSDP2 does not have
+    model.unshard(units=["layers.*"])                   the named units, which FSDP2 does not have
 
 A choice holds from the next call of the model on. A unit keeps its forward and its class by `isinstance`.
 """
@@ -100,7 +100,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Choose whether the next backwards reduce gradients over replicas, too, or over shards only (HSDP).
 
         With False the sums over shards are added up, which takes the memory of one shard of the gradients.
-        The arguments are those of `set_requires_gradient_sync`.
+        The arguments are as in `set_requires_gradient_sync`.
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         chosen, runner = self._params_of(recurse, units), self._graphshard_unit.runner
@@ -224,7 +224,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         unit.runner.prefetch(direction, unit.name, tuple(names))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let gradients of so many units be reduced at once; 1 until this is called.
+        """Let gradients of several units be reduced at once; 1 until this is called.
 
         More of them overlap with the backward of more units, and take their memory. Of several choices the largest
         counts.
@@ -334,7 +334,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         return _State(self._graphshard_unit)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the user's class, of shards; `unshard` is undone until the next call."""
+        """Return the state dict of shards; `unshard` is undone until the next call."""
         self._graphshard_unit.runner.unsharded.shown.hide()
         return super().state_dict(*args, **kwargs)
 
@@ -461,9 +461,9 @@ def become_units(root: nn.Module, runner: Runner) -> None:
 
 
 def unit_class(cls: type[nn.Module], base: type[GraphshardFSDPModule], **namespace: Any) -> type[nn.Module]:
-    """Return the class of a unit: a subclass of the user's, one for all units of a class.
+    """Return the class of a unit: a subclass of the user class, one for all units of a class.
 
-    Called, it makes a module of the user's class, which has no programs: a slice of an `nn.Sequential` is made so.
+    Called, it makes a module of the user class, which has no programs: a slice of an `nn.Sequential` is made so.
     """
 
     def plain(_: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:

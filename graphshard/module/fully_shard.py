@@ -272,7 +272,7 @@ def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], me
             if runner.tracer.spec.mesh.regather is not None:
                 raise UnsupportedError(
                     f"reshard_after_forward: {part.label} is sharded over another mesh than the whole, and gathers "
-                    "again among neighbours on it. Give True or False."
+                    "again among neighbors on it. Give True or False."
                 )
             theirs = ExpertMeshes(runner.mesh, runner.tracer.spec.tensor)
             check_meshes(theirs, mesh, part.label)

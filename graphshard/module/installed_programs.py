@@ -5,7 +5,7 @@
     model(x, labels=y)  after  model(x)         newly passed: labels
 
 Each capture is logged with its reason: as information first, as a warning from the fourth recapture on.
-`TORCH_LOGS=recompiles` prints the reasons of recaptures next to those of `torch.compile`, and `TORCH_TRACE=dir` keeps
+`TORCH_LOGS=recompiles` prints the reasons of recaptures next to torch.compile's, and `TORCH_TRACE=dir` keeps
 them for the tlparse tool.
 """
 
@@ -143,12 +143,12 @@ class InstalledPrograms:
     # --- eviction ------------------------------------------------------------------------------------------------
 
     def evict(self, most: int, accumulated: Collection[str], label: str) -> list[Installed]:
-        """Remove the least recently used programs until there are at most so many; the most recent one stays.
+        """Remove the least recently used programs over `most`; the most recent one stays.
 
         A call that is still to be differentiated holds its program, so its backward runs as before.
 
         Args:
-            most: the number of programs besides those of files.
+            most: the number of programs, not counting programs of files.
             accumulated: parameters whose gradients earlier microbatches have accumulated. The only program that
                 reduces some of these stays until that is done.
             label: of the model, for the log.
@@ -220,7 +220,7 @@ class InstalledPrograms:
 
 
 def reason_of(now: Signature, known: Iterable[Signature]) -> Reason:
-    """Return how a signature differs from the nearest of those that have programs; the first of equally near ones."""
+    """Return how a signature differs from the nearest one that has programs; the first of equally near ones."""
 
     def distance(before: Signature) -> tuple[int, bool, int]:
         inputs = itertools.zip_longest(before.inputs, now.inputs)
@@ -244,7 +244,7 @@ def reason_of(now: Signature, known: Iterable[Signature]) -> Reason:
 
 
 def reason_at(guard: str, now: Signature, before: Signature) -> Reason | None:
-    """Return how the inputs that a failed guard names differ from those of another call; None if it names none."""
+    """Return how the inputs that a failed guard names differ from another call's; None if it names none."""
     if now.structure != before.structure:
         text = _structures(before.structure, now.structure)
         return Reason(text, _OF_STRUCTURE) if re.search(r"\bargs\b|\bkwargs\b", guard) else None

@@ -65,7 +65,7 @@ class FoundProgram(Exception):
 
 
 class EqualProgram(Exception):
-    """A trace equals that of an installed program, so that only its guards are new."""
+    """A trace equals an installed program's, so that only its guards are new."""
 
     def __init__(self, installed: Installed, traced: Program) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ class Runner(ProgramCompiler):
 
     @forget_sources()
     def install(self, module: nn.Module, signature: Signature, made: Program | EqualProgram) -> Installed:
-        """Bind a program to a module, if the other ranks made the same; evict those that are too many.
+        """Bind a program to a module, if the other ranks made the same; evict programs over the limit.
 
         An equal program serves calls of another trace, such as with another tag, or a longer list.
         """
@@ -332,7 +332,7 @@ class Runner(ProgramCompiler):
         return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
     def finish(self) -> None:
-        """Reduce accumulated gradients, except those that the user has asked to leave.
+        """Reduce accumulated gradients, unless the user has asked to leave them.
 
         Raises:
             UnsupportedError: no program has all of them; nothing was reduced.
@@ -366,7 +366,7 @@ class Runner(ProgramCompiler):
     # These raise UnsupportedError where a planner in `passes=`, a memory limit or a file decides.
 
     def replan(self, pipeline: Pipeline) -> None:
-        """Make programs by other passes from the next call on; forget those that were made or loaded."""
+        """Make programs by other passes from the next call on; forget the programs made or loaded before."""
         self.tracer.pipeline = pipeline
         self.agreement, self.executables, self.library = self.agreement.anew(), InstalledPrograms(), None
         self.entries.clear()
@@ -377,13 +377,13 @@ class Runner(ProgramCompiler):
         return self.tracer.pipeline
 
     def prefetch(self, direction: Direction, unit: str, following: tuple[str, ...]) -> None:
-        """Start the all-gathers of `following` when that of a unit has arrived."""
+        """Start the all-gathers of `following` when a unit's has arrived."""
         pipeline = self._pipeline(f"set_modules_to_{direction}_prefetch")
         self.replan(with_prefetch(pipeline, direction, unit, following))
         self.prefetched[direction, unit] = following
 
     def limit_reductions(self, units: Collection[str], most: int) -> None:
-        """Let the gradients of so many units be reduced at once; of several choices the largest counts."""
+        """Let the gradients of `most` units be reduced at once; of several choices the largest counts."""
         name = "set_reduce_scatter_max_input_buffers"
         chosen = {**self.reductions_under_way, **dict.fromkeys(units, most)}
         most = max(chosen.values(), default=1)
@@ -401,7 +401,7 @@ class Runner(ProgramCompiler):
         self.custom.update(chosen)
 
     def separate_reductions(self, units: Collection[str], *, enable: bool) -> None:
-        """Reduce gradients of units in a separate process group, or in that of the all-gathers.
+        """Reduce gradients of units in a separate process group, or in the all-gathers' group.
 
         All ranks that have shards of the model call this together: the first call makes the group.
         """

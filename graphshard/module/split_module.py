@@ -46,7 +46,7 @@ _SHOWN = 3
 
 @dataclass
 class SplitState:
-    """State of a compiled model's split modules, which its runner and those of its entries share.
+    """State of a compiled model's split modules, which its runner and its entries' runners share.
 
     Attributes:
         open: modules that Python runs now, the innermost last.

@@ -235,7 +235,7 @@ class Tracer:
     def _trace_template(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, repeats: Repeats
     ) -> Program:
-        """Trace a few of equal blocks; the program's parameters are those of these and of the rest of the model.
+        """Trace a few of equal blocks; the program's parameters are theirs and the rest of the model's.
 
         Raises:
             BlocksDifferError: they do not stand for all. Inside a trace, Dynamo makes other errors of it.
@@ -350,7 +350,7 @@ class Tracer:
         )
 
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
-        """Return input leaves where the model is; raise `InputError` for those that cannot be used."""
+        """Return input leaves where the model is; raise `InputError` for unusable ones."""
         return moved_to(self.spec.device, leaves, structure)
 
     @property

@@ -50,8 +50,8 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
     Args:
         model: a compiled module.
         reshard_after_forward: False gathers all parameters at once, and ranks may run what they like. True gathers
-            those of the root, and those of a unit for each of its calls, as FSDP2 does: all ranks must run the same
-            units, in the same order.
+            the root's, and a unit's for each of its calls, as FSDP2 does: all ranks must run the same units, in the
+            same order.
 
     Raises:
         ArgumentError: the module was not compiled.
@@ -86,7 +86,7 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
 
 
 class _FullParameters:
-    """Full parameters of a model: those that are gathered now, in place of their shards."""
+    """Full parameters of a model that are gathered now, in place of their shards."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

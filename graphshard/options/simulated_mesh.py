@@ -70,7 +70,7 @@ def shape_of(mesh: Any) -> dict[str, int]:
         if name in TENSOR and names[-1] not in TENSOR:  # of two the model's parameters say that one is too many
             raise ArgumentError(
                 f"mesh {tuple(names)}: the tensor axis {name!r} lies inside of the others, where its ranks are "
-                f"neighbours: {{{', '.join(f'{n!r}: {mesh[n]}' for n in (*(o for o in names if o != name), name))}}}."
+                f"neighbors: {{{', '.join(f'{n!r}: {mesh[n]}' for n in (*(o for o in names if o != name), name))}}}."
             )
     return dict(mesh)
 

@@ -336,7 +336,7 @@ def _on_meta(rank: int, world_size: int) -> str:
 def test_parameters_on_the_meta_device(ranks: Ranks) -> None:
     assert ranks(2).run(_on_meta)[1] == (
         "5 parameters or buffers of _Net are on the meta device: layers.0.weight, layers.0.bias, "
-        "layers.1.weight, layers.1.bias, scale. Allocate them with model.to_empty(device=...) and initialise or load "
+        "layers.1.weight, layers.1.bias, scale. Allocate them with model.to_empty(device=...) and initialize or load "
         "them before the first call."
     )
 

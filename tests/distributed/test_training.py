@@ -302,7 +302,7 @@ def test_meta_device(ranks: Ranks, ahead: bool) -> None:
             "25 parameters or buffers of Llama are on the meta device: embed.weight, "
             "layers.0.attention_norm.weight, layers.0.attention.wq.weight, layers.0.attention.wk.weight, "
             "layers.0.attention.wv.weight and 20 more. Allocate them with model.to_empty(device=...) and "
-            "initialise or load them before the first call."
+            "initialize or load them before the first call."
         )
 
 
