@@ -195,7 +195,7 @@ class Page:
         self._browser.call("Target.closeTarget", targetId=self._target)
 
 
-# Opens a report, see `tests/report/conftest.py`.
+# Opens a report, see `tests/debug/conftest.py`.
 Show = Callable[..., Page]
 
 

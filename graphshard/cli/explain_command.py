@@ -36,16 +36,12 @@ from graphshard.torch_compat.operators import OpOverload
 from graphshard.utils.argument_validation import check_count, path_of, write_given
 from graphshard.utils.text import brief, say
 
-# Inputs are made, so that there is a limit to their number and size; numbers of more digits are none of a machine.
+# Limits of inputs made here, and of a number's digits.
 _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
 
 
 def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid | WhatIf:
-    """The prediction, answers about it, or the table of several.
-
-    Args:
-        show: told what is being done.
-    """
+    """Return the prediction, answers about it, or the table of several; `show` receives progress."""
     meshes = [_mesh(text) for text in args.mesh]
     shapes = [_shape(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
@@ -57,20 +53,11 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     degrees = dict(map(_degrees, args.degrees))
     several = (meshes, profiles, args.network, shapes, activations, args.pipeline)
     single = not degrees and all(len(each) <= 1 for each in several)
-    if not single and (_given(args.html, args.trace, args.measured)):
-        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network, batch and activation")
     about = None if args.what_if is None else check_about(args.what_if or None, "--what-if")
-    if about is not None and not single:
-        raise ArgumentError(
-            "--what-if needs one mesh, machine, network, batch and activation: it changes one at a time"
-        )
-    if about is not None and (args.symbols or args.measured is not None):
-        raise ArgumentError("--symbols and --measured are of one program, and --what-if makes several. Leave them out.")
-    if args.ranks is not None and about is None:
-        raise ArgumentError("--ranks are those that --what-if scales to. Give --what-if, or several of --mesh.")
+    _check_combination(args, single=single, what_if=about is not None)
     training = {name: getattr(args, name) for name in Training.__dataclass_fields__}
     training["pipeline"] = args.pipeline[0]
-    Training(**training)  # what is wrong is said before the model is made
+    Training(**training)  # report errors before the model is made
     symbols = dict(_symbol(text) for text in args.symbols)
     show("make the model")
     model, given = _made(args.factory)
@@ -120,8 +107,22 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     return Grid(tuple(rows), tuple(dict.fromkeys(left_out)))
 
 
+def _check_combination(args: argparse.Namespace, *, single: bool, what_if: bool) -> None:
+    """Raise ArgumentError for options that need one prediction, or contradict each other."""
+    if not single and any(value is not None for value in (args.html, args.trace, args.measured)):
+        raise ArgumentError("--html, --trace and --measured need one mesh, machine, network, batch and activation")
+    if what_if and not single:
+        raise ArgumentError(
+            "--what-if needs one mesh, machine, network, batch and activation: it changes one at a time"
+        )
+    if what_if and (args.symbols or args.measured is not None):
+        raise ArgumentError("--symbols and --measured are of one program, and --what-if makes several. Leave them out.")
+    if args.ranks is not None and not what_if:
+        raise ArgumentError("--ranks are those that --what-if scales to. Give --what-if, or several of --mesh.")
+
+
 def output(args: argparse.Namespace, found: Explanation | Grid | WhatIf) -> int:
-    """Print a prediction, and write the files that are asked for."""
+    """Print a prediction, and write the requested files."""
     say(found.ranking(args.best) if isinstance(found, Grid) and args.best is not None else found)
     if args.json is not None:
         write_given("--json", args.json, found.to_json() + "\n")
@@ -133,12 +134,8 @@ def output(args: argparse.Namespace, found: Explanation | Grid | WhatIf) -> int:
     return 0
 
 
-def _given(*values: str | None) -> bool:
-    return any(value is not None for value in values)
-
-
 def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """The options of `explain` that flags choose, for calls with such inputs."""
+    """Return the options of `explain` that flags choose, for calls with such inputs."""
     return {
         "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
         "offload_policy": CPUOffloadPolicy() if args.offload else None,
@@ -151,7 +148,7 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
 
 
 def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """The model that a factory makes on the meta device, and its inputs if it returns them."""
+    """Return the model that a factory makes on the meta device, and its inputs if it returns them."""
     factory = function_at("factory", path)
     try:
         with torch.device("meta"):
@@ -167,7 +164,7 @@ def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 
 
 def function_at(option: str, path: str) -> Callable[..., Any]:
-    """What an option names, such as file.py:name or module:name; it is imported."""
+    """Import the function that an option names as file.py:name or module:name."""
     where, _, name = path.rpartition(":")
     if not where or not name:
         raise ArgumentError(f"{option} must be module:name or file.py:name, got {brief(path)}")
@@ -180,7 +177,7 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
 
 
 def _run_file(option: str, where: str) -> object:
-    """The module of a file, which is run once."""
+    """Import a file as a module, once."""
     file = path_of(option, where, "a file with a function")
     before = sys.modules.get(file.stem)
     if before is not None and getattr(before, "__file__", None) == str(file):
@@ -192,7 +189,7 @@ def _run_file(option: str, where: str) -> object:
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the file does when it is run
+    except (Exception, SystemExit) as error:  # user code may raise anything
         if sys.modules[file.stem] is module:
             del sys.modules[file.stem]
         raise ArgumentError(f"{option}: {where} cannot be imported: {failure(error)}") from error
@@ -203,15 +200,35 @@ def _inputs(shape: tuple[int, ...], count: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(shape, dtype=torch.long) for _ in range(count))
 
 
+def _whole(text: str) -> int | None:
+    """Parse digits; None if the text is something else, or too long."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
+def _sizes(option: str, texts: list[str], whole: str, example: str) -> list[int]:
+    sizes = [size for size in map(_whole, texts) if size]
+    if len(sizes) < len(texts):
+        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {brief(whole)}")
+    return sizes
+
+
 def _mesh(text: str) -> MeshLike:
-    """ "8" or "shard=8", several axes with commas; what axes without names are called is not decided here."""
+    """Parse "8", "shard=8" or several axes with commas; axes without names stay without."""
     parts = [part.rpartition("=") for part in text.split(",")]
-    names, sizes = [name for name, _, _ in parts], [_int(size, "--mesh", text) for _, _, size in parts]
+    sizes = _sizes("--mesh", [size for _, _, size in parts], text, "8")
     if "=" not in text:
         return sizes
+    names = [name for name, _, _ in parts]
     if not all(names) or len(set(names)) < len(names):
         raise ArgumentError(f"--mesh must name each axis, with a name of its own, or none, got {brief(text)}")
     return dict(zip(names, sizes))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    shape = tuple(_sizes("--batch", text.split(","), text, "1,4096"))
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise ArgumentError(f"--batch must have at most {_MOST_ELEMENTS} elements, got {brief(text)}")
+    return shape
 
 
 def _degrees(text: str) -> tuple[str, list[int]]:
@@ -229,11 +246,6 @@ def _symbol(text: str) -> tuple[str, int]:
     return name, int(dim)
 
 
-def _whole(text: str) -> int | None:
-    """The number that some digits are; None if they are none, or more than Python reads."""
-    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
-
-
 def _reshard(text: str) -> bool | int | None:
     words = {"default": None, "always": True, "never": False}
     if text not in words and _whole(text) is None:
@@ -242,7 +254,7 @@ def _reshard(text: str) -> bool | int | None:
 
 
 def _activation(text: str | None) -> Activation | None:
-    """ "none", "full", "auto", a number, or names of operators with commas between them."""
+    """Parse "none", "full", "auto", a number, or names of operators with commas between them."""
     if text is None or text == "none":
         return None
     if text == "full":
@@ -264,21 +276,6 @@ def _operator(name: str) -> OpOverload:
             f"{brief(name)}"
         )
     return found
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    shape = tuple(_int(part, "--batch", text) for part in text.split(","))
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise ArgumentError(f"--batch must have at most {_MOST_ELEMENTS} elements, got {brief(text)}")
-    return shape
-
-
-def _int(part: str, option: str, text: str) -> int:
-    number = _whole(part)
-    if not number:
-        example = "8" if option == "--mesh" else "1,4096"
-        raise ArgumentError(f"{option} must have positive sizes such as {example}, got {brief(text)}")
-    return number
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

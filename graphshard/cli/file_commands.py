@@ -1,6 +1,6 @@
-"""The subcommands that look at artifacts: `graphshard show FILE`, `verify`, and `finish`, which compiles.
+"""Subcommands for artifacts: `graphshard show FILE`, `verify`, and `finish`, which compiles.
 
-`show` and `verify` execute nothing of a file.
+`show` and `verify` do not execute anything of a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITTEN = "a file that graphshard.export wrote"
 
 
 def show(args: argparse.Namespace) -> int:
-    """`graphshard show FILE`: what it holds, or the scheduled graphs of its programs.
+    """Run `graphshard show FILE`: print its summary, or the scheduled graphs of its programs.
 
     Raises:
         ArtifactError: it is damaged.
@@ -54,7 +54,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """`graphshard verify FILE`; status 1 if something is wrong."""
+    """Run `graphshard verify FILE`; return 1 if something is wrong."""
     path = path_of("FILE", args.file, WRITTEN)
     try:
         artifact = read_artifact(path, verifier_of(args.trust))
@@ -69,10 +69,10 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _check(artifact: Artifact) -> Iterator[str]:
-    """Read everything as loading would, and what it is, in words.
+    """Read everything as loading would, and yield counts in words.
 
     Raises:
-        ArtifactError: something cannot be read, or is not what it says.
+        ArtifactError: a member cannot be read, or contradicts its key.
     """
     manifest = artifact.manifest
     device = torch.device(manifest.environment.device)
@@ -101,7 +101,7 @@ def _check(artifact: Artifact) -> Iterator[str]:
 
 
 def finish(args: argparse.Namespace) -> int:
-    """`graphshard finish FILE`."""
+    """Run `graphshard finish FILE`: compile regions that have no code."""
     path = path_of("FILE", args.file, WRITTEN)
     if args.threads is not None:
         check_count("--threads", args.threads, most=MOST_THREADS)

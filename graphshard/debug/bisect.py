@@ -1,8 +1,8 @@
-"""Find the pass, or the region, after which a program computes something else.
+"""Bisection: find the pass, or the region, after which a program computes something else.
 
 Every stage of a program can run: the captured graph on full parameters, later ones on shards with real collectives.
-All are run operator by operator on the same inputs, and each is compared with the one before. Then each compiled
-region is compared with its own operators.
+All run operator by operator on the same inputs, and each is compared with the one before. Then each compiled region is
+compared with its own operators.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, t
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a stage, or a region, is from what it is compared with.
+    """Distance of a stage, or of a region, from its reference.
 
     Attributes:
         name: the pass or region.
@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What `bisect` found; prints as a table.
+    """Result of `bisect`; prints as a table.
 
     Attributes:
         stages: every stage, compared with the one before.
@@ -79,7 +79,7 @@ class Bisection:
     def culprit(self) -> Difference | None:
         """The first stage, or else the first region, with an error beyond the tolerance; None if there is none.
 
-        A pass that says it may change the numbers is none.
+        Passes that say that they may change the numbers do not count.
         """
         claims = [found for found in (*self.stages, *self.regions) if found.exact]
         return next((found for found in claims if found.error > self.tolerance), None)
@@ -95,13 +95,12 @@ class Bisection:
             lines.append(f"{found.name:{width}}  {found.error:8.1e}  {where}  {mark}".rstrip())
         if len(self.regions) > len(worst):
             lines.append(f"{len(self.regions)} region calls in all, the {len(worst)} with the largest error shown")
-        culprit = self.culprit
-        verdict = (
-            f"{culprit.name} is the first to differ: {culprit.where} by {culprit.error:.1e} of its largest element"
-            if culprit
-            else f"no stage differs from the one before by more than {self.tolerance:.1e}"
-        )
-        return "\n".join([*lines, verdict])
+        if culprit := self.culprit:
+            where = f"{culprit.where} by {culprit.error:.1e} of its largest element"
+            lines.append(f"{culprit.name} is the first to differ: {where}")
+        else:
+            lines.append(f"no stage differs from the one before by more than {self.tolerance:.1e}")
+        return "\n".join(lines)
 
 
 def bisect(
@@ -111,14 +110,14 @@ def bisect(
     *,
     tolerance: float | None = None,
 ) -> Bisection:
-    """Find the first pass, and the first compiled region, that changes what a compiled module computes.
+    """Find the first pass, and the first compiled region, that changes the results of a compiled module.
 
-    Call it on all ranks, with inputs of a call. Gradients are those of the sum of the outputs that the program is
-    differentiated through. Full parameters are gathered once, for the captured graph: use a configuration that fits.
-    The module's parameters, gradients and buffers stay as they are.
+    Call it on all ranks, with inputs of a call. Gradients are of the sum of the differentiated outputs. Full parameters
+    are gathered once, for the captured graph: use a configuration that fits.
+    The module's parameters, gradients and buffers do not change.
 
     Args:
-        tolerance: relative error up to which a difference counts as rounding; None takes that of the dtype.
+        tolerance: relative error up to which a difference counts as rounding; None chooses by dtype.
 
     Raises:
         ArgumentError: the module was not compiled.
@@ -141,14 +140,15 @@ def bisect(
         model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled(), passes=runner.passes
     )
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    stage = _Inputs(runner, model, tensors, program)
+    stage_runner = _StageRunner(runner, model, tensors, program)
     stages, before = [], None
-    for taken in snapshots.taken:
-        now = stage.run(taken)
+    for snapshot in snapshots.taken:
+        now = stage_runner.run(snapshot)
         if before is not None:
-            stages.append(Difference(taken.name, *_compare(before, now, runner), taken.exact))
+            stages.append(Difference(snapshot.name, *_compare(before, now, runner), snapshot.exact))
         before = now
-    regions = _compare_regions(runner, program, stage) if runner.tracer.options.backend == "inductor" else ()
+    compiled = runner.tracer.options.backend == "inductor"
+    regions = _compare_regions(runner, program, stage_runner) if compiled else ()
     if tolerance is None:
         dtypes = {row.compute_dtype for row in program.params} | {row.reduce_dtype for row in program.params}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
@@ -157,7 +157,7 @@ def bisect(
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The graphs of a stage; `sharded` once parameters come in as shards and gradients go out reduced."""
+    """Graphs of a stage; `sharded` once parameters enter as shards and gradients leave reduced."""
 
     name: str
     exact: bool
@@ -168,7 +168,7 @@ class _Snapshot:
 
 @dataclass
 class _Snapshots(Observer):
-    """Keeps the graphs of every stage."""
+    """Observer that keeps the graphs of every stage."""
 
     taken: list[_Snapshot] = field(default_factory=list)
 
@@ -181,8 +181,8 @@ def _clone(program: Program) -> dict[str, Phase]:
 
 
 @dataclass
-class _Inputs:
-    """Real values for the inputs of any stage, and the way to run it."""
+class _StageRunner:
+    """Runs any stage on the same real inputs."""
 
     runner: Runner
     model: nn.Module
@@ -190,7 +190,7 @@ class _Inputs:
     program: Program
 
     def run(self, stage: _Snapshot) -> dict[str, torch.Tensor]:
-        """All outputs, updated buffers and gradients of a stage, gradients as this rank's shards."""
+        """Return all outputs, updated buffers and gradients of a stage; gradients as this rank's shards."""
         found: dict[str, torch.Tensor] = {}
         saved: dict[Slot, Any] = {}
         with torch.no_grad(), torch.random.fork_rng():
@@ -200,21 +200,21 @@ class _Inputs:
                     saved[slot] if slot in saved else self._read(slot, fake(node), sharded=stage.sharded)
                     for slot, node in zip(phase.inputs, phase.placeholders, strict=True)
                 ]
-                values = self._call(phase, inputs, lowered=stage.lowered)
+                graph = copy.deepcopy(phase.module.graph)
+                bind_groups(graph, self.runner.groups)
+                if stage.lowered:
+                    values = Executor(phase.module, graph).forward(inputs)
+                else:
+                    reshape_views(graph)
+                    module = GraphModule(phase.module, graph)
+                    values = Interpreter(module).run(*inputs, enable_io_processing=False)
                 for slot, value in zip(phase.outputs, values, strict=True):
                     if slot.kind not in ("output", "mutation", "grad"):
                         saved[slot] = value
                     elif isinstance(value, torch.Tensor):
-                        found[str(slot)] = self._shard(slot, value, sharded=stage.sharded)
+                        is_gradient = slot.of == "param" and slot.kind == "grad"
+                        found[str(slot)] = self._shard(slot, value, stage) if is_gradient else value
         return found
-
-    def _call(self, phase: Phase, inputs: list[Any], *, lowered: bool) -> Sequence[Any]:
-        graph = copy.deepcopy(phase.module.graph)
-        bind_groups(graph, self.runner.groups)
-        if lowered:
-            return Executor(phase.module, graph).forward(inputs)
-        reshape_views(graph)
-        return Interpreter(GraphModule(phase.module, graph)).run(*inputs, enable_io_processing=False)
 
     def _read(self, slot: Slot, traced: torch.Tensor, *, sharded: bool) -> Any:
         if slot.kind == "param":
@@ -227,31 +227,27 @@ class _Inputs:
         if slot.kind == "size":
             return sizes[slot.name]
         if slot.kind == "tangent":
-            fill = float(slot.name in self._used_tangents())
+            backward = self.program.phases.get("backward")
+            used = {s.name for s in backward.inputs if s.kind == "tangent"} if backward else set()
+            fill = float(slot.name in used)
             env = {size.symbol: sizes[size.name] for size in self.program.sizes}
             shape = [evaluate(expression(size), env) for size in traced.shape]
             return torch.full(shape, fill, dtype=traced.dtype, device=self.runner.tracer.spec.device)
         constant = self.program.constants.get(slot.name)
         return (constant if constant is not None else self.model.get_buffer(slot.name)).clone()
 
-    def _used_tangents(self) -> set[str]:
-        phase = self.program.phases.get("backward")
-        return {slot.name for slot in phase.inputs if slot.kind == "tangent"} if phase else set()
-
-    def _shard(self, slot: Slot, value: torch.Tensor, *, sharded: bool) -> torch.Tensor:
-        """A gradient as this rank's piece in the stored dtype, reduced by us if the stage did not."""
-        if slot.of != "param" or slot.kind != "grad":
-            return value
+    def _shard(self, slot: Slot, value: torch.Tensor, stage: _Snapshot) -> torch.Tensor:
+        """Return a gradient as this rank's shard in the stored dtype, reduced here if the stage did not."""
         row = self.program.params[slot.name]
         experts = self.runner.tracer.spec.experts
         rank = shard_index(experts.data if row.expert and experts is not None else self.runner.mesh)
         if row.ignored:
             return value
-        if sharded:
+        if stage.sharded:
             return row.without_padding(value, rank).to(row.dtype)
         mean = value.to(row.reduce_dtype).contiguous()
         axes = reduced_over(row, self.program)
-        for left in row.split.sums if row.split is not None else ():  # what ranks of tensor axes have of it
+        for left in row.split.sums if row.split is not None else ():  # parts on ranks of tensor axes
             operation = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}[left.operation]
             dist.all_reduce(mean, operation, group=self._group(left.axis))
             if left.num_pieces > 1:
@@ -262,7 +258,7 @@ class _Inputs:
         return row.piece(mean / factor, rank).to(row.dtype)
 
     def _full(self, ref: ParamRef, row: ParamSpec) -> torch.Tensor:
-        """A parameter, or what a rank of the axes along which the model communicates has of it."""
+        """Return a full parameter, or this rank's part on axes along which the model communicates."""
         param = ref.param
         if not isinstance(param, DTensor):
             return param.detach()
@@ -280,7 +276,7 @@ class _Inputs:
 
 
 def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], runner: Runner) -> tuple[float, str]:
-    """The largest relative error over all tensors and ranks, and where it is."""
+    """Return the largest relative error over all tensors and ranks, and where it is."""
     names = sorted({*before, *now})
     errors = [_error(before.get(name), now.get(name)) for name in names]
     everywhere = torch.tensor(errors, dtype=torch.float64, device=runner.tracer.spec.device)
@@ -291,7 +287,7 @@ def _compare(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
 
 
 def _error(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
-    """Largest difference relative to the largest element; a gradient that is not computed is zero."""
+    """Return the largest difference relative to the largest element; a missing gradient is zero."""
     if before is None or now is None:
         value = before if before is not None else now
         assert value is not None
@@ -302,11 +298,11 @@ def _error(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
         return 0.0
     left, right = before.double(), now.double()
     error = float((left - right).abs().max() / left.abs().max().clamp_min(1e-30))
-    return error if error == error else float("inf")
+    return float("inf") if math.isnan(error) else error
 
 
-def _compare_regions(runner: Runner, program: Program, stage: _Inputs) -> list[Difference]:
-    """Lower the program and compare each call of a compiled region with its operators, on the operators' inputs."""
+def _compare_regions(runner: Runner, program: Program, stage_runner: _StageRunner) -> list[Difference]:
+    """Lower the program, and compare each call of a compiled region with its operators, on the operators' inputs."""
     lowered = copy.copy(program)
     lowered.phases = _clone(program)
     lower(lowered, compiler_for(runner.tracer.options.backend), runner.tracer.compiled)
@@ -333,5 +329,5 @@ def _compare_regions(runner: Runner, program: Program, stage: _Inputs) -> list[D
     checked = {key: RegionCall(check(key)) for key in lowered.regions}
     lowered.phases = _clone(program)
     lower(lowered, compiler_for("eager"), checked)
-    stage.run(_Snapshot("lower", True, lowered.phases, sharded=True, lowered=True))
+    stage_runner.run(_Snapshot("lower", True, lowered.phases, sharded=True, lowered=True))
     return found

@@ -65,12 +65,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class StageView:
-    """The program after one pass.
+    """The program after one pass, which is not `exact` if it says that it may change numerics.
 
-    Attributes:
-        exact: False if the pass says that it may change numerics.
-        folded: the text with repeated blocks folded; `full` is the whole text.
-        file: relative link to the text, or "".
+    In `folded`, repeated blocks are folded; `file` is a relative link to the text, or "".
     """
 
     name: str
@@ -138,7 +135,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step as it ran on all ranks; `spans` are those of `rank`, `exposed` is the total wait of compute."""
+    """One step as it ran on all ranks; `spans` are of `rank`, `exposed` is the total wait of compute."""
 
     rank: int
     num_ranks: int
@@ -204,12 +201,7 @@ class Report:
 
 @dataclass(frozen=True)
 class MeasuredProgram:
-    """Measurements of one program, for its report.
-
-    Attributes:
-        regions: seconds of all calls, by region name.
-        in_flight, waits: by bucket name, as in `BucketView`.
-    """
+    """Measurements of one program: seconds of all calls by region, and times by bucket as in `BucketView`."""
 
     step: Measured
     regions: Mapping[str, Spread]

@@ -40,13 +40,7 @@ def trace_events(timeline: Estimate, memory: Memory, title: str) -> dict[str, An
 
 
 def process_events(process: int, title: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a step as a separate process.
-
-    Args:
-        process: its number within the trace.
-        title: its name.
-        spans: on the lanes "compute" and "communication", ordered by start.
-    """
+    """Yield the events of a step as a separate process; its spans, ordered by start, are on two lanes."""
     yield _name("process_name", 0, title, process)
     ends: dict[str, list[float]] = {lane: [] for lane in _MEASURED_LANES}
     for span in spans:

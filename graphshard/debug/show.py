@@ -50,11 +50,7 @@ class StageFile:
 
     @staticmethod
     def at(path: str | Path) -> StageFile:
-        """Return the stage of a path, which may leave out the suffix or all that follows the number: "dump/07".
-
-        Raises:
-            ArgumentError: there is no such file, or it is not a stage.
-        """
+        """Return the stage of a path, which may leave out the suffix or all that follows the number: "dump/07"."""
         found = _existing(path_of("a stage", path, "a file of a dump"))
         if found.is_dir():
             raise ArgumentError(f"{found} is a directory: give one of its stages, such as {found / '00-capture.txt'}")
@@ -84,7 +80,7 @@ class StageFile:
         """Return the content of the JSON file."""
         path = self.path.with_suffix(".json")
         if not path.exists():
-            raise ArgumentError(f"{self.path} has no {path.name} beside it, from which the program could be made again")
+            raise ArgumentError(f"{self.path} has no {path.name} next to it to make the program again")
         return _read_text(path)
 
     def program(self) -> Program:
@@ -103,11 +99,7 @@ class StageFile:
         return text if full else fold(text)
 
     def printed(self, program: Program) -> str:
-        """Return the text of a program that was made again.
-
-        Raises:
-            ArgumentError: the file's contents are inconsistent.
-        """
+        """Return the text of a program that was made again."""
         try:
             return print_program(program)
         except Exception as error:  # a forged graph may fail anywhere
@@ -209,11 +201,7 @@ def print_diff(before: str, after: str, before_name: str, after_name: str) -> bo
 
 
 def show_path(path: Path, *, full: bool) -> None:
-    """Print a stage, the summary of a dump, or the list of dumps below a directory.
-
-    Raises:
-        ArgumentError: the path does not exist or cannot be read.
-    """
+    """Print a stage, the summary of a dump, or the list of dumps below a directory."""
     found = _existing(path)
     # Off a terminal, wide enough for any table.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
@@ -303,15 +291,10 @@ def _show_dumps(directory: Path, console: Console) -> None:
 
 
 def _dumps_below(directory: Path) -> Iterator[Path]:
-    """Yield the summaries in a directory and below it.
-
-    Raises:
-        ArgumentError: there are too many directories to search.
-    """
     for seen, (where, inside, files) in enumerate(os.walk(directory)):
         if seen >= _MOST_DIRECTORIES:
             raise ArgumentError(
-                f"{directory} has more than {_MOST_DIRECTORIES} directories below it. Give that of the dumps."
+                f"{directory} has more than {_MOST_DIRECTORIES} directories below it. Give the directory of the dumps."
             )
         if len(Path(where).relative_to(directory).parts) >= _LEVELS:
             inside.clear()

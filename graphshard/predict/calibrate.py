@@ -4,26 +4,44 @@
     graphshard calibrate --out machine.json                                    starts local ranks itself
 
 All ranks measure at the same time, because that is how they will run; the slowest rank counts. Chips, memory and links
-are shared with whatever else runs here, so a busy machine gives a slow profile.
+are shared with all other processes, so a busy machine gives a slow profile.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphshard.cost.profile import AttentionSpeed, MatmulRate, Profile, Protocol, builtin_profiles, load_profile
+from graphshard.cost.profile import (
+    KINDS,
+    AttentionSpeed,
+    MatmulRate,
+    Network,
+    NodeLink,
+    Profile,
+    Protocol,
+    builtin_profiles,
+    load_profile,
+)
 from graphshard.errors import ArgumentError
-from graphshard.predict.microbenchmarks import Chip, Links, measure_chip, measure_links
+from graphshard.ir.graph import c10d
+from graphshard.ir.plan import SMALL
+from graphshard.runtime.gloo import all_gather_coalesced
 from graphshard.utils.argument_validation import check_count, path_of, write_given
 from graphshard.utils.progress import progress
 from graphshard.utils.text import say
@@ -32,6 +50,20 @@ from graphshard.utils.text import say
 _MOST_RANKS = 1024
 # Rounds of measurements: a machine that others use is slow at times.
 ROUNDS = {"cpu": 3, "cuda": 1}
+_NOT_MODELED = "not modelled"
+# Sizes of square products.
+_SQUARES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A product that takes longer than this ends the series of sizes.
+_LONG = 0.3
+# Bytes of the full tensors of collectives.
+_SIZES = {"cpu": (2**12, 2**16, 2**20, 2**24), "cuda": (2**12, 2**16, 2**20, 2**24, 2**28)}
+# Bytes of a shard, among which packing may be worth its copies.
+_SHARDS = tuple(2**power for power in range(12, 21))
+_REPEATS = 7
+_COALESCED = 8
+# Compute that stands still would never end.
+MOST_CONTENTION = 0.95
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,79 +99,55 @@ def run(args: argparse.Namespace) -> int:
 
 
 def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: None) -> Profile:
-    """Measure the machine with all ranks of the default process group, or alone if there is none.
-
-    Args:
-        device: "cpu" or "cuda".
-        name: of the profile.
-        show: told what is being measured.
-    """
-    sources: dict[str, str] = {}
-
-    def note(path: str, value: float, source: str) -> float:
-        sources[path] = source
-        return value
-
+    """Measure the machine with all ranks of the default process group, or alone; the name is the profile's."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    chip, links = _measure(device, show)
+    local = max(ranks // links.nodes, 1)
     rounds = ROUNDS[device]
     here = f"measured, {ranks} ranks at once, slowest" + (f"; best of {rounds} rounds" if rounds > 1 else "")
-    chip, links = _measure(device, rounds, show)
-    known = _known(device)
-    rates = {}
-    for label, speed in chip.matmul.items():
-        attention = min(chip.attention[label], speed)
-        peak = known.rate(label).peak if known is not None else speed
-        product = f"{here}: products of several sizes"
-        both = f"{here}: causal attention, forward and backward"
-        paths = [f"rates.{label}.attention.flash.{direction}" for direction in ("forward", "backward")]
-        from_sheet = known.sources[f"rates.{label}.peak"] if known else product
-        rates[label] = MatmulRate(
-            note(f"rates.{label}.peak", peak, from_sheet),
-            note(f"rates.{label}.matmul", speed / peak, product),
-            {"flash": AttentionSpeed(*(note(path, attention / peak, both) for path in paths))},
-        )
-    nodes = links.nodes
+    of_links = f"measured with {local} ranks, slowest" if local > 1 else "assumed: not measured, one rank"
     taken = f"{here}: CPU time of all threads in a gather" if device == "cpu" else "assumed: not measured"
-    for kind, link in links.inside.items():
-        for field in ("bandwidth", "latency", "tensor_seconds"):
-            note(f"inside.{kind}.{field}", getattr(link, field), links_source(ranks // nodes))
-        note(f"inside.{kind}.switched", link.switched, "part of the measured bandwidth")
-    for network, found in links.outside.items():
-        measured = "measured" if nodes > 1 else "assumed: as inside; one node here"
-        note(f"outside.{network}.bandwidth", found.bandwidth, measured)
-        for field in ("nics", "reached", "rails", "crossing"):
-            note(f"outside.{network}.{field}", getattr(found, field), "part of the bandwidth of a rank")
-    for field in ("base", "inside", "outside", "posted"):
-        note(f"protocols.0.{field}", 0.0, "part of the measured latency")
-    note("protocols.0.fraction", 1.0, "part of the measured bandwidth")
-    local = max(ranks // nodes, 1)
+    # Values of the profile and their sources.
+    numbers: dict[str, tuple[Any, str]] = {
+        "memory_capacity": (_capacity(device, local), "reported by the system, per rank"),
+        "memory_bandwidth": (chip.memory, f"{here}: reads and writes of an addition"),
+        "host_bandwidth": (chip.host, f"{here}: copy from the host"),
+        "kernel_seconds": (chip.launch, f"{here}: addition to one element"),
+        "vector": (chip.vector, f"{here}: geometric mean of multiplication and exponential"),
+        "units": (0, f"{_NOT_MODELED}: rates are of whole products"),
+        "split": (0, _NOT_MODELED),
+        "split_seconds": (0.0, _NOT_MODELED),
+        "tile_seconds": (0.0, _NOT_MODELED),
+        "sustained": (1.0, f"{_NOT_MODELED}: rates are of whole products"),
+        "head_power": (0.0, _NOT_MODELED),
+        "ranks_per_node": (local, "as measured"),
+        "contention": (links.contention, taken),
+        "pack_below": (links.pack_below, of_links),
+        "straggler": (0.0, f"{_NOT_MODELED}: the slowest rank was measured"),
+    }
+    sources = {name: source for name, (_, source) in numbers.items()}
+    sources |= {f"host_seconds.{mode}": "part of kernel_seconds" for mode in ("eager", "compiled")}
+    for kind in links.inside:
+        sources |= {f"inside.{kind}.{field}": of_links for field in ("bandwidth", "latency", "tensor_seconds")}
+        sources[f"inside.{kind}.switched"] = "part of the measured bandwidth"
+    for network in links.outside:
+        fields = ("nics", "reached", "rails", "crossing")
+        sources |= {f"outside.{network}.{field}": "part of the bandwidth of a rank" for field in fields}
+        sources[f"outside.{network}.bandwidth"] = "measured" if links.nodes > 1 else "assumed: as inside; one node here"
+    fields = ("base", "inside", "outside", "posted")
+    sources |= {f"protocols.0.{field}": "part of the measured latency" for field in fields}
+    sources["protocols.0.fraction"] = "part of the measured bandwidth"
     return Profile(
         name=name,
-        title=f"{name}: {_chip(device)}",
+        title=f"{name}: {_title(device)}",
         device=device,
-        memory_capacity=note("memory_capacity", _capacity(device, local), "reported by the system, per rank"),
-        memory_bandwidth=note("memory_bandwidth", chip.memory, f"{here}: reads and writes of an addition"),
-        host_bandwidth=note("host_bandwidth", chip.host, f"{here}: copy from the host"),
-        kernel_seconds=note("kernel_seconds", chip.launch, f"{here}: addition to one element"),
-        vector=note("vector", chip.vector, f"{here}: geometric mean of multiplication and exponential"),
-        units=int(note("units", 0, "not modelled: rates are of whole products")),
-        split=int(note("split", 0, "not modelled")),
-        split_seconds=note("split_seconds", 0.0, "not modelled"),
-        tile_seconds=note("tile_seconds", 0.0, "not modelled"),
-        sustained=note("sustained", 1.0, "not modelled: rates are of whole products"),
-        head_power=note("head_power", 0.0, "not modelled"),
-        host_seconds={
-            mode: note(f"host_seconds.{mode}", 0.0, "part of kernel_seconds") for mode in ("eager", "compiled")
-        },
-        ranks_per_node=int(note("ranks_per_node", local, "as measured")),
-        rates=rates,
+        **{name: value for name, (value, _) in numbers.items()},
+        host_seconds={"eager": 0.0, "compiled": 0.0},
+        rates=_rates(chip, _data_sheet(device), here, sources),
         tiles=(),
         protocols=(Protocol("measured", "ring", 0.0, 0.0, 0.0, 0.0, 1.0),),
         inside=links.inside,
         outside=links.outside,
-        contention=note("contention", links.contention, taken),
-        pack_below=note("pack_below", links.pack_below, links_source(ranks // nodes)),
-        straggler=note("straggler", 0.0, "not modelled: the slowest rank was measured"),
         made={
             "torch": str(torch.__version__),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -150,22 +158,34 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     )
 
 
-def _measure(device: str, rounds: int, show: Callable[[str], None]) -> tuple[Chip, Links]:
-    """The best of several rounds."""
+def _rates(chip: Chip, known: Profile | None, here: str, sources: dict[str, str]) -> dict[str, MatmulRate]:
+    """Return the rates by dtype, relative to the data sheet's peaks if it is known; add their sources."""
+    rates = {}
+    product = f"{here}: products of several sizes"
+    for dtype, speed in chip.matmul.items():
+        peak = known.rate(dtype).peak if known is not None else speed
+        attention = min(chip.attention[dtype], speed) / peak
+        rates[dtype] = MatmulRate(peak, speed / peak, {"flash": AttentionSpeed(attention, attention)})
+        sources[f"rates.{dtype}.peak"] = known.sources[f"rates.{dtype}.peak"] if known else product
+        sources[f"rates.{dtype}.matmul"] = product
+        for direction in ("forward", "backward"):
+            source = f"{here}: causal attention, forward and backward"
+            sources[f"rates.{dtype}.attention.flash.{direction}"] = source
+    return rates
+
+
+def _measure(device: str, show: Callable[[str], None]) -> tuple[Chip, Links]:
+    """Return the best of several rounds."""
     chips, links = [], []
+    rounds = ROUNDS[device]
     for number in range(1, rounds + 1):
 
-        def say(text: str, counted: str = f" ({number} of {rounds})" if rounds > 1 else "") -> None:
+        def show_round(text: str, counted: str = f" ({number} of {rounds})" if rounds > 1 else "") -> None:
             show(text + counted)
 
-        chips.append(measure_chip(device, say))
-        links.append(measure_links(device, say))
+        chips.append(measure_chip(device, show_round))
+        links.append(measure_links(device, show_round))
     return functools.reduce(Chip.better, chips), functools.reduce(Links.better, links)
-
-
-def links_source(ranks: int) -> str:
-    """Where the numbers of links are from."""
-    return f"measured with {ranks} ranks, slowest" if ranks > 1 else "assumed: not measured, one rank"
 
 
 def _capacity(device: str, ranks: int) -> int:
@@ -174,15 +194,299 @@ def _capacity(device: str, ranks: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
-def _chip(device: str) -> str:
+def _title(device: str) -> str:
     if device == "cuda":
         return f"{dist.get_world_size() if dist.is_initialized() else 1} x {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, gloo"
 
 
-def _known(device: str) -> Profile | None:
-    """The data sheet of this GPU, for its peaks."""
+def _data_sheet(device: str) -> Profile | None:
+    """Return the built-in profile of this GPU, for its peaks."""
     if device != "cuda":
         return None
     chip = torch.cuda.get_device_name().lower()
     return next((load_profile(name) for name in builtin_profiles() if name in chip), None)
+
+
+def seconds_of(fn: Callable[[], Any], device: str, budget: float = 0.2) -> float:
+    """Return the median of many calls, in about `budget` seconds; ranks make different numbers of calls."""
+    from torch.utils.benchmark import Timer  # takes a second to import
+
+    for _ in range(3):
+        fn()
+    _synchronize(device)
+    timer = Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=budget).median)
+
+
+def seconds_together(fn: Callable[[], Any], device: str, repeats: int) -> float:
+    """Return the median of a number of calls that is the same on all ranks, for collective ones."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        fn()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(seconds: float, device: str) -> float:
+    """Return the largest value of all ranks."""
+    if not dist.is_initialized():
+        return seconds
+    tensor = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Compute and memory of the slowest rank.
+
+    Attributes:
+        launch: seconds of a kernel with nothing to do.
+        memory, host: bytes/s, within device memory and from the host.
+        vector: elementwise operations/s.
+        matmul, attention: FLOP/s by dtype.
+    """
+
+    launch: float
+    memory: float
+    host: float
+    vector: float
+    matmul: dict[str, float]
+    attention: dict[str, float]
+
+    def better(self, other: Chip) -> Chip:
+        """Return the best of both, number by number."""
+        return Chip(
+            min(self.launch, other.launch),
+            max(self.memory, other.memory),
+            max(self.host, other.host),
+            max(self.vector, other.vector),
+            {dtype: max(speed, other.matmul[dtype]) for dtype, speed in self.matmul.items()},
+            {dtype: max(speed, other.attention[dtype]) for dtype, speed in self.attention.items()},
+        )
+
+
+def measure_chip(device: str, show: Callable[[str], None]) -> Chip:
+    """Measure once; all ranks of the default process group call it."""
+
+    def least(speed: float) -> float:
+        return -slowest(-speed, device)
+
+    show("kernel launch")
+    one = torch.zeros(1, device=device)
+    launch = slowest(seconds_of(lambda: one + 1, device), device)
+    matmul, attention = {}, {}
+    for dtype in _DTYPES:
+        label = str(dtype).removeprefix("torch.")
+        show(f"multiplication in {label}")
+        matmul[label] = least(_matmul_speed(device, dtype, launch))
+        show(f"attention in {label}")
+        attention[label] = least(_attention_speed(device, dtype, launch))
+    show("memory, elementwise operations, host")
+    memory, vector = least(_memory_bandwidth(device)), least(_vector_speed(device, launch))
+    return Chip(launch, memory, least(_host_bandwidth(device)), vector, matmul, attention)
+
+
+def _memory_bandwidth(device: str) -> float:
+    """Return the bytes/s that an addition reads and writes, far beyond caches."""
+    x = torch.zeros(2**26 if device == "cuda" else 2**25, device=device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / seconds_of(lambda: torch.add(x, 1, out=y), device)
+
+
+def _matmul_speed(device: str, dtype: torch.dtype, launch: float) -> float:
+    """Return FLOP/s of square products: the best on GPUs, where small ones are modeled, and the median on CPUs."""
+    speeds = []
+    for size in _SQUARES[device]:
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        seconds = seconds_of(functools.partial(torch.matmul, a, b), device)
+        speeds.append(2 * size**3 / max(seconds - launch, seconds / 2))
+        if seconds > _LONG:
+            break
+    return max(speeds) if device == "cuda" else median(speeds)
+
+
+def _attention_speed(device: str, dtype: torch.dtype, launch: float) -> float:
+    """Return FLOP/s of causal attention, forward and backward: seven multiplications of half of the pairs."""
+    batch, heads, length, dim = (4, 16, 2048, 128) if device == "cuda" else (1, 4, 512, 64)
+    q, k, v = (torch.randn(batch, heads, length, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        result = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(result, (q, k, v), out)
+
+    seconds = seconds_of(step, device)
+    return 7 * batch * heads * length**2 * dim / max(seconds - 2 * launch, seconds / 2)
+
+
+def _vector_speed(device: str, launch: float) -> float:
+    """Return operations/s on data in the cache: the geometric mean of a cheap and an expensive one."""
+    x = torch.rand(2**22 if device == "cuda" else 2**16, device=device)
+    y = torch.empty_like(x)
+    times = seconds_of(lambda: torch.mul(x, x, out=y), device), seconds_of(lambda: torch.exp(x, out=y), device)
+    speeds = [x.numel() / max(seconds - launch, seconds / 10) for seconds in times]
+    return math.sqrt(math.prod(speeds))
+
+
+def _host_bandwidth(device: str) -> float:
+    x = torch.zeros(2**24, pin_memory=device == "cuda")
+    y = torch.empty_like(x, device=device, pin_memory=False)
+    return x.nbytes / seconds_of(lambda: y.copy_(x, non_blocking=True), device)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Communication of the slowest rank.
+
+    Attributes:
+        nodes: how many there are.
+        inside: links inside a node by kind of collective.
+        outside: by the name of the network model.
+        contention, pack_below: see `Profile`.
+    """
+
+    nodes: int
+    inside: dict[str, NodeLink]
+    outside: dict[str, Network]
+    contention: float
+    pack_below: float = SMALL
+
+    def better(self, other: Links) -> Links:
+        """Return the best of both, link by link."""
+        inside = {kind: max(link, other.inside[kind], key=_speed) for kind, link in self.inside.items()}
+        outside = {
+            name: max(network, other.outside[name], key=lambda found: found.of_rank)
+            for name, network in self.outside.items()
+        }
+        contention, pack_below = min(self.contention, other.contention), min(self.pack_below, other.pack_below)
+        return Links(self.nodes, inside, outside, contention, pack_below)
+
+
+def _speed(link: NodeLink) -> float:
+    """Return bytes/s of a message of a megabyte."""
+    return 2**20 / (link.latency + 2**20 / link.bandwidth)
+
+
+def measure_links(device: str, show: Callable[[str], None]) -> Links:
+    """Measure once; all ranks of the default process group call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Links(1, dict.fromkeys(KINDS, NodeLink(1e9, 1e-4, 0.0)), {"isolated": _of_ranks(1e9)}, 0.0)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+    nodes = dist.get_world_size() // local
+    world = dist.group.WORLD
+    assert world is not None
+    group, _ = dist.new_subgroups(local) if nodes > 1 else (world, [])
+    inside = {}
+    for kind in KINDS:
+        show(f"{kind} of {local} ranks")
+        inside[kind] = _link(kind, device, group)
+    bandwidth = inside["gather"].bandwidth
+    if nodes > 1:
+        show("gather between nodes")
+        bandwidth = _link("gather", device, world).bandwidth / local
+    contention = slowest(_contention(world), device) if device == "cpu" else 0.0
+    show("packed gathers")
+    return Links(nodes, inside, {"isolated": _of_ranks(bandwidth)}, contention, _pack_below(device, group))
+
+
+def _of_ranks(bandwidth: float) -> Network:
+    """Return a network with the bandwidth of a rank, which includes cards and switches."""
+    return Network(1.0, bandwidth, 1.0, 1, 1.0)
+
+
+def _link(kind: str, device: str, group: dist.ProcessGroup) -> NodeLink:
+    """Fit latency and bandwidth to the times of several sizes."""
+
+    def measured(size: int, num_tensors: int) -> float:
+        return slowest(seconds_together(_call(kind, size, num_tensors, device, group), device, _REPEATS), device)
+
+    ranks, sizes = group.size(), _SIZES[device]
+    latency, per_byte = fit(sizes, [measured(size, 1) for size in sizes])
+    rounds = 2 if kind == "all_reduce" else 1
+    extra = 0.0
+    if kind in ("gather", "reduce"):
+        several = measured(sizes[1], _COALESCED)
+        extra = max((several - latency - _COALESCED * sizes[1] * per_byte) / (_COALESCED - 1), 0.0)
+    return NodeLink(rounds * (ranks - 1) / ranks / per_byte, latency, extra)
+
+
+def fit(sizes: tuple[int, ...], times: list[float]) -> tuple[float, float]:
+    """Return latency and seconds per byte with the least relative error; neither is negative."""
+    rows = np.array([[1 / t, size / t] for size, t in zip(sizes, times)])
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
+    if latency < 0 or per_byte <= 0:
+        latency, per_byte = min(times), max(times) / max(sizes)
+    return float(latency), float(per_byte)
+
+
+def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.ProcessGroup) -> Callable[[], Any]:
+    """Return one collective of float32 tensors with `num_bytes` each in full, and its wait."""
+    ranks, name = group.size(), group.group_name
+    full = [torch.zeros(num_bytes // 4 // ranks * ranks, device=device) for _ in range(num_tensors)]
+    shards = [tensor[: tensor.numel() // ranks].clone() for tensor in full]
+    split = [shards[0].numel()] * ranks
+    gather = _gather(device)
+    start: dict[str, Callable[[], Any]] = {
+        "gather": lambda: gather(shards, ranks, name),
+        "reduce": lambda: c10d.reduce_scatter_tensor_coalesced(full, "sum", ranks, name),
+        "all_reduce": lambda: c10d.all_reduce_coalesced(full, "sum", name),
+        "all_to_all": lambda: [c10d.all_to_all_single(tensor, split, split, name) for tensor in full],
+    }
+
+    def call() -> None:
+        for result in start[kind]():
+            c10d.wait_tensor(result)
+
+    return call
+
+
+def _gather(device: str) -> Callable[..., list[torch.Tensor]]:
+    """Return the runtime's gather."""
+    return all_gather_coalesced if device == "cpu" else c10d.all_gather_into_tensor_coalesced
+
+
+def _contention(group: dist.ProcessGroup) -> float:
+    """Return the share of a rank's threads that gloo's take during a collective."""
+    gather = _call("gather", _SIZES["cpu"][-1], 1, "cpu", group)
+    gather()
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(_REPEATS):
+        gather()
+    taken = (time.process_time() - used) / (time.perf_counter() - start)
+    return min(taken / torch.get_num_threads(), MOST_CONTENTION)
+
+
+def _pack_below(device: str, group: dist.ProcessGroup) -> float:
+    """Return the least bytes of a shard at which tensors packed into one buffer arrive later."""
+    for size in _SHARDS:
+        full = size * group.size()
+        separate, packed = (
+            slowest(seconds_together(call(full, _COALESCED, device, group), device, _REPEATS), device)
+            for call in (functools.partial(_call, "gather"), _packed_call)
+        )
+        if packed > separate:
+            break
+    return float(size)
+
+
+def _packed_call(num_bytes: int, num_tensors: int, device: str, group: dist.ProcessGroup) -> Callable[[], Any]:
+    """Return a gather as of `_call`, in one buffer, with the copies on either side."""
+    ranks = group.size()
+    shards = [torch.zeros(num_bytes // 4 // ranks, device=device) for _ in range(num_tensors)]
+    gather = _gather(device)
+
+    def call() -> list[torch.Tensor]:
+        (buffer,) = gather([torch.cat(shards)], ranks, group.group_name)
+        rows = c10d.wait_tensor(buffer).view(ranks, -1)
+        return [piece.contiguous() for piece in rows.split(shards[0].numel(), 1)]
+
+    return call

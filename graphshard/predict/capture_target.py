@@ -1,8 +1,4 @@
-"""Sizes that depend on values, for estimates: experts get equally many tokens, and ranks send and receive as many.
-
-exchanged(f32[24, 8], [u0, u1], [u2, u3], ep) -> f32[u0 + u1, 8]        12 from each of two ranks
-split_with_sizes(f32[u0 + u1, 8], [u4, u5])                             12 for each of two experts
-"""
+"""The capture of a study: for all meshes of data axes, or for one mesh along which the model communicates itself."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from graphshard.errors import ArgumentError
 from graphshard.frontend.capture import capture_example
 from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
-from graphshard.frontend.signature import CaptureSpec
+from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.gpus import USUAL
 from graphshard.ir.graph import aten, fake
@@ -50,31 +46,13 @@ from graphshard.torch_compat.symbolic_sizes import assume_total, hint
 from graphshard.utils.argument_validation import check_choice, check_count, is_int
 from graphshard.utils.text import brief
 
-
-def assume_even(graph: Graph) -> None:
-    """Let estimates assume of a graph's exchanges and splits that parts are equal."""
-    for node in graph.nodes:
-        if node.target is EXCHANGED:
-            given, made = fake(node.all_input_nodes[0]).shape[0], fake(node).shape[0]
-            assume_total([given], hint(made))
-            assume_total([made], hint(given))
-        elif node.target is aten.split_with_sizes.default:
-            dim = node.args[2] if len(node.args) > 2 else 0
-            parts = [part.shape[dim] for part in node.meta["val"]]
-            assume_total(parts, hint(fake(node.all_input_nodes[0]).shape[dim]))
-
-
-# Data axes that need not exist; a mesh that does; or sizes by name of one that need not exist and for which the model
+# Data axes that need not exist; an existing mesh; or sizes by name of a mesh that need not exist, for which the model
 # is parallelized.
 Place = Mesh | DeviceMesh | tuple[tuple[str, int], ...]
 
 
 def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
-    """The mesh of the ranks of one stage, and the axis of stages if there is one, wherever it stands.
-
-    Raises:
-        ArgumentError: there are two, its size is none, or the mesh exists.
-    """
+    """Split a mesh into the mesh of one stage's ranks, and the axis of stages if there is one."""
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else mesh if isinstance(mesh, Mapping) else ()
     found = [name for name in names if name in PIPELINE]
     if not found:
@@ -97,17 +75,8 @@ def without_pipeline(mesh: MeshLike) -> tuple[MeshLike, Axis | None]:
     return rest or {"dp": 1}, Axis(found[0], size, "pipeline")
 
 
-def has_stages(mesh: Any) -> bool:
-    """Whether a mesh that need not exist has a pipeline axis of several ranks."""
-    return isinstance(mesh, Mapping) and any(name in PIPELINE and size != 1 for name, size in mesh.items())
-
-
 def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
-    """What a mesh is to a study.
-
-    Raises:
-        ArgumentError: it is none to study the model on.
-    """
+    """Return the key under which a study keeps the captures and programs of a mesh."""
     if parallelize is not None:
         return tuple(shape_of(mesh).items())
     if isinstance(mesh, DeviceMesh):
@@ -121,25 +90,25 @@ def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
     return Mesh.of_shape(mesh)
 
 
-def named_sizes(place: DeviceMesh | tuple[tuple[str, int], ...]) -> dict[str, int] | None:
-    """Sizes by axis, as given; None for axes without names."""
-    if isinstance(place, DeviceMesh):
-        return dict(zip(place.mesh_dim_names, place.shape)) if place.mesh_dim_names else None
-    return dict(place)
+def captured_for(place: Place) -> Place | None:
+    """Return the key of the capture: one for all meshes of data axes (None), or one for the place."""
+    return None if isinstance(place, Mesh) else place
 
 
 def sizes_of(place: Place) -> dict[str, int]:
-    """Sizes by axis; axes without names have numbers."""
+    """Return sizes by axis; axes without names have numbers."""
     if isinstance(place, Mesh):
         return place.shape
-    return named_sizes(place) or {str(axis): size for axis, size in enumerate(place.shape)}  # type: ignore[union-attr]
+    if isinstance(place, DeviceMesh):
+        return dict(zip(place.mesh_dim_names or map(str, range(place.ndim)), place.shape))
+    return dict(place)
 
 
 @contextmanager
 def at_place(
     model: nn.Module, options: Options, place: Place, parallelize: Parallelize | None, device: torch.device
 ) -> Iterator[tuple[nn.Module, CaptureSpec]]:
-    """In the block there is such a mesh: the model to capture, and what else the capture depends on."""
+    """Provide the mesh, and yield the model to capture and the rest that the capture depends on."""
     if isinstance(place, Mesh):
         yield model, capture_spec(ModelContents.of(model), MeshAxes(place), options, device)
     elif isinstance(place, DeviceMesh):
@@ -159,7 +128,7 @@ def at_place(
 def _spec_on(
     model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
 ) -> CaptureSpec:
-    """What a capture depends on where process groups exist."""
+    """Return the capture's dependencies where process groups exist."""
     contents = ModelContents.of(model)
     axes = find_axes(contents, device_mesh, options, dims)
     assert axes.data is not None
@@ -167,10 +136,10 @@ def _spec_on(
     return replace(spec, groups=make_groups(spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts))
 
 
-def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
-    """All rows, with what a capture found of how gradients are to be added up over a tensor axis.
+def with_splits(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
+    """Add to all rows how their gradients are reduced over a tensor axis, which the capture found.
 
-    Blocks that were left out are like one that was captured.
+    Blocks that were not captured are like the template.
     """
     found = {row.name: row.split for row in captured}
     named = [
@@ -180,37 +149,24 @@ def with_found(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) 
 
 
 def device_given(device: Any) -> torch.device:
-    """What a program is captured for; None is a CPU.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
+    """Return the device that a program is captured for; None is a CPU."""
     if device is not None:
         check_choice("device", device, ("cpu", "cuda"))
     return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
 
 def standing_in(device: torch.device) -> AbstractContextManager[None]:
-    """In the block programs are captured for a GPU, also where there is none."""
+    """Return a context in which programs can be captured for a GPU, even where there is none."""
     there = device.type == "cpu" or torch.cuda.is_available()
     return contextlib.nullcontext() if there else stand_in_for(USUAL)
 
 
 @dataclass
-class Subject:
-    """What was captured of a model, once.
+class CaptureTarget:
+    """A model that is captured once, without blocks that equal others if `repeats` is given.
 
-    Attributes:
-        inputs: args and kwargs of a call.
-        repeats: equal blocks of which a few are captured; None captures all.
-        symbols: dims of the inputs by the names that they have in formulas.
-        level: when rules are verified.
-        show: told what is being done.
-        device: that the program is captured for.
-        lists: of the model, lists of modules by name, with their lengths.
-        program: what was captured; None before.
-        flop: of the model, by dtype.
-        at: the value of each symbol.
+    `inputs` are args and kwargs, `symbols` their dims by name, with the values `at`; `lists` are lengths of the model's
+    lists of modules. `program` is None before the capture; `flop` is of the model, by dtype.
     """
 
     inputs: Inputs
@@ -224,44 +180,61 @@ class Subject:
     flop: dict[str, float] = field(default_factory=dict)
     at: dict[str, int] = field(default_factory=dict)
 
-    def _traced(self, model: nn.Module, inputs: Inputs, spec: CaptureSpec) -> Program:
-        """Capture all blocks, or those that stand for them.
+    def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
+        """Return the program of the first mesh; the graph is the same on all.
 
         Raises:
             CaptureError: forward cannot be traced.
+            BlocksDifferError: equal blocks have different parameters on this mesh.
         """
-        trace = functools.partial(capture_example, model, *inputs, spec, self.repeats)
-        try:
-            return traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
-        except GraphBreak as error:
-            raise_break(error)
+        if self.repeats is not None:
+            check_alike(spec, self.repeats)
+        if self.program is not None:
+            return self.program
+        self.show("capture")
+        repeats = self.repeats
+        leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
+        inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
 
-    def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
-        """The program of the first mesh; the graph is the same on all."""
-        if self.program is None:
-            self.show("capture")
-            repeats = self.repeats
-            leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
-            inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
+        def trace(inputs: Inputs) -> Program:
+            program = joint_program(model, *inputs, spec.params, spec.mesh, spec.device, grad=True)
+            if program is None or repeats is not None:
+                traced = functools.partial(capture_example, model, *inputs, spec, repeats)
+                try:
+                    program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", traced)
+                except GraphBreak as error:
+                    raise_break(error)
+            (phase,) = program.phases.values()
+            _assume_equal_parts(phase.module.graph)
+            return program
 
-            def trace(inputs: Inputs) -> Program:
-                program = joint_program(model, *inputs, spec.params, spec.mesh, spec.device, grad=True)
-                if program is None or repeats is not None:
-                    program = self._traced(model, inputs, spec)
-                (phase,) = program.phases.values()
-                assume_even(phase.module.graph)
-                return program
-
-            start = time.perf_counter()
-            self.program = trace(inputs)
-            Observer(self.level).after(self.program, "capture", 0, time.perf_counter() - start)
-            if self.symbols:
-                self.show("capture at other sizes")
-                self.at = symbolize(self.program, inputs, self.symbols, trace)
-            (phase,) = self.program.phases.values()
-            self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
+        start = time.perf_counter()
+        self.program = trace(inputs)
+        Observer(self.level).after(self.program, "capture", 0, time.perf_counter() - start)
+        if self.symbols:
+            self.show("capture at other sizes")
+            self.at = symbolize(self.program, inputs, self.symbols, trace)
+        (phase,) = self.program.phases.values()
+        self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
         return self.program
 
-    def every_block(self) -> None:
-        """Forget what was captured, and capture all blocks from now on."""
+    def capture_every_block(self) -> None:
+        """Discard the capture, and capture all blocks from now on."""
         self.repeats, self.program = None, None
+
+
+def _assume_equal_parts(graph: Graph) -> None:
+    """Let estimates assume that value-dependent sizes are equal: experts and ranks get equally many tokens.
+
+    exchanged(f32[24, 8], [u0, u1], [u2, u3], ep) -> f32[u0 + u1, 8]        12 from each of two ranks
+    split_with_sizes(f32[u0 + u1, 8], [u4, u5])                             12 for each of two experts
+    """
+    for node in graph.nodes:
+        if node.target is EXCHANGED:
+            given, made = fake(node.all_input_nodes[0]).shape[0], fake(node).shape[0]
+            assume_total([given], hint(made))
+            assume_total([made], hint(given))
+        elif node.target is aten.split_with_sizes.default:
+            dim = node.args[2] if len(node.args) > 2 else 0
+            parts = [part.shape[dim] for part in node.meta["val"]]
+            assume_total(parts, hint(fake(node.all_input_nodes[0]).shape[dim]))

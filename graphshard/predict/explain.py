@@ -22,17 +22,16 @@ from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, REPLICATING, TENSOR, MeshLike
 from graphshard.options.options import Options, check_known, check_names, takes_options
 from graphshard.options.simulated_mesh import Parallelize
-from graphshard.predict.capture_target import has_stages
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.search import Grid, Task, Telling, outcomes
-from graphshard.predict.study import Study, changed, is_same
-from graphshard.predict.training_config import ExplainArguments, Training, chosen
+from graphshard.predict.search import Grid, Messages, Task, outcomes
+from graphshard.predict.study import Study, is_same
+from graphshard.predict.training_config import ExplainArguments, Training, split_arguments
 from graphshard.utils.argument_validation import check_count, check_function
 from graphshard.utils.text import brief
 
-# What only a mesh with stages depends on.
+# Arguments that matter on a mesh with stages only.
 _OF_PIPELINES = ("pipeline", "stages_per_rank")
-# What a setting of a grid may choose.
+# Arguments that a setting of a grid may choose.
 _SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
 
 
@@ -54,20 +53,19 @@ def explain(
 ) -> Explanation:
     """Predict the training step that `graphshard.compile` with the same arguments would run; nothing is changed.
 
-    Arguments that are not described here are those of `graphshard.compile`. In a prediction, `activation` changes what
-    is saved and what backward computes again. `offload_policy` copies on a link of its own and takes state off the
-    device; pinned or not is the same, and the optimizer's time stays the device's. `backend="eager"` runs the same plan
-    with a kernel for each operator. `dynamic_shapes` predicts the program for all sizes at those of the example.
-    `verify` checks rules only if it is given. `max_captures` and `fullgraph` change nothing, as there is one program.
+    Arguments not described here are the same as for `graphshard.compile`. In a prediction, `activation` changes which
+    tensors are saved and recomputed. `offload_policy` copies on a separate link and takes state off the device; pinned
+    or not is the same, and the optimizer's time stays the device's. `backend="eager"` runs the same plan with a kernel
+    for each operator. `dynamic_shapes` predicts the program for all sizes at the sizes of the example. `verify` checks
+    rules only if it is given. `max_captures` and `fullgraph` change nothing, as there is one program.
 
     Args:
         model: any module, on the CPU or on the meta device, or an exported program of one, as for `compile`; its
             example inputs are used if none are given.
-        mesh: a DeviceMesh, or the shape of one that need not exist: `(64,)` or `{"shard": 64}`; with two axes the first
-            replicates: `(8, 64)`. With `parallelize` sizes by names of axes, such as `{"dp": 16, "tp": 8}`, as
-            `compile` knows them. Of a DeviceMesh any axes that `compile` takes. An axis "pp" beside others has the
-            stages of a pipeline: the model's blocks are dealt out to them. It lies outside of the others, wherever it
-            stands.
+        mesh: a DeviceMesh with any axes that `compile` takes, or the shape of one that need not exist: `(64,)` or
+            `{"shard": 64}`; with two axes the first replicates: `(8, 64)`. With `parallelize`, sizes by the axis names
+            that `compile` knows, such as `{"dp": 16, "tp": 8}`. An additional axis "pp" has the stages of a pipeline:
+            the model's blocks are divided among them. It is the outermost axis, at any position.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
@@ -75,7 +73,7 @@ def explain(
         measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
-        every_block: capture every block of a model, also where many are equal and five stand for all of them. The
+        every_block: capture every block of a model, even where many are equal and five represent all of them. The
             result is the same.
         parallelize: makes the model for a mesh along which it communicates itself. It is called with a copy of the
             model on the meta device and the `DeviceMesh`, of which this process is then rank 0, and changes the copy
@@ -84,28 +82,28 @@ def explain(
         optimizer_states: tensors like the parameter that the optimizer keeps: 2 for Adam, 0 for plain SGD.
         foreach: the optimizer runs one operation after the other over all parameters, as torch's do by default on
             GPUs; False is one fused kernel.
-        clip_norm: gradients are clipped to it, as by `clip_grad_norm_`; None clips nothing. How large it is makes no
+        clip_norm: gradients are clipped to it, as by `clip_grad_norm_`; None clips nothing. Its value makes no
             difference to the prediction.
         accumulate: microbatches of a step, each of which gathers, computes and reduces; one optimizer step.
-        global_batch: of the first dim of the inputs, what all ranks process in a step together: as many microbatches as
-            that takes. None leaves it to `accumulate`.
+        global_batch: first dim of the inputs that all ranks process in a step together, in the microbatches that this
+            takes. None leaves it to `accumulate`.
         tokens: of the whole training: the result's `cost` has its days and GPU hours.
         price: of one GPU for an hour, in any currency: `cost` has the money, too.
-        pipeline: the schedule of a mesh with a pipeline axis: "1f1b", "gpipe" or "interleaved", as
-            `torch.distributed.pipelining` has them.
+        pipeline: the schedule of a mesh with a pipeline axis: "1f1b", "gpipe" or "interleaved", as in
+            `torch.distributed.pipelining`.
         stages_per_rank: of `pipeline="interleaved"`.
-        device: "cuda" captures the program that a GPU runs, with its attention and its dropout, also where there is
-            none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: their
-            kernels and bytes are those of its scheduler. Regions that were measured on a GPU have its keys. None and
-            "cpu" capture as for a CPU, which takes no package, with rules about fusion that mostly say the same.
+        device: "cuda" captures the program that a GPU runs, with its attention and its dropout, even where there is
+            none (`pip install 'graphshard[cross]'`), and Inductor fuses its regions for the GPU of the profile: kernels
+            and bytes come from its scheduler. Regions measured on a GPU have the same keys. None and "cpu" capture for
+            a CPU, which takes no package, with rules about fusion that mostly agree.
 
     Raises:
         ArgumentError: an argument is wrong.
-        InfeasibleError: no schedule fits in memory_limit; it says the least that one needs. It is an ArgumentError.
+        InfeasibleError: no schedule fits in memory_limit; it names the least that one needs. It is an ArgumentError.
         CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain, options)
-    program, training = chosen(options)
+    program, training = split_arguments(options)
     study = Study(
         model,
         example_inputs,
@@ -139,26 +137,25 @@ def explain_grid(
     device: str | None = None,
     **options: Unpack[ExplainArguments],
 ) -> Grid:
-    """Every combination of meshes, machines, networks and settings, in one table.
+    """Predict every combination of meshes, machines, networks and settings, in one table.
 
-    The model is captured once for all settings of which a capture is the same, and scheduled as `compile` would on each
-    mesh and machine. Arguments that are not described here are those of `explain`, for all settings.
+    The model is captured once for all settings with the same capture, and scheduled as `compile` would on each mesh and
+    machine. Arguments not described here are the same as for `explain`, for all settings.
 
     Args:
         model, example_inputs, example_kwargs: as for `explain`.
-        meshes, hardware, network: several of what `explain` takes one of.
+        meshes, hardware, network: lists of values that `explain` takes.
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
-            `accumulate` and the like. They replace those for all settings.
-        degrees: sizes to try of axes, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is a number of ranks
-            then, and stands for all meshes with these sizes that it can be divided into; "dp" is what is left.
-        show: told what is being done.
-        workers: processes that predict side by side, forked from this one; 1 predicts in this process alone. None takes
+            `accumulate` and the like. They replace options given for all settings.
+        degrees: sizes of axes to try, such as `{"pp": (1, 2, 4), "tp": (1, 8)}`: each of `meshes` is then a number of
+            ranks, and stands for all meshes with these sizes that it can be divided into; "dp" is the rest.
+        show: receives progress.
+        workers: processes that predict in parallel, forked from this one; 1 predicts in this process alone. None takes
             one for each core, up to eight of about a gigabyte each, if the table takes longer than some seconds, on
             Linux, and neither CUDA, a process group nor another Python thread is in this process.
         symbols, every_block, parallelize, device: as for `explain`, for all settings.
-        global_batch: as for `explain`; a mesh that is larger than it, or does not divide it, is left out, and so is one
-            for which no schedule fits in memory_limit, or of which the model cannot be cut into the stages:
-            `Grid.left_out` says why.
+        global_batch: as for `explain`. A mesh is left out if it is larger than the batch or does not divide it, if no
+            schedule fits in memory_limit, or if the model cannot be cut into the stages: `Grid.left_out` says why.
 
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
@@ -178,18 +175,16 @@ def explain_grid(
         meshes = meshes_of(meshes, degrees)
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
-    shared: dict[str, Any] = {"symbols": symbols, **options}
-    telling = Telling(show)
+    messages = Messages(show)
     groups: list[list[Task]] = []
     first: Study | None = None
     tried: list[dict[str, Any]] = []
     for label, setting in settings.items():
         check_known(f"settings[{brief(label)}]", setting, _SETTINGS)
-        own = {**shared, **setting}
-        own_symbols = own.pop("symbols")
-        program, training = chosen(own)
-        if first is not None and own_symbols == first.symbols:
-            study = changed(first, program, training, label)
+        chosen: dict[str, Any] = {"symbols": symbols, **options, **setting}
+        program, training = split_arguments({name: value for name, value in chosen.items() if name != "symbols"})
+        if first is not None and chosen["symbols"] == first.symbols:
+            study = first.changed(program, training, label)
         else:
             study = first = Study(
                 model,
@@ -197,45 +192,41 @@ def explain_grid(
                 example_kwargs,
                 program,
                 training,
-                own_symbols,
+                chosen["symbols"],
                 label=label,
-                show=telling,
+                show=messages,
                 every_block=every_block,
                 parallelize=parallelize,
                 device=device,
             )
-        own["symbols"] = own_symbols
-        again = any(_differ_in(before, own, _OF_PIPELINES) for before in tried)
-        tried.append(own)
+        # Where only the schedule of stages differs from an earlier setting, meshes without stages are not repeated.
+        repeated = any(_differ_in(before, chosen, _OF_PIPELINES) for before in tried)
+        tried.append(chosen)
         for mesh in meshes:
-            if again and not has_stages(mesh):
-                continue  # the schedule of stages makes no difference
-            groups.append([Task(study, mesh, profile, name) for profile in profiles for name in network])
-    found: list[Explanation] = []
-    refused: list[ArgumentError] = []
-    for outcome in outcomes(groups, workers, telling):
-        if isinstance(outcome, Explanation):
-            found.append(outcome)
-        else:
-            refused.append(outcome)
+            staged = isinstance(mesh, Mapping) and any(axis in PIPELINE and size != 1 for axis, size in mesh.items())
+            if staged or not repeated:
+                groups.append([Task(study, mesh, profile, name) for profile in profiles for name in network])
+    made = outcomes(groups, workers, messages)
+    found = [outcome for outcome in made if isinstance(outcome, Explanation)]
+    refused = [outcome for outcome in made if not isinstance(outcome, Explanation)]
     if not found:
         raise refused[0]
     return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
 
 
 def _differ_in(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether two settings differ, and in these arguments only."""
+    """Return whether two settings differ, and in these arguments only."""
     different = {name for name in {**one, **other} if not is_same(one.get(name), other.get(name))}
     return bool(different) and different <= set(names)
 
 
 def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All meshes of so many ranks with these sizes of axes, outermost first; "dp" lies inside of stages and replicas.
+    """Return all meshes with these axis sizes, outermost first; "dp" lies inside of stages and replicas.
 
     Raises:
-        ArgumentError: an argument is no such thing, or nothing divides the ranks.
+        ArgumentError: an argument is wrong, or nothing divides the ranks.
     """
-    if not isinstance(degrees, Mapping) or not all(map(_is_text, degrees)):
+    if not isinstance(degrees, Mapping) or not all(isinstance(name, str) for name in degrees):
         raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
     known = (*PIPELINE, *TENSOR, *CONTEXT, *EXPERT, *REPLICATING)
     for name, sizes in degrees.items():
@@ -259,16 +250,12 @@ def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> lis
 
 
 def _check_settings(settings: Any) -> None:
-    """Raise ArgumentError for what is no dict of options by the names of settings."""
     if not isinstance(settings, Mapping) or not settings:
         raise ArgumentError(f"settings must be a dict of options by a name, got {brief(settings)}.")
     for label, setting in settings.items():
-        if not isinstance(label, str) or not isinstance(setting, Mapping) or not all(map(_is_text, setting)):
+        named = isinstance(setting, Mapping) and all(isinstance(name, str) for name in setting)
+        if not isinstance(label, str) or not named:
             raise ArgumentError(
                 'settings must be such as {"keep": {"reshard_after_forward": False}}, got '
                 f"{brief({label: setting})}."
             )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)

@@ -11,32 +11,28 @@ from torch import nn
 
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import fake
-from graphshard.ir.program import Region
 from graphshard.module.compiled_module import CompiledModule
-from graphshard.predict.microbenchmarks import seconds_of
+from graphshard.predict.calibrate import seconds_of
 from graphshard.utils.argument_validation import check_function, check_number, check_seconds, path_of, write_given
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief, users_class
 
-# Of a file of times: no model has so many regions.
+# Of a file of times; no model has so many regions.
 _MOST_BYTES = 64 << 20
 
 
 def measure_regions(
-    model: nn.Module,
-    *,
-    budget: float = 0.2,
-    show: Callable[[str], None] = lambda _: None,
+    model: nn.Module, *, budget: float = 0.2, show: Callable[[str], None] = lambda _: None
 ) -> dict[str, float]:
-    """Seconds of one call of each distinct region of a compiled model, by key, for `explain(..., measured=...)`.
+    """Return seconds of one call of each distinct region of a compiled model, by key, for `explain(..., measured=...)`.
 
-    A region runs alone, on random inputs of its shapes: the times are those of a machine that does nothing else, and
-    collectives that run at the same time would slow them down. Ranks that call this together measure that.
+    A region runs alone, on random inputs of its shapes: collectives that run at the same time would slow it down.
+    Ranks that call this together include that effect.
 
     Args:
         model: compiled, and called or compiled with example inputs before.
         budget: seconds to spend on each region.
-        show: told what is being measured.
+        show: receives progress.
 
     Raises:
         ArgumentError: the model is not compiled, or has no program yet.
@@ -58,37 +54,31 @@ def measure_regions(
     found = {}
     for done, (key, region) in enumerate(regions.items()):
         show(f"region {done + 1} of {len(regions)}")
-        values = inputs_of(region)
+        values = [_random_like(fake(node)) for node in region.module.graph.find_nodes(op="placeholder")]
         device = next((value.device.type for value in values), "cpu")
         with torch.no_grad():
             found[key] = seconds_of(lambda key=key, values=values: compiled[key](list(values)), device, budget)  # type: ignore[misc]
     return found
 
 
-def inputs_of(region: Region) -> list[torch.Tensor]:
-    """Random inputs of a region's shapes and strides; integers are zero, which is a valid index."""
-    return [_like(fake(node)) for node in region.module.graph.find_nodes(op="placeholder")]
-
-
-def _like(traced: torch.Tensor) -> torch.Tensor:
+def _random_like(traced: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the traced shape and strides; integers are zero, which is a valid index."""
     empty = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
-    if traced.is_floating_point():
-        return empty.uniform_(-1, 1)
-    return empty.zero_()
+    return empty.uniform_(-1, 1) if traced.is_floating_point() else empty.zero_()
 
 
 def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
     """Write times of regions as JSON: seconds by key.
 
     Raises:
-        ArgumentError: they are none, or the file cannot be written.
+        ArgumentError: `measured` is something else, or the file cannot be written.
     """
     check_seconds("measured", measured)
     write_given("path", path, json.dumps(dict(measured), indent=1) + "\n")
 
 
 def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Inverse of `save_measured`.
+    """Read a file of `save_measured`.
 
     Raises:
         ArgumentError: the file holds something else.

@@ -32,7 +32,7 @@ from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import answer_of, check_count, check_function
 from graphshard.utils.text import brief, users_class
 
-# What is predicted for where no profile is known, as in the report of a dump.
+# The prediction's hardware where no profile is known, as in the report of a dump.
 _ANY_HARDWARE = "h100"
 _MOST_WARMUPS = 1000
 
@@ -51,20 +51,20 @@ def profile_step(
     Call it on all ranks of the mesh, with inputs of a call as in training; all get the same result. Where gradients are
     off (`torch.no_grad()`), it measures a forward alone. Submodules and methods that the loss calls are measured, too.
 
-    Gradients are computed and let go of, so that those of the parameters stay as they are, and hooks that step an
-    optimizer do not run. Parameters do not change. Inputs, buffers, what microbatches have accumulated and the state of
-    random number generators are put back. What forward leaves elsewhere, such as a counter in Python, is as after so
-    many calls.
+    Gradients are computed and discarded, so that the parameters' `grad` does not change, and hooks that step an
+    optimizer do not run. Parameters do not change. Inputs, buffers, accumulated gradients and states of random number
+    generators are restored. Other effects of forward, such as a counter in Python, are as after the same number of
+    calls.
 
     On CPUs times are the host's. On CUDA they are events in the stream of the compute, so that a wait is as long as the
-    stream stands still. Memory is what PyTorch's allocator says on CUDA, whose peak is reset for that. On CPUs it is
-    shards, buffers, inputs, and what `torch.profiler` sees allocated beyond them in one more step; None while another
-    profiler runs.
+    stream stands still. On CUDA memory comes from PyTorch's allocator, whose peak is reset for that. On CPUs it is
+    shards, buffers, inputs, and the allocations beyond them that `torch.profiler` sees in one more step; None while
+    another profiler runs.
 
     Args:
         model: compiled.
         args, kwargs: inputs of this rank's call.
-        loss: makes of the call's result the scalar that backward starts from; None takes the result itself.
+        loss: returns the scalar that backward starts from, given the call's result; None takes the result itself.
         warmup: steps that run before, unmeasured; the first compiles, if that has not happened yet.
         hardware: the profile of the prediction, as for `explain`; None takes the one that `compile` planned with, or
             an H100 where there is none.
@@ -111,7 +111,7 @@ def _check_state(model: CompiledModule) -> None:
 
 @dataclass
 class _Step:
-    """One step, as often as it is asked for; it works on detached inputs, so that graphs behind them are not freed."""
+    """A step that can run many times; it works on detached inputs, so that their graphs are not freed."""
 
     model: CompiledModule
     args: tuple[Any, ...]
@@ -139,7 +139,7 @@ class _Step:
         return self.model._graphshard
 
     def run(self) -> None:
-        """Forward and backward; where gradients are off, forward."""
+        """Run forward and backward; where gradients are off, forward."""
         accumulation = self._runner.accumulation
         accumulation.measured = True
         try:
@@ -166,7 +166,7 @@ class _Step:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """At the end, inputs and buffers that were written to are as before, and so are random numbers."""
+    """Restore inputs, buffers and random number generators at the end."""
     written = [tensor for tensor in (*model.buffers(), *inputs) if not tensor.is_inference()]
     before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in written]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
@@ -180,7 +180,7 @@ def _restored(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None
 
 
 def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.device) -> RankStep:
-    """The step on this rank; all begin it together."""
+    """Measure the step on this rank; all start it together."""
     clock, on_cuda = record.clock, device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -194,18 +194,18 @@ def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.dev
     spans, seconds = tuple(measured_spans(record, began)), clock.seconds(began, ended)
     runs = list(record.runs)
     peak = torch.cuda.max_memory_allocated(device) if on_cuda else _peak_on_host(step)
-    record.runs[:] = runs  # without those of the step for its memory
+    record.runs[:] = runs  # without the step that measures memory
     return RankStep(dist.get_rank(), seconds, spans, peak)
 
 
 def _peak_on_host(step: _Step) -> int | None:
-    """Bytes of what there is before the step, and of the most that is allocated beyond it at once, in one more step."""
+    """Return the bytes held before a step plus the most allocated during it at once, in one more step."""
     if is_profiling():
         step.run()  # as on the other ranks
         return None
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
-    # torch 2.11 warns of events that it clears unless they are to be added up.
+    # Without acc_events, torch 2.11 warns that it clears events.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         step.run()
@@ -217,7 +217,7 @@ def _peak_on_host(step: _Step) -> int | None:
 
 
 def _gathered(mine: RankStep, mesh: DeviceMesh) -> list[RankStep]:
-    """The step on all ranks of the mesh, in the order of ranks; those of a fake group do not exist."""
+    """Gather the step from all ranks of the mesh, ordered by rank; ranks of a fake group do not exist."""
     found = [mine]
     if is_fake(mesh):
         return found

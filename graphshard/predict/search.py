@@ -1,4 +1,14 @@
-"""Several predictions side by side; which is the best, and why: by time per token, and what makes the difference."""
+"""Several predictions: made in parallel processes, ranked by time per token, and compared.
+
+    this process    capture -> fork -> collect
+    worker                     | next program of the table: passes, plans, predictions | ...
+    worker                     | next program of the table ............................| ...
+
+Workers are forked once the model has been captured, so they start with the captured model. They send numbers; the
+program of a prediction is made again where a report of it is asked for. Threads do not survive a fork, nor does CUDA:
+with either one, or a process group, this process predicts alone unless it is told otherwise. The thread that shows
+progress is known: it writes to the console, which a worker reopens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +20,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -27,133 +37,130 @@ from graphshard.errors import ArgumentError, BatchError, GraphshardError, Infeas
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.lower.rank_work_split import cores_here
-from graphshard.predict.explanation import Explanation
+from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.study import Study
 from graphshard.utils.argument_validation import check_count
 from graphshard.utils.progress import other_threads
 from graphshard.utils.text import format_amount, format_bytes, format_seconds, plain_table
 
-# Columns of a training, if it was asked what one costs.
-_COST = ("days", "GPU hours", "money")
-# A column of pipelines, if there are any.
-_STAGED = ("bubble",)
+# Each worker needs a gigabyte for a program of a hundred blocks.
+_MOST_WORKERS = 8
+# Seconds that a table must take for workers to be forked unasked, if a program takes as long as its capture.
+_LONG = 5.0
+# Seconds between two reads of workers' messages.
+_POLL = 0.1
+# Differences below this share of a step are not mentioned.
+_NEGLIGIBLE = 0.0005
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Several predictions side by side.
+    """Several predictions in one table.
 
     Attributes:
-        left_out: what there is no prediction for, and why: it does not fit, or the mesh is larger than the batch.
+        left_out: settings without a prediction, and why: it does not fit, or the mesh is larger than the batch.
     """
 
     rows: tuple[Explanation, ...]
     left_out: tuple[str, ...] = ()
 
     def ranking(self, most: int = 5) -> str:
-        """The best few by time per token, why the first is first, and what was left out for which reason."""
-        return _ranking(self.rows, self.left_out, most)
+        """Return the best few by time per token, why the first is first, and why others were left out."""
+        best = ranked(self.rows)
+        lines = []
+        if best:
+            texts = {"mesh": _name, "hardware": _CELLS["hardware"], "network": _CELLS["network"]}
+            numbers = ("per token", "step", "microbatches", "compute", "exposed", "of the model", "MFU", "memory")
+            lines.append(_table(best[:most], texts, numbers))
+        if len(best) > 1:
+            lines.append(f"* {_name(best[0])} is best, because {_because(best[0], best[1], 'the next one')}")
+        lines += [f"* {_because(best[0], other)}" for other in best[2:most]]
+        if best:
+            lines += [f"* {advice}" for advice in best[0].advice[:1]]
+        too_large = [
+            f"{_name(row)} on {row.hardware}: {format_bytes(row.peak_memory_bytes)} are needed, "
+            f"{format_bytes(row.memory_capacity_bytes)} are there"
+            for row in self.rows
+            if row.limit == "memory"
+        ]
+        return "\n".join([*lines, *(f"* left out: {reason}" for reason in [*too_large, *self.left_out])])
 
     @property
     def best(self) -> Explanation:
-        """Most tokens per second of those that fit into memory, or of all if none does."""
+        """The most tokens per second among rows that fit into memory, or among all if none does."""
         fitting = [row for row in self.rows if row.limit != "memory"]
         return max(fitting or self.rows, key=lambda row: row.tokens_per_second)
 
     def __str__(self) -> str:
-        """One line for each."""
-        table = Table(box=None)
-        headings = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
-        for heading in ("setting", "mesh", "hardware", "network"):
-            table.add_column(heading)
-        costed, staged = any(row.cost for row in self.rows), any(row.pipeline for row in self.rows)
-        for heading in (*headings, *(_STAGED if staged else ()), *(_COST if costed else ())):
-            table.add_column(heading, justify="right")
-        table.add_column("limited by")
-        for row in self.rows:
-            table.add_row(
-                *map(Text, (row.label, " x ".join(map(str, row.mesh.values())), row.hardware, row.network)),
-                format_seconds(row.step_time_s),
-                format_seconds(row.compute_s),
-                format_seconds(row.exposed_comm_s),
-                format_seconds(row.lower_bound_s),
-                f"{row.gap:.1%}",
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.mfu:.1%}",
-                format_bytes(row.peak_memory_bytes),
-                *((format_seconds(row.bubble_s),) if staged else ()),
-                *(_cost_cells(row) if costed else ()),
-                row.limit,
-            )
-        return plain_table(table)
+        """One line for each prediction."""
+        texts = {name: _CELLS[name] for name in ("setting", "mesh", "hardware", "network")}
+        numbers = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
+        return _table(self.rows, texts, numbers)
 
     def to_json(self) -> str:
-        """All numbers as JSON."""
+        """Return all numbers as JSON."""
         return json.dumps([row.to_dict() for row in self.rows], indent=1)
 
 
-def ranked(rows: Sequence[Explanation]) -> list[Explanation]:
-    """Those that fit into memory, the least time per token of all ranks first."""
-    return sorted((row for row in rows if row.limit != "memory"), key=lambda row: row.seconds_per_token)
+def _amount(row: Explanation, name: str) -> str:
+    """Return a number of the training's cost; "" where it is not known."""
+    value = getattr(row.cost, name, None)
+    return "" if value is None else format_amount(value)
 
 
-def name_of(row: Explanation) -> str:
-    """What a prediction is for: "dp 32, tp 8 (keep)"."""
-    axes = ", ".join(f"{name} {size}" for name, size in row.mesh.items())
-    return f"{axes}{f' ({row.label})' if row.label else ''}"
+# Cells by the heading of their column.
+_Cell = Callable[[Explanation], str]
+_CELLS: dict[str, _Cell] = {
+    "setting": lambda row: row.label,
+    "mesh": lambda row: " x ".join(map(str, row.mesh.values())),
+    "hardware": lambda row: row.hardware,
+    "network": lambda row: row.network,
+    "per token": lambda row: format_seconds(row.seconds_per_token),
+    "step": lambda row: format_seconds(row.step_time_s),
+    "microbatches": lambda row: str(row.microbatches),
+    "compute": lambda row: format_seconds(row.compute_s),
+    "exposed": lambda row: format_seconds(row.exposed_comm_s),
+    "of the model": lambda row: format_seconds(row.model_comm_s),
+    "bound": lambda row: format_seconds(row.lower_bound_s),
+    "gap": lambda row: f"{row.gap:.1%}",
+    "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
+    "MFU": lambda row: f"{row.mfu:.1%}",
+    "memory": lambda row: format_bytes(row.peak_memory_bytes),
+    "bubble": lambda row: format_seconds(row.bubble_s),
+    "days": lambda row: _amount(row, "days"),
+    "GPU hours": lambda row: _amount(row, "gpu_hours"),
+    "money": lambda row: _amount(row, "money"),
+}
 
 
-def _ranking(rows: Sequence[Explanation], left_out: Sequence[str], most: int) -> str:
-    """The best few as a table, why the first is first, and what does not fit."""
-    best = ranked(rows)
-    lines = [_table(best[:most])] if best else []
-    if len(best) > 1:
-        lines.append(f"* {name_of(best[0])} is best, because {_because(best[0], best[1], 'the next one')}")
-    lines += [f"* {_because(best[0], other)}" for other in best[2:most]]
-    if best:
-        lines += [f"* {advice}" for advice in best[0].advice[:1]]
-    lines += [f"* left out: {reason}" for reason in [*_too_large(rows), *left_out]]
-    return "\n".join(lines)
-
-
-def _table(rows: Sequence[Explanation]) -> str:
-    table = Table(box=None)
-    for heading in ("mesh", "hardware", "network"):
-        table.add_column(heading)
-    costed = any(row.cost for row in rows)
-    staged = any(row.pipeline for row in rows)
-    headings = ("per token", "step", "microbatches", "compute", "exposed", "of the model", "MFU", "memory")
-    for heading in (*headings, *(_STAGED if staged else ()), *(_COST if costed else ())):
+def _table(rows: Sequence[Explanation], texts: Mapping[str, _Cell], numbers: Sequence[str]) -> str:
+    """Return a table, with columns of pipelines and of the training's cost where a row has them."""
+    if any(row.pipeline for row in rows):
+        numbers = (*numbers, "bubble")
+    if any(row.cost for row in rows):
+        numbers = (*numbers, "days", "GPU hours", "money")
+    table = Table(*texts, box=None)
+    for heading in numbers:
         table.add_column(heading, justify="right")
     table.add_column("limited by")
     for row in rows:
-        table.add_row(
-            *map(Text, (name_of(row), row.hardware, row.network)),
-            format_seconds(row.seconds_per_token),
-            format_seconds(row.step_time_s),
-            str(row.microbatches),
-            format_seconds(row.compute_s),
-            format_seconds(row.exposed_comm_s),
-            format_seconds(row.model_comm_s),
-            f"{row.mfu:.1%}",
-            format_bytes(row.peak_memory_bytes),
-            *((format_seconds(row.bubble_s),) if staged else ()),
-            *(_cost_cells(row) if costed else ()),
-            row.limit,
-        )
+        left = (Text(cell(row)) for cell in texts.values())
+        table.add_row(*left, *(_CELLS[heading](row) for heading in numbers), row.limit)
     return plain_table(table)
 
 
-def _cost_cells(row: Explanation) -> tuple[str, ...]:
-    """As `_COST` says; a row of a setting without tokens has none."""
-    if row.cost is None:
-        return "", "", ""
-    money = "" if row.cost.money is None else format_amount(row.cost.money)
-    return format_amount(row.cost.days), format_amount(row.cost.gpu_hours), money
+def ranked(rows: Sequence[Explanation]) -> list[Explanation]:
+    """Return the rows that fit into memory, the least time per token of all ranks first."""
+    return sorted((row for row in rows if row.limit != "memory"), key=lambda row: row.seconds_per_token)
+
+
+def _name(row: Explanation) -> str:
+    """Name the setting of a prediction: "dp 32, tp 8 (keep)"."""
+    return f"{shown_mesh(row.mesh)}{f' ({row.label})' if row.label else ''}"
 
 
 def seconds_by_part(row: Explanation) -> dict[str, float]:
-    """What a step consists of: seconds for each token of all ranks."""
+    """Return the parts of a step: seconds for each token of all ranks."""
     parts = {
         "compute": row.compute_s,
         "waiting for parameters and gradients": row.exposed_comm_s - row.model_comm_s,
@@ -165,41 +172,21 @@ def seconds_by_part(row: Explanation) -> dict[str, float]:
 
 
 def _because(best: Explanation, other: Explanation, which: str = "") -> str:
-    """What the second one spends more time on, for each token, and what less.
-
-    Args:
-        which: it is, in words.
-    """
+    """Say which parts of a token's time are longer in the other prediction, and which are shorter."""
     whole, mine, others = other.seconds_per_token, seconds_by_part(best), seconds_by_part(other)
     shares = {what: (others[what] - mine[what]) / whole for what in mine}
-    more = [f"{share:.1%} {what}" for what, share in sorted(shares.items(), key=lambda s: -s[1]) if share > 0.0005]
-    less = [f"{-share:.1%} {what}" for what, share in sorted(shares.items(), key=lambda s: s[1]) if share < -0.0005]
+    order = sorted(shares.items(), key=lambda share: -share[1])
+    more = [f"{share:.1%} {what}" for what, share in order if share > _NEGLIGIBLE]
+    less = [f"{-share:.1%} {what}" for what, share in reversed(order) if share < -_NEGLIGIBLE]
     if not more:
-        return f"{name_of(other)} is no faster: {format_seconds(whole)} per token"
+        return f"{_name(other)} is no faster: {format_seconds(whole)} per token"
     saved = f", and saves {', '.join(less)}" if less else ""
-    named = f"{name_of(other)}, {which} ({format_seconds(whole)} per token)," if which else name_of(other)
+    named = f"{_name(other)}, {which} ({format_seconds(whole)} per token)," if which else _name(other)
     return f"{named} spends of {'that' if which else 'its'} time {', '.join(more)} more{saved}"
 
 
-def _too_large(rows: Sequence[Explanation]) -> list[str]:
-    large = [row for row in rows if row.limit == "memory"]
-    return [
-        f"{name_of(row)} on {row.hardware}: {format_bytes(row.peak_memory_bytes)} are needed, "
-        f"{format_bytes(row.memory_capacity_bytes)} are there"
-        for row in large
-    ]
-
-
-# Each needs a gigabyte for a program of a hundred blocks.
-_MOST = 8
-# Seconds that a table must take for processes to be forked unasked, if a program takes as long as its capture.
-_LONG = 5.0
-# Seconds between two looks at what workers say.
-_POLL = 0.1
-
-
-class Telling:
-    """What is being done, told to a function that a worker replaces by a way to the process that collects."""
+class Messages:
+    """Progress, passed to a function, which a worker replaces by a queue to the collecting process."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.show = show
@@ -217,7 +204,7 @@ class Task(NamedTuple):
     network: str
 
     def outcome(self) -> Explanation | ArgumentError:
-        """The prediction, or why there is none."""
+        """Return the prediction, or why there is none."""
         try:
             return self.study.explain(self.mesh, self.profile, self.network)
         except (InfeasibleError, BatchError, StageError) as error:
@@ -225,20 +212,18 @@ class Task(NamedTuple):
 
 
 def outcomes(
-    groups: Sequence[Sequence[Task]], workers: int | None, telling: Telling
+    groups: Sequence[Sequence[Task]], workers: int | None, messages: Messages
 ) -> list[Explanation | ArgumentError]:
-    """The outcomes of all tasks, in order.
+    """Return the outcomes of all tasks, in order; tasks of a group share programs.
 
     Args:
-        groups: tasks with a mesh and setting in common, which share programs.
         workers: processes; None is one for each core if the rest takes long and this process can be forked.
-        telling: what the studies tell; a worker's words come by it, too.
 
     Raises:
-        ArgumentError: workers is no positive number, or larger than 1 where this process cannot be forked.
+        ArgumentError: workers is not a positive number, or larger than 1 where this process cannot be forked.
         GraphshardError: a worker ended.
     """
-    why_not = _why_not()
+    why_not = _why_not_fork()
     if workers is not None:
         check_count("workers", workers)
         if workers > 1 and why_not:
@@ -246,24 +231,23 @@ def outcomes(
     if workers is None:
         free = len(groups) > 1 and not why_not and not other_threads()
         long = free and _capture(groups) * len(groups) >= _LONG
-        workers = min(cores_here(), _MOST) if long else 1
+        workers = min(cores_here(), _MOST_WORKERS) if long else 1
     elif workers > 1:
         _capture(groups)
     workers = min(workers, len(groups))
     if workers < 2:
         return [task.outcome() for group in groups for task in group]
-    theirs = zip(groups, _side_by_side(groups, workers, telling))
     return [
         one if isinstance(one, ArgumentError) else one.made_by(task.study.explain, *task[1:])
-        for group, numbers in theirs
+        for group, numbers in zip(groups, _in_workers(groups, workers, messages))
         for task, one in zip(group, numbers)
     ]
 
 
 def _capture(groups: Sequence[Sequence[Task]]) -> float:
-    """Capture what several workers would else, each for itself; the longest of it in seconds."""
+    """Capture here what each worker would capture otherwise; return the longest of it in seconds."""
     longest = 0.0
-    for first in {id(group[0].study._subjects): group[0] for group in reversed(groups)}.values():
+    for first in {id(group[0].study._targets): group[0] for group in reversed(groups)}.values():
         began = time.perf_counter()
         with contextlib.suppress(
             GraphshardError, BlocksDifferError
@@ -273,8 +257,8 @@ def _capture(groups: Sequence[Sequence[Task]]) -> float:
     return longest
 
 
-def _why_not() -> str:
-    """Why this process cannot be forked, or ""."""
+def _why_not_fork() -> str:
+    """Return why this process cannot be forked, or ""."""
     if sys.platform != "linux":
         return "that is safe on Linux only"
     if torch.cuda.is_initialized():
@@ -286,29 +270,29 @@ def _why_not() -> str:
     return ""
 
 
-def _side_by_side(
-    groups: Sequence[Sequence[Task]], workers: int, telling: Telling
+def _in_workers(
+    groups: Sequence[Sequence[Task]], workers: int, messages: Messages
 ) -> list[list[Explanation | ArgumentError]]:
     context = multiprocessing.get_context("fork")
-    said: SimpleQueue[str] = context.SimpleQueue()
+    queue: SimpleQueue[str] = context.SimpleQueue()
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, context, _begin, (groups, telling, said)) as pool:
+    with ProcessPoolExecutor(workers, context, _start_worker, (groups, messages, queue)) as pool:
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads of libraries; torch's own workers begin in the same way.
+                # Python 3.12 warns of forks while libraries have threads; torch's own workers start in the same way.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 futures = [pool.submit(_numbers, index) for index in range(len(groups))]
             pending: set[Future[list[Explanation | ArgumentError]]] = set(futures)
             while pending:
                 done, pending = wait(pending, _POLL, FIRST_COMPLETED)
-                while not said.empty():
-                    telling(said.get())
+                while not queue.empty():
+                    messages(queue.get())
                 for each in done:
-                    each.result()  # raises what a worker has raised
+                    each.result()  # raises a worker's error
             return [future.result() for future in futures]
         except BaseException as error:
             for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # the pool, which sees them end, waits for them below
+                child.terminate()  # the pool sees them end, and waits for them below
             if isinstance(error, BrokenProcessPool):
                 raise GraphshardError(
                     f"one of {workers} processes that predict ended, as it does where memory is short. Pass workers=1, "
@@ -317,20 +301,19 @@ def _side_by_side(
             raise
 
 
-# Of a worker: its tasks, from `_begin`.
+# A worker's tasks, from `_start_worker`.
 _TASKS: list[Sequence[Task]] = []
 
 
-def _begin(groups: Sequence[Sequence[Task]], telling: Telling, said: SimpleQueue[str]) -> None:
-    """In a worker that was forked."""
+def _start_worker(groups: Sequence[Sequence[Task]], messages: Messages, queue: SimpleQueue[str]) -> None:
     _TASKS[:] = groups
-    # Who wrote to it at the fork is not here to let go of its lock.
+    # The thread that held stderr's lock at the fork does not exist here to release it.
     locked, sys.stderr = sys.stderr, os.fdopen(os.dup(2), "w", 1)
     for handler in (*logging.getLogger().handlers, *logging.getLogger("graphshard").handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is locked:
             handler.stream = sys.stderr
-    telling.show = said.put
-    torch.set_num_threads(1)  # threads that were there before the fork are not
+    messages.show = queue.put
+    torch.set_num_threads(1)  # threads from before the fork do not exist here
 
 
 def _numbers(index: int) -> list[Explanation | ArgumentError]:

@@ -1,11 +1,11 @@
-"""What could be changed of a training step, one thing at a time: the questions of `what_if`.
+"""Changes of a training step, one thing at a time: the questions of `what_if`.
 
     batch        batch 2 per rank                           activation   activation="full"
     mesh         replicate 8, shard 8                       offload      state on the host
     ...
 
-A change is a whole `Case`, of which one field is another. What a change needs to be sensible (replicas need several
-nodes, another network needs a network) is decided here; whether it fits and what it gains is predicted.
+A change is a whole `Case` that differs in one field. Whether a change is sensible (replicas need several nodes, another
+network needs a network) is decided here; whether it fits and its gain are predicted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from graphshard.cost.profile import Profile, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, MeshLike
 from graphshard.options.options import Options
+from graphshard.predict.explanation import shown_mesh
 from graphshard.predict.symbolic_cost import Inputs, resized
-from graphshard.predict.training_config import Training
-from graphshard.torch_compat.operators import pytree
+from graphshard.predict.training_config import Training, batch_of
 from graphshard.utils.text import brief
 
 # How many times more microbatches are tried.
 _MORE = 4
-# Axes that do not grow with the ranks: they are not of data.
+# Axes that are not of data, and so do not grow with the ranks.
 _FIXED = (*TENSOR, *CONTEXT, *EXPERT, *PIPELINE)
 
 
 @dataclass(frozen=True)
 class Case:
-    """All that a prediction is of, but for the model."""
+    """Everything that a prediction depends on, except the model."""
 
     inputs: Inputs
     mesh: MeshLike
@@ -49,18 +49,11 @@ class Case:
 
     @property
     def batch(self) -> int | None:
-        """Sequences of one rank: the first dim of the first tensor of the inputs; None if there is none."""
-        leaves = pytree.tree_leaves(self.inputs)
-        return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+        """Sequences of one rank; None if the inputs have no batch."""
+        return batch_of(self.inputs)
 
     def with_batch(self, batch: int) -> Case:
-        """With so many sequences for each rank."""
         return replace(self, inputs=resized(self.inputs, {"batch": 0}, {"batch": self.batch or 0}, {"batch": batch}))
-
-    def is_like(self, other: Case) -> bool:
-        """Whether it is the same prediction; options and the like are the same objects."""
-        same = self.options is other.options and self.training is other.training and self.profile is other.profile
-        return same and (self.batch, str(self.mesh), self.network) == (other.batch, str(other.mesh), other.network)
 
     def with_options(self, **options: Any) -> Case:
         return replace(self, options=replace(self.options, **options))
@@ -68,9 +61,14 @@ class Case:
     def with_training(self, **training: Any) -> Case:
         return replace(self, training=replace(self.training, **training))
 
+    def with_sizes(self, sizes: Sequence[int]) -> Case:
+        """Return the case with other mesh sizes on the same axes."""
+        mesh = dict(zip(self.mesh, sizes)) if isinstance(self.mesh, Mapping) else tuple(sizes)
+        return replace(self, mesh=mesh)
+
     def with_ranks(self, ranks: int) -> Case | None:
-        """On so many ranks: the outermost axis of data grows or shrinks; None if there is no such mesh."""
-        axes = axes_of(self.mesh)
+        """Grow or shrink the outermost axis of data to that many ranks; None if there is no such mesh."""
+        axes = _axes_of(self.mesh)
         if axes is None:
             return None
         rest = math.prod(size for name, size in axes if name in _FIXED)
@@ -84,18 +82,17 @@ class Case:
                 return None
             left //= sizes[index]
         sizes[data[0]] = left
-        return replace(self, mesh=_like(self.mesh, sizes))
+        return self.with_sizes(sizes)
+
+    def is_like(self, other: Case) -> bool:
+        """Return whether it is the same prediction; options, training and profile are compared by identity."""
+        same = self.options is other.options and self.training is other.training and self.profile is other.profile
+        return same and (self.batch, str(self.mesh), self.network) == (other.batch, str(other.mesh), other.network)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something to try.
-
-    Attributes:
-        about: which of `ABOUT` it belongs to.
-        name: what is changed, as it is shown.
-        note: what else it does.
-    """
+    """A case to try, of a kind of `ABOUT`; `note` is a side effect."""
 
     about: str
     name: str
@@ -103,8 +100,8 @@ class Change:
     note: str = ""
 
 
-def axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
-    """Names, as far as there are any, and sizes of a mesh that need not exist; None for one that does."""
+def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
+    """Return names, "" if there are none, and sizes of a mesh that need not exist; None for a DeviceMesh."""
     if isinstance(mesh, DeviceMesh):
         return None
     if isinstance(mesh, Mapping):
@@ -112,11 +109,11 @@ def axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
     return [("", size) for size in ([mesh] if isinstance(mesh, int) else mesh)]
 
 
-def _like(mesh: MeshLike, sizes: Sequence[int]) -> MeshLike:
-    return dict(zip(mesh, sizes)) if isinstance(mesh, Mapping) else tuple(sizes)
+# A kind of change yields names and cases.
+_Variants = Iterator[tuple[str, Case]]
 
 
-def _batch(case: Case) -> Iterator[tuple[str, Case]]:
+def _batch(case: Case) -> _Variants:
     if case.batch is None:
         return
     for batch in (2 * case.batch, case.batch // 2):
@@ -124,7 +121,7 @@ def _batch(case: Case) -> Iterator[tuple[str, Case]]:
             yield f"batch {batch} per rank", case.with_batch(batch)
 
 
-def _accumulate(case: Case) -> Iterator[tuple[str, Case]]:
+def _accumulate(case: Case) -> _Variants:
     if case.training.global_batch is None:
         count = case.training.accumulate
         yield f"accumulate {_MORE * count} microbatches", case.with_training(accumulate=_MORE * count)
@@ -132,8 +129,8 @@ def _accumulate(case: Case) -> Iterator[tuple[str, Case]]:
             yield "accumulate nothing", case.with_training(accumulate=1)
 
 
-def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
-    axes, node = axes_of(case.mesh), case.profile.ranks_per_node
+def _mesh(case: Case) -> _Variants:
+    axes, node = _axes_of(case.mesh), case.profile.ranks_per_node
     if axes is None:
         return
     names, sizes = [name for name, _ in axes], [size for _, size in axes]
@@ -146,8 +143,7 @@ def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
             if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and near:
                 new = list(sizes)
                 new[inner], new[others[0]] = int(size), int(outer)
-                shown = ", ".join(f"{name} {count}" for name, count in zip(names, new))
-                yield f"mesh {shown}", replace(case, mesh=_like(case.mesh, new))
+                yield f"mesh {shown_mesh(dict(zip(names, new)))}", case.with_sizes(new)
     elif len(sizes) == 1 and sizes[0] > node and sizes[0] % node == 0 and node > 1:
         replicas = sizes[0] // node
         yield f"mesh replicate {replicas}, shard {node}", replace(case, mesh=(replicas, node))
@@ -155,10 +151,10 @@ def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
         yield f"mesh shard {math.prod(sizes)}", replace(case, mesh=(math.prod(sizes),))
 
 
-def _reshard(case: Case) -> Iterator[tuple[str, Case]]:
-    if any(name in PIPELINE for name, _ in axes_of(case.mesh) or ()):
+def _reshard(case: Case) -> _Variants:
+    now, axes, node = case.options.reshard_after_forward, _axes_of(case.mesh), case.profile.ranks_per_node
+    if any(name in PIPELINE for name, _ in axes or ()):
         return  # stages are gathered once
-    now, axes, node = case.options.reshard_after_forward, axes_of(case.mesh), case.profile.ranks_per_node
     if now is not False and now != 1:
         yield "reshard_after_forward=False", case.with_options(reshard_after_forward=False)
     if now is None or now is True:
@@ -168,22 +164,22 @@ def _reshard(case: Case) -> Iterator[tuple[str, Case]]:
         yield "reshard_after_forward=True", case.with_options(reshard_after_forward=True)
 
 
-def _activation(case: Case) -> Iterator[tuple[str, Case]]:
+def _activation(case: Case) -> _Variants:
     if case.options.activation is None:
         yield 'activation="full"', case.with_options(activation="full")
     else:
         yield "activation=None", case.with_options(activation=None)
 
 
-def _offload(case: Case) -> Iterator[tuple[str, Case]]:
+def _offload(case: Case) -> _Variants:
     if isinstance(case.options.offload_policy, CPUOffloadPolicy):
         yield "nothing on the host", case.with_options(offload_policy=None)
     else:
         yield "state on the host", case.with_options(offload_policy=CPUOffloadPolicy())
 
 
-def _network(case: Case) -> Iterator[tuple[str, Case]]:
-    axes = axes_of(case.mesh)
+def _network(case: Case) -> _Variants:
+    axes = _axes_of(case.mesh)
     ranks = case.mesh.size() if isinstance(case.mesh, DeviceMesh) else math.prod(size for _, size in axes or ())
     if ranks > case.profile.ranks_per_node:
         for name in case.profile.outside:
@@ -191,7 +187,7 @@ def _network(case: Case) -> Iterator[tuple[str, Case]]:
                 yield f"network {name}", replace(case, network=name)
 
 
-def _hardware(case: Case) -> Iterator[tuple[str, Case]]:
+def _hardware(case: Case) -> _Variants:
     for name in builtin_profiles():
         profile = load_profile(name)
         alike = profile.device == case.profile.device and case.network in profile.outside
@@ -199,7 +195,7 @@ def _hardware(case: Case) -> Iterator[tuple[str, Case]]:
             yield f"hardware {name}", replace(case, profile=profile).with_training(price=None)
 
 
-def _precision(case: Case) -> Iterator[tuple[str, Case]]:
+def _precision(case: Case) -> _Variants:
     policy, low = case.options.mp_policy, torch.bfloat16
     if policy is None or (isinstance(policy, MixedPrecisionPolicy) and policy.param_dtype is None):
         mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
@@ -209,18 +205,18 @@ def _precision(case: Case) -> Iterator[tuple[str, Case]]:
         yield "gradients reduced in bfloat16", case.with_options(mp_policy=reduced)
 
 
-def _optimizer(case: Case) -> Iterator[tuple[str, Case]]:
+def _optimizer(case: Case) -> _Variants:
     if case.training.foreach:
         yield "a fused optimizer", case.with_training(foreach=False)
 
 
-def _backend(case: Case) -> Iterator[tuple[str, Case]]:
+def _backend(case: Case) -> _Variants:
     if case.options.backend == "eager":
         yield 'backend="inductor"', case.with_options(backend="inductor")
 
 
-# What can be asked about. Those that change nothing but costs, which take no time, come last.
-ABOUT: dict[str, Callable[[Case], Iterator[tuple[str, Case]]]] = {
+# Kinds of changes. Those that change nothing but costs, and so take no time, come last.
+ABOUT: dict[str, Callable[[Case], _Variants]] = {
     "batch": _batch,
     "mesh": _mesh,
     "reshard": _reshard,
@@ -233,18 +229,11 @@ ABOUT: dict[str, Callable[[Case], Iterator[tuple[str, Case]]]] = {
     "network": _network,
     "hardware": _hardware,
 }
-
-
-# What a kind of change does to results.
 _NOTES = {"precision": "other rounding"}
 
 
 def check_about(given: object, argument: str = "changes") -> list[str]:
-    """The kinds of changes that are asked for; None is all of them.
-
-    Raises:
-        ArgumentError: it is no list of them.
-    """
+    """Return the requested kinds of changes; None is all of them."""
     if given is None:
         return list(ABOUT)
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -258,5 +247,5 @@ def check_about(given: object, argument: str = "changes") -> list[str]:
 
 
 def changes_of(case: Case, about: Sequence[str]) -> list[Change]:
-    """What could be changed of a case."""
+    """Return all changes of these kinds."""
     return [Change(name, what, other, _NOTES.get(name, "")) for name in about for what, other in ABOUT[name](case)]

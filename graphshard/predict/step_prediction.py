@@ -1,70 +1,54 @@
-"""Between which seconds a step lies, as far as constants of the machine are not known well.
+"""From a lowered program and costs to an `Explanation`, with advice read off the critical path.
 
-The schedule is fixed. Each number of the profile that has a range is replaced by samples, and regions, collectives and
-the clock are evaluated once for all of them. What the model leaves out is not in it: docs/explain.md says how far
-predictions of published steps were off.
+The plan and the bound come from `graphshard.schedule`; the timeline of the remaining regions from `estimate`. In
+advice, F and B are the compute of forward and backward; A, A' and R the gathers of forward, the gathers of backward and
+the reductions. The gain of a change is exact for the same schedule: the longest path through the timeline's graph with
+other lengths.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from graphshard.cost.collectives import MODEL_KINDS
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import sampled
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.predict.advice import advise, limit_of
-from graphshard.predict.explanation import Explanation, Inside, RegionCost, Wait
+from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost
 from graphshard.predict.training_config import Training, training_cost
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build import PhaseMap, Settings, build
-from graphshard.schedule.clock import HOST_LINKS, run
+from graphshard.schedule.clock import HOST_LINKS, Call, Wait, run
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.problem import Chain
-from graphshard.schedule.timeline import Estimate, estimate, timed_events
+from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
 from graphshard.schedule.ways import on_one_link, ways_of
+from graphshard.utils.text import format_bytes, format_seconds
 
-# Of the samples: one in ten is below, one in ten is above.
+# Up to this share of communication on the critical path, compute is what limits a step.
+HIDDEN = 0.1
+# Below this share no change of communication helps.
+NEGLIGIBLE = 0.02
+# Of the samples of a step: one in ten is below, one in ten above.
 PERCENTILES = (10, 90)
-
-
-def step_range(
-    program: Program, costs: Costs, *, trained: int, training: Training, middle: float, microbatches: int = 1
-) -> tuple[float, float]:
-    """Seconds between which four of five samples of a step lie; `middle` twice if no constant has a range.
-
-    Args:
-        trained: bytes of the shards of trained parameters.
-        training: the optimizer, and what it follows.
-        middle: what the constants themselves give.
-        microbatches: forwards and backwards of a step.
-    """
-    if not costs.profile.ranges:
-        return middle, middle
-    drawn = replace(costs, profile=sampled(costs.profile))
-    events = timed_events(program, costs, drawn)
-    step = microbatches * run(events, drawn.profile.contention).step(events)
-    step += (microbatches - 1) * drawn.addition(trained) + training.update_seconds(drawn, program.mesh, trained)
-    return between(step, middle)
-
-
-def between(samples: Scalar, middle: float) -> tuple[float, float]:
-    """The percentiles of samples, and what the constants themselves give between them."""
-    low, high = np.percentile(samples, PERCENTILES)
-    return min(float(low), middle), max(float(high), middle)
+# Keys of `Explanation.memory`.
+OPTIMIZER_STATE, EARLIER_GRADIENTS = "optimizer state", "gradients of earlier microbatches"
+OPTIMIZER_TEMPORARIES = "optimizer temporaries"
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that no schedule of a step beats, and those of the forward and backward compute it was found for.
+    """Seconds that no schedule of a step beats, and the forward and backward compute it was found for.
 
-    What the model communicates at once is compute here: it is done where it stands.
+    The model's synchronous communication counts as compute: it stays where it is.
     """
 
     seconds: float
@@ -72,10 +56,10 @@ class Bound:
 
 
 def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | None, states: int) -> Bound:
-    """The bound of every schedule of a partitioned program, whatever travels together.
+    """Return the bound of every schedule of a partitioned program, whatever its buckets.
 
     Args:
-        plan: the one that was made; what it keeps gathered is in its own bound.
+        plan: the chosen one; parameters that it keeps gathered are in its own bound.
         limit: bytes that schedules may use.
         states: tensors like a parameter that the optimizer keeps.
     """
@@ -92,7 +76,7 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
 
 
 def _without_experts(chain: Chain, maps: Mapping[str, PhaseMap]) -> Chain:
-    """A chain without the transfers of parameters that lie on another mesh."""
+    """Drop the transfers of parameters that lie on another mesh."""
     if chain.name not in maps:
         return chain
     atoms = [atom for of_kind in maps[chain.name].atoms.values() for atom in of_kind]
@@ -100,6 +84,30 @@ def _without_experts(chain: Chain, maps: Mapping[str, PhaseMap]) -> Chain:
     gathers = tuple(transfer for transfer in chain.gathers if transfer.name not in gone)
     reductions = tuple(transfer for transfer in chain.reductions if transfer.name not in gone)
     return replace(chain, gathers=gathers, reductions=reductions)
+
+
+def range_of(samples: Scalar, middle: float) -> tuple[float, float]:
+    """Return the percentiles of samples, widened to contain the value of the constants themselves."""
+    low, high = np.percentile(samples, PERCENTILES)
+    return min(float(low), middle), max(float(high), middle)
+
+
+def _step_range(
+    program: Program, costs: Costs, *, trained: int, training: Training, middle: float, microbatches: int
+) -> tuple[float, float]:
+    """Return the range of a step's seconds; `middle` twice if no constant of the profile has a range.
+
+    The schedule is fixed. Each number of the profile that has a range is replaced by samples, and regions, collectives
+    and the clock are evaluated once for all of them. Errors of the model itself are not included: docs/explain.md says
+    how far predictions of published steps were off.
+    """
+    if not costs.profile.ranges:
+        return middle, middle
+    drawn = replace(costs, profile=sampled(costs.profile))
+    events = timed_events(program, costs, drawn)
+    step = microbatches * run(events, drawn.profile.contention).step(events)
+    step += (microbatches - 1) * drawn.addition(trained) + training.update_seconds(drawn, program.mesh, trained)
+    return range_of(step, middle)
 
 
 def explained(
@@ -118,52 +126,59 @@ def explained(
 
     Args:
         flop: of the model, by dtype.
-        bound: what no schedule beats, see `bound_of`.
+        bound: see `bound_of`.
         tokens: of one rank, in a microbatch.
-        training: the optimizer, and what it follows.
-        mesh: sizes by axis, where some were made one for the program.
+        mesh: sizes by axis, where the program has several axes merged into one.
         microbatches: forwards and backwards of a step, each of which gathers and reduces; gradients are added up.
     """
+    profile = costs.profile
     prediction = program.plan.prediction if program.plan else None
     timeline = estimate(program, costs)
     memory = memory_of(program, timeline)
     trained = program.params.trained_bytes
     optimizer = training.update_seconds(costs, program.mesh, trained)
     adding = (microbatches - 1) * costs.addition(trained)
-    unknown = optimizer - costs.optimizer(trained, training.optimizer_states)  # to the problem of the bound
+    step = microbatches * timeline.seconds + adding + optimizer
+
     alive = Counter[str]()
     for value in memory.alive:
         alive[value.what] += value.num_bytes
-    held_here = 0 if program.offloaded else training.optimizer_states * trained
-    alive["optimizer state"] = held_here
-    before = trained if microbatches > 1 and not program.offloaded else 0
-    if before:
-        alive["gradients of earlier microbatches"] = before
-    temporary = 0 if program.offloaded else training.temporary_bytes(trained)
-    at_update = {"shards": alive["shards"], "gradients": trained, "optimizer state": held_here}
-    if temporary and sum(at_update.values()) + temporary > alive.total():
-        alive = Counter({**at_update, "optimizer temporaries": temporary})
+    if not program.offloaded:
+        alive[OPTIMIZER_STATE] = training.optimizer_states * trained
+        if microbatches > 1:
+            alive[EARLIER_GRADIENTS] = trained
+        temporary = training.temporary_bytes(trained)
+        update = {"shards": alive["shards"], "gradients": trained, OPTIMIZER_STATE: alive[OPTIMIZER_STATE]}
+        if temporary and sum(update.values()) + temporary > alive.total():
+            alive = Counter({**update, OPTIMIZER_TEMPORARIES: temporary})
+    else:
+        alive[OPTIMIZER_STATE] = 0
     held, peak = dict(alive.most_common()), alive.total()
-    compute, communication = timeline.total("compute"), timeline.communication
-    step = microbatches * timeline.seconds + adding + optimizer
-    # Schedules are no shorter than the bound less what regions save beside the items that it was found for.
+
+    # Schedules are no shorter than the bound, minus the compute that regions save compared with its items.
     busy = timeline.compute + timeline.at_once
-    least = max(bound.seconds + unknown - max(0.0, bound.compute - busy), busy + optimizer)
+    not_bounded = optimizer - costs.optimizer(trained, training.optimizer_states)
+    least = max(bound.seconds + not_bounded - max(0.0, bound.compute - busy), busy + optimizer)
     least += (microbatches - 1) * (least - optimizer) + adding
-    ideal = microbatches * sum(count / costs.profile.rate(dtype).peak for dtype, count in flop.items())
-    limit = "memory" if peak > costs.profile.memory_capacity else limit_of(timeline)
-    size = dict(mesh or program.mesh.shape)
-    stages = program.mesh.pipeline
-    same = [axis.size for axis in (*program.mesh.tensors, *([stages] if stages else []))]
-    data_ranks = program.mesh.size // math.prod(same)
-    between = step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
+    limit = "memory" if peak > profile.memory_capacity else limit_of(timeline)
+    ideal = microbatches * sum(count / profile.rate(dtype).peak for dtype, count in flop.items())
+    compute = timeline.total("compute")
+    links = {"compute": compute, **timeline.by_link()}
+    critical_path: dict[str, float] = {}
+    for item in timeline.critical:
+        name = "compute" if item.kind == "compute" else item.name
+        critical_path[name] = critical_path.get(name, 0.0) + item.seconds
+    sizes = dict(mesh or program.mesh.shape)
+    stages = [program.mesh.pipeline] if program.mesh.pipeline else []
+    data_ranks = program.mesh.size // math.prod(axis.size for axis in (*program.mesh.tensors, *stages))
+    between = _step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
     return Explanation(
         model=program.model,
         label=label,
-        mesh=size,
+        mesh=sizes,
         data_ranks=data_ranks,
-        hardware=costs.profile.name,
-        profile_hash=costs.profile.hash,
+        hardware=profile.name,
+        profile_hash=profile.hash,
         network=costs.network,
         plan_hash=program.plan.hash if program.plan else "",
         tokens=microbatches * tokens,
@@ -172,7 +187,7 @@ def explained(
         step_range_s=between,
         compute_s=microbatches * compute + adding,
         optimizer_s=optimizer,
-        communication_s=microbatches * communication,
+        communication_s=microbatches * timeline.communication,
         exposed_comm_s=microbatches * timeline.total("exposed"),
         head_s=microbatches * timeline.ends.head,
         tail_s=microbatches * timeline.ends.tail,
@@ -181,42 +196,32 @@ def explained(
         search_stopped=prediction is not None and prediction.stopped,
         peak_memory_bytes=peak,
         memory=held,
-        memory_capacity_bytes=costs.profile.memory_capacity,
+        memory_capacity_bytes=profile.memory_capacity,
         flop=microbatches * float(sum(flop.values())),
         mfu=ideal / step,
         limit=limit,
         advice=tuple(advise(program, costs, timeline, limit=limit, tokens=tokens, flop=flop, memory=held)),
         waits=tuple(
-            Wait(w.name, w.phase, w.seconds, str(w.why), w.behind, timeline.delays.get(w.event, {}))
+            ExposedWait(w.name, w.phase, w.seconds, str(w.why), w.behind, timeline.delays.get(w.event, {}))
             for w in timeline.waits_for
         ),
-        critical_path=_critical_path(timeline),
+        critical_path=critical_path,
         slack=_slack(timeline),
-        busy={
-            what: microbatches * seconds / step for what, seconds in (("compute", compute), *timeline.by_link().items())
-        },
+        busy={name: microbatches * seconds / step for name, seconds in links.items()},
         regions=_regions(program, costs, timeline),
         cost=training_cost(
             training,
             step_tokens=microbatches * tokens * data_ranks,
             seconds=step,
             between=between,
-            ranks=math.prod(size.values()),
+            ranks=math.prod(sizes.values()),
         ),
         _make=lambda: Inside(program, costs, timeline, memory),
     )
 
 
-def _critical_path(timeline: Estimate) -> dict[str, float]:
-    """Seconds by what they are, compute as one."""
-    found = defaultdict[str, float](float)
-    for step in timeline.critical:
-        found["compute" if step.kind == "compute" else step.name] += step.seconds
-    return dict(found)
-
-
 def _slack(timeline: Estimate) -> dict[str, float]:
-    """By name; of what the model communicates the least, as several have one name."""
+    """Return slack by name; the least of the model's collectives that share a name."""
     found: dict[str, float] = {}
     for step in timeline.steps:
         if step.link not in ("", *HOST_LINKS):
@@ -226,14 +231,169 @@ def _slack(timeline: Estimate) -> dict[str, float]:
 
 
 def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[RegionCost, ...]:
-    found: dict[str, RegionCost] = {}
-    keys = program.region_names
+    names = program.region_names
+    calls: dict[str, list[Step]] = defaultdict(list)
     for step in timeline.steps:
         if step.kind == "compute":
-            key, where = keys[step.name], step.where or "the root"
-            before = found.get(key)
-            calls = before.calls + 1 if before else 1
-            first = before.where if before else where
-            seconds = step.seconds + (before.seconds * before.calls if before else 0.0)
-            found[key] = RegionCost(step.name, key, first, calls, seconds / calls, key in costs.measured)
-    return tuple(sorted(found.values(), key=lambda region: -region.calls * region.seconds))
+            calls[names[step.name]].append(step)
+    found = [
+        RegionCost(
+            name=steps[-1].name,
+            key=key,
+            where=steps[0].where or "the root",
+            calls=len(steps),
+            seconds=sum(step.seconds for step in steps) / len(steps),
+            measured=key in costs.measured,
+        )
+        for key, steps in calls.items()
+    ]
+    return tuple(sorted(found, key=lambda region: -region.calls * region.seconds))
+
+
+def critical_parts(timeline: Estimate) -> dict[str, list[Step]]:
+    """Group the critical path's steps, in order.
+
+    Returns:
+        "compute": calls of regions; "head": the first call waits for it, so no compute can hide it; "tail": launched
+        after the last call; "link": other transfers, which would be hidden if they began earlier or were shorter;
+        "model": what the model itself communicates.
+    """
+    events = timeline.events
+    calls = [index for index, event in enumerate(events) if isinstance(event, Call)]
+    first, last = (calls[0], calls[-1]) if calls else (len(events), -1)
+    before = {event.launch for event in events[:first] if isinstance(event, Wait)}
+    parts: dict[str, list[Step]] = {name: [] for name in ("compute", "head", "tail", "link", "model")}
+    for step in timeline.critical:
+        if step.kind == "compute":
+            parts["compute"].append(step)
+        elif step.kind in MODEL_KINDS:
+            parts["model"].append(step)
+        elif step.event in before:
+            parts["head"].append(step)
+        else:
+            parts["tail" if step.event > last else "link"].append(step)
+    return parts
+
+
+def limit_of(timeline: Estimate, share: float = HIDDEN) -> str:
+    """Return the longest of "head", "tail", "link" and "model" on the critical path; "compute" below the share."""
+    parts = critical_parts(timeline)
+    seconds = {name: _seconds(parts[name]) for name in ("head", "tail", "link", "model")}
+    if sum(seconds.values()) <= share * timeline.seconds:
+        return "compute"
+    return max(seconds, key=lambda name: seconds[name])
+
+
+def advise(
+    program: Program,
+    costs: Costs,
+    timeline: Estimate,
+    *,
+    limit: str,
+    tokens: int,
+    flop: Mapping[str, float],
+    memory: Mapping[str, int],
+) -> Iterator[str]:
+    """Yield changes that would help, one sentence each; the most important first.
+
+    Args:
+        limit: see `limit_of`; or "memory".
+        tokens: of one rank.
+        flop: of the model, by dtype.
+        memory: bytes at the peak, by kind.
+    """
+    compute = timeline.total("compute")
+    communication = timeline.communication - timeline.total(*MODEL_KINDS)  # which may be hidden
+    parts, gains = critical_parts(timeline), timeline.dag.gains(timeline.dag.end)
+    if limit == "memory":
+        yield _memory(program, costs, tokens, memory)
+    if limit == "compute":
+        share = _seconds(parts["compute"]) / timeline.seconds
+        limit = limit_of(timeline, NEGLIGIBLE)
+        most = "only faster kernels or less recomputation help" if limit == "compute" else "faster kernels help most"
+        yield f"compute is {share:.1%} of the critical path; {most}"
+    if communication > compute:
+        rates = {dtype: costs.profile.rate(dtype) for dtype in flop}
+        speeds = {dtype: rate.peak * min(rate.matmul, costs.profile.sustained) for dtype, rate in rates.items()}
+        multiplying = sum(count / speeds[dtype] for dtype, count in flop.items())
+        hidden = tokens * communication / max(multiplying, 1e-12)
+        yield (
+            f"communication takes {format_seconds(communication)} (A + A' + R) and compute {format_seconds(compute)} "
+            f"(F + B) at {tokens} tokens per rank: it hides from about {hidden:,.0f} tokens per rank, "
+            "where the multiplications alone take as long"
+        )
+    elif limit == "link":
+        worst = max(parts["link"], key=lambda step: (gains.get(step.event, 0.0), step.seconds))
+        yield (
+            f"communication ({format_seconds(communication)}) is shorter than compute ({format_seconds(compute)}), but "
+            f"not where it is needed: {worst.name} ({format_seconds(worst.seconds)}) is on the critical path, "
+            f"{_shorter(gains.get(worst.event, 0.0))} without it; other units= or more tokens per rank give it more "
+            "to hide behind"
+        )
+    if limit == "link" or communication > compute:
+        yield from _fewer_bytes(program, timeline)
+    if limit == "model":
+        yield _model(program, costs, timeline, parts["model"])
+    if limit in ("head", "tail"):
+        worst = max(parts[limit], key=lambda step: step.seconds)
+        yield (
+            f"the {limit} is {worst.name} ({format_bytes(worst.num_bytes)}, {format_seconds(worst.seconds)}), "
+            f"which no schedule hides; {_shorter(gains.get(worst.event, 0.0))} without it: make its unit smaller "
+            "with units=, or more tokens per rank"
+        )
+
+
+def _model(program: Program, costs: Costs, timeline: Estimate, steps: list[Step]) -> str:
+    """Advise on the model's own collectives, for the axis where they take longest."""
+    seconds = defaultdict[str, float](float)
+    for step in steps:
+        seconds[step.name.rpartition(" ")[2]] += step.seconds
+    worst = max(seconds, key=lambda name: seconds[name])
+    axis = program.mesh.named(worst)
+    where = "in a node" if costs.link(axis) == "node" else "between nodes"
+    return (
+        f"the model's own collectives over {worst} ({axis.size} ranks, {where}) are {format_seconds(seconds[worst])}, "
+        f"{seconds[worst] / timeline.seconds:.1%} of forward and backward; they run where the model has them, and "
+        f"nothing hides them: fewer ranks along {worst}"
+        + (", which share a node, make them cheaper" if where == "between nodes" else " have fewer bytes to send each")
+    )
+
+
+def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:
+    again = [step for step in timeline.steps if step.kind == "gather" and step.phase == "backward"]
+    if again:
+        kept = sum(row.sent_bytes("gather") for row in program.params if row.reshard and row.num_shards > 1)
+        gain = timeline.seconds - timeline.dag.step({step.event: 0.0 for step in again})
+        yield (
+            f"reshard_after_forward=False drops A' = {format_seconds(_seconds(again))} of gathers in backward and "
+            f"keeps {format_bytes(kept)} of parameters; {_shorter(gain)} with the rest of this schedule"
+        )
+    if any(row.trainable and row.reduce_dtype == torch.float32 for row in program.params):
+        reductions = [step for step in timeline.steps if step.kind == "reduce"]
+        gain = timeline.seconds - timeline.dag.step({step.event: step.seconds / 2 for step in reductions})
+        yield (
+            f"reducing in bfloat16 instead of float32 halves R = {format_seconds(_seconds(reductions))}, and rounds "
+            f"gradients; {_shorter(gain)} with the rest of this schedule"
+        )
+
+
+def _memory(program: Program, costs: Costs, tokens: int, memory: Mapping[str, int]) -> str:
+    """Advise on memory: state shrinks with ranks, and the rest with tokens, apart from gathered parameters."""
+    ranks, room = program.mesh.shard.size, costs.profile.memory_capacity
+    state = memory.get("shards", 0) + memory.get("gradients", 0) + memory.get("optimizer state", 0)
+    gathered = memory.get("gathered parameters", 0)
+    rest = sum(memory.values()) - state - gathered
+    short = f"{format_bytes(sum(memory.values()))} are needed, {format_bytes(room)} are there"
+    if room > gathered + rest:
+        return f"{short}: sharded state fits from about {ranks * state / (room - gathered - rest):,.0f} ranks"
+    if room > gathered + state and rest:
+        return f"{short}: activations fit up to about {tokens * (room - gathered - state) / rest:,.0f} tokens per rank"
+    return f"{short}: fewer tokens per rank and more ranks are needed, or smaller units"
+
+
+def _seconds(steps: Iterable[Step]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def _shorter(seconds: float) -> str:
+    return f"the step would be {format_seconds(seconds)} shorter" if seconds > 0 else "the step would be no shorter"

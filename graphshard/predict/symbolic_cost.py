@@ -1,10 +1,17 @@
-"""Sizes of a captured graph as expressions of a batch, a sequence length, or any other dim of the inputs.
+"""The predicted step as formulas: in a batch, a sequence length or any other dim of the inputs, and in the ranks.
 
     captured with (2, 128), (2, 64), (3, 128), (3, 64)      ->      %7: f32[batch*seq, 512]
 
-A graph is captured at a few sizes; where the captures agree but for sizes, each size is the polynomial of the symbols,
-linear in each, that goes through them. One more capture checks it. Nothing is asked of the model: it need not be
-exportable with dynamic shapes.
+A graph is captured at a few sizes; where the captures agree apart from sizes, each size is the polynomial of the
+symbols, linear in each, that goes through them. One more capture checks it. Nothing is asked of the model: it need not
+be exportable with dynamic shapes.
+
+A formula is a straight line of definitions, so that it grows with the number of distinct regions and of buckets, and
+not with the result of substituting them:
+
+    region_3 = 3.0e-6 + Max(...)      gather_2 = Min(...)      compute_s = 2*region_0 + 8*region_3 + ...
+
+The schedule is the one of the sizes that were explained; a planner may do something else at others.
 """
 
 from __future__ import annotations
@@ -38,121 +45,51 @@ from graphshard.torch_compat.operators import pytree
 
 # The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)
+# Significant digits of numbers in a printed formula; costs are not more precise.
+_DIGITS = 4
+# `crossover` gives up here.
+_MOST_CROSSOVER = 2**40
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
 
 
 def symbolize(
     program: Program, inputs: Inputs, dims: Mapping[str, int], capture: Callable[[Inputs], Program]
 ) -> dict[str, int]:
-    """Write symbolic sizes on the nodes of a captured program, in place.
+    """Write symbolic sizes on the nodes of a captured program, in place; return each symbol's value in it.
 
     Args:
         program: captured from `inputs`.
         inputs: args and kwargs of the call.
-        dims: by the name of a symbol the dim of the tensor inputs that it is the size of.
+        dims: by symbol name, the dim of the tensor inputs whose size it is.
         capture: captures again, at other sizes.
-
-    Returns:
-        The value that each symbol has in the program.
 
     Raises:
         ArgumentError: no input has the dim, the captures differ in more than sizes, or sizes are no such polynomials.
     """
     here = {name: _size(inputs, name, dim) for name, dim in dims.items()}
-    others = {name: _others(size) for name, size in here.items()}
+    # Smaller sizes where there is room, as models have limits.
+    others = {name: (n // 2, n // 4) if n >= 8 else (n + 1, n + 2) for name, n in here.items()}
     corners = list(itertools.product(*((here[name], others[name][0]) for name in dims)))
     check = tuple(others[name][1] for name in dims)
     symbols = [sympy.Symbol(name, integer=True, positive=True) for name in dims]
 
     def nodes_at(values: Sequence[int]) -> list[Node]:
-        if list(values) == list(here.values()):
-            return _nodes(program)
-        return _nodes(capture(resized(inputs, dims, here, dict(zip(dims, values)))))
+        at = dict(zip(dims, values))
+        found = program if at == here else capture(resized(inputs, dims, here, at))
+        (phase,) = found.phases.values()
+        return list(phase.module.graph.nodes)
 
     captures = [nodes_at(values) for values in (*corners, check)]
     for values, nodes in zip((*corners, check), captures):
         _check_equal(captures[0], nodes, dict(zip(dims, values)))
-    fitted = _Fit(symbols, corners, check)
+    fit = _PolynomialFit(symbols, corners, check)
     for node, *same in zip(*captures):
         shapes = [sizes(other) for other in (node, *same)]
         if any(shape != shapes[0] for shape in shapes):
-            node.meta[SYMBOLS] = fitted.shape(shapes, node)
+            node.meta[SYMBOLS] = fit.shape(shapes, node)
     return here
-
-
-class _Fit:
-    """Polynomials through sizes at the corners, kept: a graph has few different ones."""
-
-    def __init__(self, symbols: list[sympy.Symbol], corners: list[tuple[int, ...]], check: tuple[int, ...]) -> None:
-        self.terms = [sympy.Mul(*term) for n in range(len(symbols) + 1) for term in itertools.combinations(symbols, n)]
-        points = [dict(zip(symbols, corner)) for corner in corners]
-        self.inverse = sympy.Matrix([[term.subs(point) for term in self.terms] for point in points]).inv()
-        self.check = dict(zip(symbols, check))
-        self.known: dict[tuple[int, ...], sympy.Expr] = {}
-
-    def shape(self, shapes: list[Any], node: Node) -> Any:
-        """A shape, or a list of the shapes of parts."""
-        if isinstance(shapes[0], list):
-            return [None if parts[0] is None else self.shape(list(parts), node) for parts in zip(*shapes)]
-        return tuple(self.size(values, node) for values in zip(*shapes))
-
-    def size(self, values: tuple[int, ...], node: Node) -> Any:
-        """One size, from its values at the corners and at the check."""
-        if all(value == values[0] for value in values):
-            return values[0]
-        if values not in self.known:
-            found = sympy.expand((self.inverse * sympy.Matrix(values[:-1])).dot(sympy.Matrix(self.terms)))
-            if found.subs(self.check) != values[-1]:
-                raise ArgumentError(
-                    f"symbols: a size of {node.name} ({node.target}) is {list(values)} at the sizes tried, which no "
-                    "polynomial that is linear in each symbol gives. Leave symbols out."
-                )
-            self.known[values] = found
-        return self.known[values]
-
-
-def symbolic(node: Node) -> Any:
-    """The sizes of a node with symbols, as far as it has any."""
-    return node.meta.get(SYMBOLS, sizes(node))
-
-
-def num_shards_of(row: ParamSpec, mesh: Mesh) -> sympy.Expr:
-    """The ranks that a parameter is sharded over: as large a part of all as on this mesh."""
-    return RANKS * sympy.Rational(row.on(mesh).shard.size, mesh.shard.size)
-
-
-def mesh_of_ranks(mesh: Mesh) -> Mesh:
-    """A mesh of any number of ranks; what lies inside of the axis that shards stays as large as it is."""
-    found = mesh.resized("shard", RANKS)
-    if mesh.experts is None:
-        return found
-    part = sympy.Rational(mesh.experts.shard.size, mesh.shard.size)
-    return found.with_experts(mesh.experts.resized("shard", RANKS * part))
-
-
-def spread_ranks(program: Program) -> None:
-    """Give shards their size in the number of ranks, and what follows from them without another shape.
-
-    To be called when the passes are done: what they inserted gets the sizes of what it was made from.
-    """
-    for phase in program.phases.values():
-        slots = phase.slot_of()
-        for node in phase.module.graph.nodes:
-            if node in slots and slots[node].kind == "param" and program.params[slots[node].name].num_shards > 1:
-                row = program.params[slots[node].name]
-                shape = list(row.padded_shape)
-                shape[row.dim] = sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, program.mesh))
-                node.meta[SYMBOLS] = tuple(shape)
-            elif node.op == "call_function" and SYMBOLS not in node.meta:
-                source = next((n for n in node.all_input_nodes if SYMBOLS in n.meta and sizes(n) == sizes(node)), None)
-                if source is not None:
-                    node.meta[SYMBOLS] = source.meta[SYMBOLS]
-
-
-def _nodes(program: Program) -> list[Node]:
-    (phase,) = program.phases.values()
-    return list(phase.module.graph.nodes)
 
 
 def _size(inputs: Inputs, name: str, dim: int) -> int:
@@ -163,13 +100,8 @@ def _size(inputs: Inputs, name: str, dim: int) -> int:
     return int(size)
 
 
-def _others(size: int) -> tuple[int, int]:
-    """Two more sizes: smaller ones where there is room, as models have limits."""
-    return (size // 2, size // 4) if size >= 8 else (size + 1, size + 2)
-
-
 def resized(inputs: Inputs, dims: Mapping[str, int], here: Mapping[str, int], new: Mapping[str, int]) -> Inputs:
-    """Tensor inputs with other sizes where they have those of `here`."""
+    """Return inputs with new sizes in the dims whose size is the one in `here`."""
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -183,38 +115,100 @@ def resized(inputs: Inputs, dims: Mapping[str, int], here: Mapping[str, int], ne
 
 
 def _check_equal(nodes: list[Node], others: list[Node], at: Mapping[str, int]) -> None:
-    """The same operators in the same order on the same values."""
-    order = {node: i for i, node in enumerate(nodes)}, {node: i for i, node in enumerate(others)}
-
-    def look(node: Node, index: int) -> tuple[Any, ...]:
-        return (
-            node.op,
-            node.target if node.op == "call_function" else "",
-            [order[index][n] for n in node.all_input_nodes],
-        )
-
-    for a, b in itertools.zip_longest(nodes, others):
-        if a is None or b is None or look(a, 0) != look(b, 1):
-            what = f"{(a or b).name}" if a or b else ""
+    """Check that two graphs have the same operators on the same values in the same order."""
+    for a, b in itertools.zip_longest(_structure(nodes), _structure(others)):
+        if a is None or b is None or a[1:] != b[1:]:
+            name = (a or b)[0]
             sizes_tried = ", ".join(f"{name} {size}" for name, size in at.items())
             raise ArgumentError(
-                f"symbols: the model computes something else at {sizes_tried}, from {what} on. Leave symbols out, or "
+                f"symbols: the model computes something else at {sizes_tried}, from {name} on. Leave symbols out, or "
                 "explain other sizes one by one."
             )
 
 
-# Of the numbers in a printed formula; costs are not known better.
-_DIGITS = 4
+def _structure(nodes: list[Node]) -> list[tuple[Any, ...]]:
+    order = {node: i for i, node in enumerate(nodes)}
+    return [
+        (n.name, n.op, n.target if n.op == "call_function" else "", [order[source] for source in n.all_input_nodes])
+        for n in nodes
+    ]
 
-Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
+
+class _PolynomialFit:
+    """Polynomials through sizes at the corners, remembered: a graph has few different ones."""
+
+    def __init__(self, symbols: list[sympy.Symbol], corners: list[tuple[int, ...]], check: tuple[int, ...]) -> None:
+        self.terms = [sympy.Mul(*term) for n in range(len(symbols) + 1) for term in itertools.combinations(symbols, n)]
+        points = [dict(zip(symbols, corner)) for corner in corners]
+        self.inverse = sympy.Matrix([[term.subs(point) for term in self.terms] for point in points]).inv()
+        self.check = dict(zip(symbols, check))
+        self.known: dict[tuple[int, ...], sympy.Expr] = {}
+
+    def shape(self, shapes: list[Any], node: Node) -> Any:
+        """Fit a shape, or a list of shapes."""
+        if isinstance(shapes[0], list):
+            return [None if parts[0] is None else self.shape(list(parts), node) for parts in zip(*shapes)]
+        return tuple(self.size(values, node) for values in zip(*shapes))
+
+    def size(self, values: tuple[int, ...], node: Node) -> Any:
+        """Fit one size to its values at the corners, and compare with the last, at the check."""
+        if all(value == values[0] for value in values):
+            return values[0]
+        if values not in self.known:
+            found = sympy.expand((self.inverse * sympy.Matrix(values[:-1])).dot(sympy.Matrix(self.terms)))
+            if found.subs(self.check) != values[-1]:
+                raise ArgumentError(
+                    f"symbols: a size of {node.name} ({node.target}) is {list(values)} at the sizes tried, which no "
+                    "polynomial that is linear in each symbol gives. Leave symbols out."
+                )
+            self.known[values] = found
+        return self.known[values]
+
+
+def spread_ranks(program: Program) -> None:
+    """Give shards their size in the number of ranks, and propagate it through nodes of equal shape.
+
+    Call it after the passes: nodes that they inserted get the sizes of their sources.
+    """
+    for phase in program.phases.values():
+        slots = phase.slot_of()
+        for node in phase.module.graph.nodes:
+            if node in slots and slots[node].kind == "param" and program.params[slots[node].name].num_shards > 1:
+                row = program.params[slots[node].name]
+                shape = list(row.padded_shape)
+                shape[row.dim] = sympy.ceiling(sympy.Integer(row.shape[row.dim]) / _num_shards(row, program.mesh))
+                node.meta[SYMBOLS] = tuple(shape)
+            elif node.op == "call_function" and SYMBOLS not in node.meta:
+                source = next((n for n in node.all_input_nodes if SYMBOLS in n.meta and sizes(n) == sizes(node)), None)
+                if source is not None:
+                    node.meta[SYMBOLS] = source.meta[SYMBOLS]
+
+
+def _num_shards(row: ParamSpec, mesh: Mesh) -> sympy.Expr:
+    """Return the ranks that a parameter is sharded over: the same share of all as on this mesh."""
+    return RANKS * sympy.Rational(row.on(mesh).shard.size, mesh.shard.size)
+
+
+def _mesh_of_ranks(mesh: Mesh) -> Mesh:
+    """Return the mesh with a symbol for the size of the shard axis; inner axes keep their sizes."""
+    found = mesh.resized("shard", RANKS)
+    if mesh.experts is None:
+        return found
+    part = sympy.Rational(mesh.experts.shard.size, mesh.shard.size)
+    return found.with_experts(mesh.experts.resized("shard", RANKS * part))
+
+
+def _symbolic(node: Node) -> Any:
+    """Return the sizes of a node, with symbols where it has them."""
+    return node.meta.get(SYMBOLS, sizes(node))
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """From where communication takes no longer than compute.
+    """The smallest size at which communication takes no longer than compute.
 
     Attributes:
-        symbol: what is varied; the rest is `at`.
+        symbol: the varied one; the others are as in `Formulas.at`.
         value: of the symbol.
         formula: the value in the other symbols, with the branches of every maximum that hold there.
     """
@@ -230,7 +224,7 @@ class Formulas:
 
     Attributes:
         at: values of the symbols that were explained.
-        definitions: what results are made of, in an order in which they can be evaluated.
+        definitions: parts of the results, in an order in which they can be evaluated.
         results: step_time_s, compute_s, optimizer_s, communication_s, exposed_comm_s, communication_bytes (of full
             tensors), state_bytes (shards, gradients and optimizer state), saved_bytes (from forward to backward).
     """
@@ -241,7 +235,7 @@ class Formulas:
 
     @cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:
-        """By name."""
+        """Symbols by name."""
         return {name: sympy.Symbol(name, integer=True, positive=True) for name in self.at}
 
     @cached_property
@@ -251,7 +245,7 @@ class Formulas:
         return sympy.lambdify(list(self.symbols.values()), expressions, "math", cse=straight)
 
     def evaluate(self, **values: int) -> dict[str, float]:
-        """All results, with other values for some symbols.
+        """Return all results, with other values for some symbols.
 
         Raises:
             ArgumentError: there is no such symbol, or a value is not positive.
@@ -264,77 +258,72 @@ class Formulas:
         return dict(zip(self.results, self._function(*{**self.at, **values}.values())))
 
     def smooth(self, name: str, **values: int) -> sympy.Expr:
-        """A result in symbols alone, as it holds around a point.
+        """Return a result in symbols alone, as it holds around a point.
 
-        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: what is left says how
-        the result grows.
+        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: the rest shows how the
+        result grows.
 
         Args:
             name: of the result.
-            values: of symbols, where they are not those that were explained.
+            values: of symbols that differ from the explained ones.
         """
         point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
-        needed = dict(self.definitions)
         known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
-        return sympy.expand(_branch(self.results[name], known, needed)[0]).evalf(_DIGITS)
+        return sympy.expand(_branch(self.results[name], known, dict(self.definitions))[0]).evalf(_DIGITS)
 
     def crossover(self, symbol: str, **values: int) -> Crossover | None:
-        """The smallest value of a symbol at which communication takes no longer than compute.
+        """Find the smallest value of a symbol at which communication takes no longer than compute.
 
         Args:
-            symbol: what to vary, such as "batch"; one of the inputs'.
-            values: of other symbols, where they are not those that were explained.
+            symbol: of the inputs, such as "batch".
+            values: of other symbols that differ from the explained ones.
 
         Returns:
             None if communication is never hidden, up to 2**40.
 
         Raises:
-            ArgumentError: the symbol is none of the inputs'.
+            ArgumentError: the symbol is not one of the inputs'.
         """
         if symbol not in self.at or symbol == RANKS.name:
             inputs = ", ".join(name for name in self.at if name != RANKS.name)
             raise ArgumentError(f"communication is hidden by more work, not by {symbol!r}: vary one of {inputs}.")
 
-        def excess(value: int) -> float:
+        def is_exposed(value: int) -> bool:
             found = self.evaluate(**{**values, symbol: value})
-            return found["communication_s"] - found["compute_s"]
+            return found["communication_s"] > found["compute_s"]
 
         low, high = 0, 1
-        while excess(high) > 0:
+        while is_exposed(high):
             low, high = high, 2 * high
-            if high > 2**40:
+            if high > _MOST_CROSSOVER:
                 return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+            low, high = (middle, high) if is_exposed(middle) else (low, middle)
         return Crossover(symbol, high, self._solved(symbol, {**self.at, **values, symbol: high}))
 
     def _solved(self, symbol: str, at: Mapping[str, int]) -> sympy.Expr:
-        """Where both times are equal, with the branches that hold at a point; nan if that is no quadratic equation."""
-        times = (self.smooth(name, **at) for name in ("communication_s", "compute_s"))
-        unknown = self.symbols[symbol]
-        equation = sympy.Poly(sympy.fraction(sympy.together(sympy.Add(next(times), -next(times))))[0], unknown)
+        """Solve communication = compute, with the branches that hold at a point; nan if it is not quadratic."""
+        communication, compute = (self.smooth(name, **at) for name in ("communication_s", "compute_s"))
+        equation = sympy.Poly(sympy.fraction(sympy.together(communication - compute))[0], self.symbols[symbol])
         if equation.degree() not in (1, 2):
             return sympy.nan
         point = {self.symbols[name]: value for name, value in at.items()}
-        roots = sympy.roots(equation)
-        real = [root for root in roots if abs(sympy.im(complex(root.subs(point)))) < 1e-6]
+        real = [root for root in sympy.roots(equation) if abs(sympy.im(complex(root.subs(point)))) < 1e-6]
         best = min(real, key=lambda root: abs(complex(root.subs(point)) - at[symbol]), default=sympy.nan)
         return best.evalf(_DIGITS)
 
     def __str__(self) -> str:
-        """The results, in terms of regions and buckets, and what those are."""
-        lines = [f"{name} = {value}" for name, value in (*self.definitions, *self.results.items())]
-        return "\n".join(lines)
+        """All definitions and results, one per line."""
+        return "\n".join(f"{name} = {value}" for name, value in (*self.definitions, *self.results.items()))
 
 
 def _branch(
     expression: sympy.Expr, known: dict[sympy.Symbol, tuple[sympy.Expr, float]], definitions: dict[Any, sympy.Expr]
 ) -> tuple[sympy.Expr, float]:
-    """An expression without maxima and roundings, each replaced by the argument it takes, and its exact value.
+    """Replace maxima and roundings by the argument they take at a point; return the expression and its exact value.
 
-    Args:
-        known: the same of symbols; definitions are added as they are met.
+    `known` has the same for symbols; definitions are added as they are met.
     """
     if expression in known:
         return known[expression]
@@ -363,12 +352,7 @@ def _branch(
 
 
 def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, training: Training) -> Formulas:
-    """Formulas of a lowered program whose nodes have symbolic sizes.
-
-    Args:
-        at: values of the symbols of the inputs.
-        training: the optimizer, and what it follows.
-    """
+    """Build the formulas of a lowered program whose nodes have symbolic sizes; `at` are the symbols' values."""
     definitions: Definitions = []
 
     def define(name: str, value: Any) -> Any:
@@ -379,20 +363,27 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, traini
         definitions.append((symbol, value))
         return symbol
 
-    mesh = mesh_of_ranks(program.mesh)
-    anywhere = replace(costs, mesh=mesh)  # how many ranks wait for each other is a symbol, too
+    mesh = _mesh_of_ranks(program.mesh)
+    on_ranks = replace(costs, mesh=mesh)  # the number of ranks that wait for each other is a symbol, too
     regions = {
-        name: define(name, anywhere.region(_symbolic_region(program.regions[key])))
+        name: define(name, on_ranks.region(_symbolic_region(program.regions[key])))
         for name, key in program.region_names.items()
     }
-    events = _events(program, costs, mesh, regions, define)
+    model = functools.partial(model_collective, size_of=_num_bytes)
+    priced = Costs(costs.profile, costs.network, mesh)
+    named = Sizes(priced, mesh, regions, functools.partial(_sent, program), _num_bytes, model)
+    events: list[Event] = [
+        replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
+        for event in events_of(program, costs, named)
+    ]
     times = run(events, costs.profile.contention, define)
     step = times.step(events)
     calls = [event.name for event in events if isinstance(event, Call)]
     compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), *times.slower)
     collectives = [event for event in events if isinstance(event, Launch) and event.link not in HOST_LINKS]
-    state, trained = _state(program, training.optimizer_states)
-    optimizer = training.update_seconds(anywhere, mesh, trained)
+    shards = [(row, _shard_numel(row, program.mesh) * row.dtype.itemsize) for row in program.params]
+    trained = sympy.Add(*(size for row, size in shards if row.trainable))
+    optimizer = training.update_seconds(on_ranks, mesh, trained)
     results = {
         "step_time_s": step + optimizer,
         "compute_s": compute,
@@ -400,77 +391,56 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, traini
         "communication_s": sympy.Add(*(event.seconds for event in collectives)),
         "exposed_comm_s": step - compute,
         "communication_bytes": sympy.Add(*(event.num_bytes for event in collectives)),
-        "state_bytes": state,
+        "state_bytes": sympy.Add(
+            *(size * (2 + training.optimizer_states if row.trainable else 1) for row, size in shards)
+        ),
         "saved_bytes": sum((_saved(phase) for phase in program.phases.values()), sympy.Integer(0)),
     }
     everything = {**at, RANKS.name: program.mesh.shard.size}
     return Formulas(everything, definitions, {name: sympy.sympify(value) for name, value in results.items()})
 
 
-def _events(
-    program: Program, costs: Costs, mesh: Mesh, regions: Mapping[str, Any], define: Callable[[str, Any], Any]
-) -> list[Event]:
-    """What the program does, with expressions; seconds of collectives and copies have names."""
-    priced = Costs(costs.profile, costs.network, mesh)
-    model = functools.partial(model_collective, size_of=_copied)
-    sizes = Sizes(priced, mesh, regions, functools.partial(_sent, program), _copied, model)
-    events = events_of(program, costs, sizes)
-    return [
-        replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
-        for event in events
-    ]
-
-
-def _copied(node: Node) -> Any:
-    """Bytes of a value that is copied to or from the host, or that the model communicates."""
-    return math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize
+def _num_bytes(node: Node) -> Any:
+    return math.prod(_symbolic(node)) * node.meta["val"].dtype.itemsize
 
 
 def _symbolic_region(region: Region) -> Region:
-    """A copy whose nodes have their symbolic sizes."""
+    """Copy a region with symbolic sizes on its nodes."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     graph.output(graph.graph_copy(region.module.graph, copies))
     for node, copy in copies.items():
-        copy.meta = {**node.meta, "sizes": symbolic(node)}
+        copy.meta = {**node.meta, "sizes": _symbolic(node)}
     return Region(region.key, region.text, GraphModule(region.module, graph))
 
 
 def _sent(program: Program, launch: Node) -> Any:
-    """Bytes of the full tensors of a bucket, padding included; an all-reduce has shards."""
+    """Return the bytes of a bucket's full tensors, including padding; an all-reduce sends shards."""
     assert program.plan is not None
     planned = program.plan.bucket(launch.meta["bucket"])
     rows = [program.params[name] for name in planned.members]
-    parts, shards = num_shards_of(rows[0], program.mesh), rows[0].on(program.mesh).shard.size
+    parts, shards = _num_shards(rows[0], program.mesh), rows[0].on(program.mesh).shard.size
     if planned.kind == "all_reduce":
         parts, shards = 1, 1
-    sizes = [(row, row.sent_dtype(planned.kind).itemsize) for row in rows]
+    itemsizes = [(row, row.sent_dtype(planned.kind).itemsize) for row in rows]
     here = sent_bytes(launch) // shards
-    if here != sum(math.prod(row.padded_shape) * itemsize for row, itemsize in sizes):
+    if here != sum(math.prod(row.padded_shape) * itemsize for row, itemsize in itemsizes):
         # A pass sends elements of another size, and something with each shard: a scale, for instance.
         itemsize, rest = divmod(here, sum(math.prod(row.padded_shape) for row in rows))
         return parts * (itemsize * sympy.Add(*(_shard_numel(row, program.mesh) for row in rows)) + rest)
-    return sympy.Add(*(parts * _shard_numel(row, program.mesh) * itemsize for row, itemsize in sizes))
+    return sympy.Add(*(parts * _shard_numel(row, program.mesh) * itemsize for row, itemsize in itemsizes))
 
 
 def _shard_numel(row: ParamSpec, mesh: Mesh) -> Any:
-    """Elements of a padded shard."""
+    """Return the elements of a padded shard."""
     if row.num_shards == 1:
         return math.prod(row.shape)
     rest = math.prod(row.shape) // max(row.shape[row.dim], 1)
-    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / num_shards_of(row, mesh))
-
-
-def _state(program: Program, states: int) -> tuple[Any, Any]:
-    """Bytes of shards, gradients and optimizer state; of trained shards alone."""
-    sizes = [(row, _shard_numel(row, program.mesh) * row.dtype.itemsize) for row in program.params]
-    held = sympy.Add(*(size * (2 + states if row.trainable else 1) for row, size in sizes))
-    return held, sympy.Add(*(size for row, size in sizes if row.trainable))
+    return rest * sympy.ceiling(sympy.Integer(row.shape[row.dim]) / _num_shards(row, mesh))
 
 
 def _saved(phase: Phase) -> Any:
-    """Bytes that forward leaves for backward, without parameters, inputs, and numbers of tokens."""
+    """Return the bytes of saved tensors, without parameters, inputs, and numbers of tokens."""
     pairs = zip(phase.results, phase.outputs)
     saved = (base_of(node, is_alias) for node, slot in pairs if slot.kind == "saved" and isinstance(node, Node))
-    distinct = filter(symbolic, dict.fromkeys(saved))
-    return sympy.Add(*(math.prod(symbolic(node)) * node.meta["val"].dtype.itemsize for node in distinct))
+    return sympy.Add(*(_num_bytes(node) for node in filter(_symbolic, dict.fromkeys(saved))))

@@ -1,9 +1,9 @@
-"""How a model is trained, as far as its program does not say it: the optimizer's step, microbatches, tokens and price.
+"""How a model is trained, beyond its program: the optimizer's step, microbatches, tokens and price.
 
     Training(accumulate=8, foreach=True, clip_norm=1.0, tokens=2e12, price=2.50)
 
-A new argument of this kind is a field here and the same key of `TrainingArguments`; `explain`, `explain_grid` and
-`what_if` take it then.
+A new argument of this kind is a field here and the same key of `TrainingArguments`; then `explain`, `explain_grid` and
+`what_if` take it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import check_bool, check_choice, check_count, check_number
 from graphshard.utils.text import format_amount
 
-# No optimizer keeps more tensors like a parameter, and no step has more microbatches.
-_MOST_STATES, _MOST_MICROBATCHES = 1000, 1_000_000
-# No rank of a pipeline has more stages.
-_MOST_STAGES = 1000
+# Upper limits of the counts, far above any use.
+_MOST_STATES, _MOST_MICROBATCHES, _MOST_STAGES = 1000, 1_000_000, 1000
 # The norm of all gradients, in float32.
 _NORM_BYTES = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What `explain` is told of a training; its docstring says what each field means.
+    """Arguments of `explain` about the training; its docstring describes the fields.
 
     Raises:
-        ArgumentError: one of them is wrong, or two do not fit together.
+        ArgumentError: one of them is wrong, or two contradict each other.
     """
 
     optimizer_states: int = 2
@@ -52,13 +50,8 @@ class Training:
     stages_per_rank: int = 2
 
     def __post_init__(self) -> None:
-        check_count(
-            "optimizer_states",
-            self.optimizer_states,
-            least=0,
-            most=_MOST_STATES,
-            what="number of tensors such as 2 for Adam",
-        )
+        states = "number of tensors such as 2 for Adam"
+        check_count("optimizer_states", self.optimizer_states, least=0, most=_MOST_STATES, what=states)
         check_bool("foreach", self.foreach)
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, positive=True)
@@ -79,24 +72,47 @@ class Training:
                     f"price={self.price} is of a GPU hour, and tokens, which say how many hours there are, are not "
                     "given. Give tokens such as 2e12."
                 )
-
         check_choice("pipeline", self.pipeline, PIPELINE_SCHEDULES)
         check_count("stages_per_rank", self.stages_per_rank, most=_MOST_STAGES, what="number of stages such as 2")
 
     def update_seconds(self, costs: Costs, mesh: Mesh, trained: Scalar) -> Scalar:
-        """What follows the last backward of a step: clipping, and the optimizer.
-
-        Args:
-            trained: bytes of the shards of trained parameters.
-        """
+        """Return the seconds of clipping and of the optimizer, for bytes of shards of trained parameters."""
         seconds = costs.optimizer(trained, self.optimizer_states, foreach=self.foreach)
         if self.clip_norm is not None:
             seconds += costs.clipping(trained) + costs.collective("all_reduce", _NORM_BYTES, 1, mesh.shard)
         return seconds
 
     def temporary_bytes(self, trained: int) -> int:
-        """What the optimizer allocates while it runs: with `foreach` Adam has the roots of its second moments."""
+        """Return the bytes allocated while the optimizer runs: `foreach` Adam has the roots of its second moments."""
         return trained if self.foreach and self.optimizer_states > 1 else 0
+
+    def num_microbatches(self, sizes: Mapping[str, int], inputs: Any) -> int:
+        """Return how many forwards and backwards a step has, on a mesh of such sizes, with inputs of one rank.
+
+        Raises:
+            BatchError: the mesh is larger than the global batch, or does not divide it.
+        """
+        if self.global_batch is None:
+            return self.accumulate
+        batch = batch_of(inputs) or 1
+        # Ranks of a tensor axis and stages have the same inputs, ranks of a context axis parts of the same sequences.
+        ranks = math.prod(size for name, size in sizes.items() if name not in (*TENSOR, *CONTEXT, *PIPELINE))
+        together = batch * ranks
+        if together <= self.global_batch and self.global_batch % together == 0:
+            return self.global_batch // together
+        mesh = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        larger = together > self.global_batch
+        raise BatchError(
+            f"mesh {mesh} {'is larger than' if larger else 'does not divide'} the batch: {ranks} ranks with inputs of "
+            f"their own, {batch} each, have {together}, and global_batch is {self.global_batch}. Give "
+            + ("fewer data ranks, smaller inputs or a larger batch." if larger else f"a multiple of {together}.")
+        )
+
+
+def batch_of(inputs: Any) -> int | None:
+    """Return the first dim of the first tensor of some inputs; None if no tensor has dims."""
+    leaves = pytree.tree_leaves(inputs)
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
 
 class TrainingArguments(TypedDict, total=False):
@@ -114,15 +130,11 @@ class TrainingArguments(TypedDict, total=False):
 
 
 class ExplainArguments(OptionArguments, TrainingArguments, total=False):
-    """What `explain` takes of `compile`, and of a training."""
+    """Keyword arguments that `explain` shares with `compile`, and those about the training."""
 
 
-def chosen(given: Mapping[str, Any]) -> tuple[Options, Training]:
-    """What a function was given of `ExplainArguments`, as values.
-
-    Raises:
-        ArgumentError: one of them is wrong.
-    """
+def split_arguments(given: Mapping[str, Any]) -> tuple[Options, Training]:
+    """Split `ExplainArguments` into options and training."""
     names = {field.name for field in fields(Training)}
     training = Training(**{name: value for name, value in given.items() if name in names})
     return Options(**{name: value for name, value in given.items() if name not in names}), training
@@ -130,16 +142,16 @@ def chosen(given: Mapping[str, Any]) -> tuple[Options, Training]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What it takes to train on so many tokens, at the predicted step.
+    """Cost of a training on some number of tokens, at the predicted step.
 
     Attributes:
         tokens: of the whole training.
         steps: of the optimizer.
-        days: from begin to end, without checkpoints, failures and what else is beside steps.
+        days: from begin to end, without checkpoints, failures and anything else between steps.
         gpu_hours: of all ranks.
         price: of one GPU for an hour, as given; None if it was not.
         money: `gpu_hours` times `price`, in its currency.
-        range: of the predicted step, as shares of it: from the tenth to the ninetieth percentile.
+        range: of the predicted step, relative to it: from the tenth to the ninetieth percentile.
     """
 
     tokens: float
@@ -150,12 +162,21 @@ class TrainingCost:
     money: float | None
     range: tuple[float, float]
 
-    def __str__(self) -> str:
+    def between(self, value: float) -> str:
+        """Return the range of a number that is proportional to the step: "10 to 12"; "" without a range."""
         low, high = self.range
-        between = f" ({format_amount(self.days * low)} to {format_amount(self.days * high)})" if low < high else ""
+        return f"{format_amount(value * low)} to {format_amount(value * high)}" if low < high else ""
+
+    @property
+    def days_in_words(self) -> str:
+        """Days with their range."""
+        between = self.between(self.days)
+        return f"{format_amount(self.days)} days{f' ({between})' if between else ''}"
+
+    def __str__(self) -> str:
         money = "" if self.money is None else f", {format_amount(self.money)} at {self.price:,.2f} for each"
         return (
-            f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps, {format_amount(self.days)} days{between}, "
+            f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps, {self.days_in_words}, "
             f"{format_amount(self.gpu_hours)} GPU hours{money}"
         )
 
@@ -163,13 +184,7 @@ class TrainingCost:
 def training_cost(
     training: Training, *, step_tokens: int, seconds: float, between: tuple[float, float], ranks: int
 ) -> TrainingCost | None:
-    """What a training costs; None if it is not said how many tokens it has.
-
-    Args:
-        step_tokens: of all ranks.
-        seconds: of a step.
-        between: which seconds a step lies.
-    """
+    """Return the cost of a training by the seconds of a step and their range; None if no tokens are given."""
     if training.tokens is None:
         return None
     steps = training.tokens / step_tokens
@@ -183,36 +198,3 @@ def training_cost(
         money=None if training.price is None else hours * training.price,
         range=(between[0] / seconds, between[1] / seconds),
     )
-
-
-def microbatches_of(sizes: Mapping[str, int], inputs: Any, training: Training) -> int:
-    """Forwards and backwards of a step.
-
-    Args:
-        sizes: of the mesh, by axis.
-        inputs: of one rank's call; the first dim of the first tensor is the batch.
-        training: says how many there are, or how many sequences all ranks process in a step.
-
-    Raises:
-        BatchError: the mesh is larger than the batch, or does not divide it.
-    """
-    global_batch = training.global_batch
-    if global_batch is None:
-        return training.accumulate
-    leaves = pytree.tree_leaves(inputs)
-    batch = next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-    # Ranks of a tensor axis and stages have the same inputs, those of a context axis parts of the same sequences.
-    ranks = math.prod(size for name, size in sizes.items() if name not in (*TENSOR, *CONTEXT, *PIPELINE))
-    together = batch * ranks
-    mesh = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    if together > global_batch:
-        raise BatchError(
-            f"mesh {mesh} is larger than the batch: {ranks} ranks with inputs of their own, {batch} each, have "
-            f"{together}, and global_batch is {global_batch}. Give fewer data ranks, smaller inputs or a larger batch."
-        )
-    if global_batch % together:
-        raise BatchError(
-            f"mesh {mesh} does not divide the batch: {ranks} ranks with inputs of their own, {batch} each, have "
-            f"{together}, and global_batch is {global_batch}. Give a multiple of {together}."
-        )
-    return global_batch // together

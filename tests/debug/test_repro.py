@@ -348,7 +348,7 @@ def test_a_text_alone_is_not_enough(dump: Path, tmp_path: Path, capsys: pytest.C
     text = tmp_path / "09-bucket.txt"
     text.write_text((dump / text.name).read_text())
     assert main([str(text)]) == 2
-    assert "has no 09-bucket.json beside it, from which the program could be made again" in capsys.readouterr().err
+    assert "has no 09-bucket.json next to it to make the program again" in capsys.readouterr().err
 
 
 def test_an_unknown_operator_needs_its_library(

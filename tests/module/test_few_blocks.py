@@ -25,7 +25,7 @@ from graphshard.module import tracer
 from graphshard.module.tracer import VARIABLE
 from graphshard.schedule.by_cost import PlanByCost
 from tests.conftest import FakeWorld
-from tests.explain.test_depth import Attends, Block, Experts, Normed, Skips, Stack, UsesItsIndex
+from tests.predict.test_depth import Attends, Block, Experts, Normed, Skips, Stack, UsesItsIndex
 from tests.ranks import Ranks
 
 BATCH = (torch.zeros(2, 4, dtype=torch.long),)

@@ -12,7 +12,7 @@ from graphshard.ir.graph import WAIT, kind_of, launch_of
 from graphshard.ir.program import Program
 from graphshard.schedule.memory import Memory, memory_of, tensors
 from graphshard.schedule.timeline import estimate
-from tests.explain.test_explain import BF16, TOKENS, meta_net
+from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 
 def groups(memory: Memory) -> Counter[str]:

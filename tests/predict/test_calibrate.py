@@ -14,10 +14,9 @@ from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import NodeLink
 from graphshard.ir.mesh import Axis
-from graphshard.predict import microbenchmarks
-from graphshard.predict import microbenchmarks as calibrate_chip
-from graphshard.predict.microbenchmarks import Links, fit
-from tests.explain.test_explain import TOKENS, meta_net
+from graphshard.predict import calibrate
+from graphshard.predict.calibrate import Links, fit
+from tests.predict.test_explain import TOKENS, meta_net
 
 
 def test_fit():
@@ -39,8 +38,8 @@ def quick(monkeypatch):
         fn()
         return 1e-3
 
-    monkeypatch.setattr(calibrate_chip, "seconds_of", seconds_of)
-    monkeypatch.setattr(calibrate_chip, "_SQUARES", {"cpu": (64, 128)})
+    monkeypatch.setattr(calibrate, "seconds_of", seconds_of)
+    monkeypatch.setattr(calibrate, "_SQUARES", {"cpu": (64, 128)})
 
 
 def test_command(quick, tmp_path, capsys):
@@ -93,12 +92,12 @@ def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
 
 def test_the_best_of_several_rounds():
     """Number by number, and link by link: a slow moment of a shared machine does not count."""
-    fast = calibrate_chip.Chip(1e-6, 1e10, 1e9, 1e10, {"float32": 1e11}, {"float32": 1e10})
-    slow = calibrate_chip.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
-    best = calibrate_chip.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
+    fast = calibrate.Chip(1e-6, 1e10, 1e9, 1e10, {"float32": 1e11}, {"float32": 1e10})
+    slow = calibrate.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
+    best = calibrate.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
     assert fast.better(slow) == slow.better(fast) == best
-    once = Links(1, {"gather": NodeLink(1e9, 1e-3, 1e-4)}, {"isolated": microbenchmarks._of_ranks(1e9)}, 0.8, 8192)
-    again = Links(1, {"gather": NodeLink(5e8, 5e-3, 5e-5)}, {"isolated": microbenchmarks._of_ranks(5e8)}, 0.7, 4096)
+    once = Links(1, {"gather": NodeLink(1e9, 1e-3, 1e-4)}, {"isolated": calibrate._of_ranks(1e9)}, 0.8, 8192)
+    again = Links(1, {"gather": NodeLink(5e8, 5e-3, 5e-5)}, {"isolated": calibrate._of_ranks(5e8)}, 0.7, 4096)
     assert once.better(again) == again.better(once) == replace(once, contention=0.7, pack_below=4096)
 
 
@@ -112,9 +111,9 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
         call()
         return next(times)
 
-    monkeypatch.setattr(microbenchmarks, "seconds_together", seconds_together)
-    monkeypatch.setattr(microbenchmarks, "_SHARDS", (1024, 2048, 4096))
-    assert microbenchmarks._pack_below("cpu", torch.distributed.group.WORLD) == found
+    monkeypatch.setattr(calibrate, "seconds_together", seconds_together)
+    monkeypatch.setattr(calibrate, "_SHARDS", (1024, 2048, 4096))
+    assert calibrate._pack_below("cpu", torch.distributed.group.WORLD) == found
 
 
 def test_builtin_profile_of_a_cpu():

@@ -49,7 +49,7 @@ class Asked:
 def test_the_largest_batch_of_a_straight_line_takes_three_predictions(begin: int, slope: int) -> None:
     """The begin, another one, and the answer."""
     asked = Asked(lambda batch: 100 + slope * batch)
-    found = largest(asked, begin)
+    found = largest("", asked, begin)
     assert found.outcome is not None
     assert found.outcome.batch == 900 // slope
     assert found.why == ""
@@ -59,7 +59,7 @@ def test_the_largest_batch_of_a_straight_line_takes_three_predictions(begin: int
 def test_a_line_that_is_bent_is_corrected() -> None:
     """Allocations that come in pieces: the answer fits, and the next batch does not."""
     asked = Asked(lambda batch: 100 + 30 * batch + 0.4 * batch**2 + 60 * (batch // 16))
-    found = largest(asked, 2)
+    found = largest("", asked, 2)
     assert found.outcome is not None
     assert found.outcome.batch is not None
     assert asked.memory(found.outcome.batch) <= ROOM < asked.memory(found.outcome.batch + 1)
@@ -68,21 +68,21 @@ def test_a_line_that_is_bent_is_corrected() -> None:
 
 def test_no_batch_fits() -> None:
     asked = Asked(lambda batch: 1200 + batch)
-    found = largest(asked, 4)
+    found = largest("", asked, 4)
     assert found.outcome is None
-    assert found.why == ""
+    assert found.why == "one sequence for each rank is too large"
     assert len(asked.counts) <= 4
 
 
 def test_memory_that_does_not_grow_has_no_largest_batch() -> None:
-    found = largest(Asked(lambda batch: 10.0), 1)
+    found = largest("", Asked(lambda batch: 10.0), 1)
     assert found.outcome is not None
     assert found.outcome.batch == 1024
     assert found.why == "more than 1024 were not tried"
 
 
 def test_a_batch_that_cannot_be_predicted_is_named() -> None:
-    found = largest(Asked(lambda batch: 100 + 10 * batch, broken=(2,)), 1)
+    found = largest("", Asked(lambda batch: 100 + 10 * batch, broken=(2,)), 1)
     assert found.outcome is not None
     assert found.outcome.batch == 1
     assert found.why == "batch 2: no such inputs"
@@ -111,7 +111,7 @@ def on_ranks(fixed: float, state: float, counts: list[int]) -> Callable[[int], O
 def test_the_smallest_mesh(fixed: float, state: float, begin: int, expected: int | None, predictions: int) -> None:
     """By halves if it fits, by doubles if it does not."""
     counts: list[int] = []
-    found = smallest(on_ranks(fixed, state, counts), begin)
+    found = smallest("", on_ranks(fixed, state, counts), begin)
     assert (found.outcome and found.outcome.num_ranks) == expected
     assert len(counts) == predictions
 
@@ -119,6 +119,6 @@ def test_the_smallest_mesh(fixed: float, state: float, begin: int, expected: int
 def test_meshes_that_there_are_not_are_skipped() -> None:
     """Inner axes cannot be halved."""
     plain = on_ranks(100, 100, [])
-    found = smallest(lambda ranks: plain(ranks) if ranks >= 16 else "there is no such mesh", 64)
+    found = smallest("", lambda ranks: plain(ranks) if ranks >= 16 else "there is no such mesh", 64)
     assert found.outcome is not None
     assert found.outcome.num_ranks == 16

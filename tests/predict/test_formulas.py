@@ -15,8 +15,8 @@ from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
 from graphshard.passes import Float8AllGather, MakePlan, OffloadParameters
 from graphshard.predict.study import Study
-from tests.explain.test_explain import BF16, TOKENS, meta_net
 from tests.helpers import COALESCED
+from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 SECONDS = ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s")
 # Without what the host takes, which does not shrink with the batch: small ones have something to hide behind too late.
@@ -188,7 +188,7 @@ def test_sizes_have_symbols():
     """Every size that grows with the input has the symbol; weights have none."""
     study = Study(Other(""), (torch.ones(16, 4),), None, symbols={"rows": 0})
     study.explain((8,), H100, "isolated")
-    captured = study._subjects[None].program
+    captured = study._targets[None].program
     assert captured is not None
     nodes = captured.phases["joint"].module.graph.nodes
     rows = sympy.Symbol("rows", integer=True, positive=True)

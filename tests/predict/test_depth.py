@@ -97,7 +97,7 @@ def explained(model: nn.Module, *, every_block: bool, **options: Any) -> tuple[E
     inputs = (torch.zeros(2, 4, dtype=torch.long),)
     study = Study(model, inputs, None, Options(**options), every_block=every_block)
     found = study.explain((8,), PROFILE, "isolated")
-    captured = study._subjects[None].program
+    captured = study._targets[None].program
     assert captured is not None
     return found, len(captured.params)
 

@@ -19,8 +19,8 @@ from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import Repeats
 from graphshard.predict.pipeline_stages import BlockCut, Blocks, Stages, blocks_of, lists_of
 from tests.conftest import FakeWorld
-from tests.explain.test_explain import BF16, meta_net
 from tests.helpers import captured, full_gradients, mean_gradients, padded_shard, run_ranks, through
+from tests.predict.test_explain import BF16, meta_net
 
 H100 = graphshard.load_profile("h100")
 TOKENS = torch.zeros(2, 128, dtype=torch.long)

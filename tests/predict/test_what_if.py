@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard.options.options import Options
 from graphshard.predict import capture_target
-from graphshard.predict.answers import outcome_of
+from graphshard.predict.answers import Outcome
 from graphshard.predict.step_changes import ABOUT, Case, changes_of
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
 from graphshard.predict.what_if import answer
-from tests.explain.test_explain import BF16, TOKENS, meta_net
+from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 H100 = graphshard.load_profile("h100")
 INPUTS: Any = ((TOKENS,), {})
@@ -51,16 +51,16 @@ def test_every_answer_is_the_prediction_of_the_changed_step(asked: tuple[graphsh
     for each in found.changes:
         case = expected[each.change]
         fresh = study_of(case).explain(case.mesh, case.profile, case.network)
-        assert each.outcome == outcome_of(fresh, case.batch), each.change
+        assert each.outcome == Outcome.of(fresh, case.batch), each.change
         gain = fresh.tokens_per_second_per_gpu / found.base.tokens_per_second_per_gpu - 1
         assert each.gain == pytest.approx(gain)
     assert [row.ranks for row in found.scaling] == [4, 16, 64]
     for row in found.scaling:
         fresh = study_of(CASE).explain((row.ranks,), H100, "isolated")
-        assert row.outcome == outcome_of(fresh, 2)
+        assert row.outcome == Outcome.of(fresh, 2)
         assert row.efficiency == pytest.approx(fresh.tokens_per_second_per_gpu / found.base.tokens_per_second_per_gpu)
     assert found.scaling[1].efficiency == 1
-    assert found.here == outcome_of(found.base, 2)
+    assert found.here == Outcome.of(found.base, 2)
 
 
 def test_a_graph_is_captured_once(asked: tuple[graphshard.WhatIf, int]) -> None:
@@ -286,7 +286,7 @@ def test_a_model_that_is_made_for_its_mesh() -> None:
     assert {each.change for each in found.changes} == {"mesh dp 8, tp 4", "mesh dp 32, tp 1"}
     for each in found.changes:
         fresh = graphshard.explain(model, each.outcome.mesh, **given)
-        assert each.outcome == outcome_of(fresh, 2)
+        assert each.outcome == Outcome.of(fresh, 2)
     assert [row.outcome.mesh for row in found.scaling] == [{"dp": 4, "tp": 2}, {"dp": 16, "tp": 2}]
     activation, ranks = found.left_out
     assert activation.startswith(

@@ -12,7 +12,7 @@ from graphshard.cost.profile import sampled, with_numbers
 from graphshard.options.options import Options
 from graphshard.predict.step_prediction import PERCENTILES
 from graphshard.predict.study import Study
-from tests.explain.test_explain import BF16, RANKS, TOKENS, meta_net
+from tests.predict.test_explain import BF16, RANKS, TOKENS, meta_net
 
 H100 = graphshard.load_profile("h100")
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from graphshard.debug.summary_page import Point, Row, Summary, Tile, drawing_of, render_summary
+from graphshard.predict.answers import Summary, SummaryPoint, SummaryRow, drawing_of, render_summary
 from tests.browser import Page, Show, texts
-from tests.report.conftest import OpenText
-from tests.report.test_page import CONTRAST
+from tests.debug.conftest import OpenText
+from tests.debug.test_page import CONTRAST
 from tests.reports import HOSTILE
 
 
-def points(*speeds: float, here: int = 0) -> tuple[Point, ...]:
+def points(*speeds: float, here: int = 0) -> tuple[SummaryPoint, ...]:
     """64, 128, 256 ... ranks."""
     cells = ("442 ms", "9,263", "38.1 ms", "45.7%", "24.8 GiB", "39.0")
     return tuple(
-        Point(64 << place, speed, speed / speeds[here], place == here, cells) for place, speed in enumerate(speeds)
+        SummaryPoint(64 << place, speed, speed / speeds[here], place == here, cells)
+        for place, speed in enumerate(speeds)
     )
 
 
@@ -29,15 +29,13 @@ def small(**changes: Any) -> Summary:
     summary = Summary(
         title="Llama, 8.03 billion parameters, on 64 x h100",
         lead=("A step of 262,144 tokens takes 442 ms.", "2.00 trillion tokens take 39.0 days."),
-        tiles=tuple(
-            Tile(name, "149,938", "405 ms to 471 ms") for name in ("Step", "Days", "GPU hours", "Money", "MFU")
-        ),
+        tiles=tuple((name, "149,938", "405 ms to 471 ms") for name in ("Step", "Days", "GPU hours", "Money", "MFU")),
         headings=("Step", "Tokens/s per GPU", "Memory", "GPU hours"),
         changes=(
-            Row("hardware b200", 0.94, True, cells, f"{reason}; {long}"),
-            Row("reshard_after_forward=False", 0.02, True, cells, reason),
-            Row("network in-training", -0.31, True, cells, reason),
-            Row("batch 8 per rank", 0.12, False, cells, reason),
+            SummaryRow("hardware b200", 0.94, True, cells, f"{reason}; {long}"),
+            SummaryRow("reshard_after_forward=False", 0.02, True, cells, reason),
+            SummaryRow("network in-training", -0.31, True, cells, reason),
+            SummaryRow("batch 8 per rank", 0.12, False, cells, reason),
         ),
         fits=("The largest batch is 3 for each rank.", "The smallest mesh is shard 8."),
         scaling_headings=("Step", "Tokens/s per GPU", "Exposed", "MFU", "Memory", "Days"),
@@ -45,7 +43,7 @@ def small(**changes: Any) -> Summary:
         assumptions=("Nothing was run.", "Days are those of steps."),
         left_out=("mesh replicate 8, shard 8: memory_limit cannot be kept",),
     )
-    return dataclasses.replace(summary, **changes)
+    return summary._replace(**changes)
 
 
 @pytest.fixture
@@ -61,11 +59,11 @@ def show(open_text: OpenText) -> Show:
 
 
 def test_hostile_names_are_text() -> None:
-    row = Row(HOSTILE, 0.1, True, (HOSTILE,), HOSTILE)
+    row = SummaryRow(HOSTILE, 0.1, True, (HOSTILE,), HOSTILE)
     page = render_summary(
         Summary(
-            HOSTILE, (HOSTILE,), (Tile(HOSTILE, HOSTILE, HOSTILE),), (HOSTILE,), (row,), (HOSTILE,), (HOSTILE,),
-            tuple(dataclasses.replace(point, cells=(HOSTILE,)) for point in points(2.0, 1.0)), (HOSTILE,), (HOSTILE,),
+            HOSTILE, (HOSTILE,), ((HOSTILE, HOSTILE, HOSTILE),), (HOSTILE,), (row,), (HOSTILE,), (HOSTILE,),
+            tuple(point._replace(cells=(HOSTILE,)) for point in points(2.0, 1.0)), (HOSTILE,), (HOSTILE,),
         ),
         f"{HOSTILE}.html",
     )  # fmt: skip
@@ -95,15 +93,15 @@ def test_the_drawing_has_the_numbers() -> None:
     """Speeds from zero up, ranks by their logarithm; the line of the given mesh goes through its mark."""
     drawing = drawing_of(points(9263.0, 4631.5, 2315.75))
     assert drawing is not None
-    first, second, third = drawing.marks
-    assert first.y == drawing.ideal
-    ground = drawing.ticks[0][0]
-    assert ground - second.y == pytest.approx((ground - first.y) / 2, abs=0.1)
-    assert ground - third.y == pytest.approx((ground - first.y) / 4, abs=0.1)
-    assert second.x - first.x == pytest.approx(third.x - second.x, abs=0.1)
-    assert [mark.ranks for mark in drawing.marks] == ["64", "128", "256"]
-    assert [mark.efficiency for mark in drawing.marks] == ["100%", "50%", "25%"]
-    assert [label for _, label in drawing.ticks] == ["0", "5,000", "10,000"]
+    first, second, third = drawing["marks"]
+    assert first["y"] == drawing["ideal"]
+    ground = drawing["ticks"][0][0]
+    assert ground - second["y"] == pytest.approx((ground - first["y"]) / 2, abs=0.1)
+    assert ground - third["y"] == pytest.approx((ground - first["y"]) / 4, abs=0.1)
+    assert second["x"] - first["x"] == pytest.approx(third["x"] - second["x"], abs=0.1)
+    assert [mark["ranks"] for mark in drawing["marks"]] == ["64", "128", "256"]
+    assert [mark["efficiency"] for mark in drawing["marks"]] == ["100%", "50%", "25%"]
+    assert [label for _, label in drawing["ticks"]] == ["0", "5,000", "10,000"]
     assert drawing_of(points(1.0)) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 from graphshard.debug.html_report import Span
 from graphshard.schedule.memory import Alive
 from tests.browser import Page, Show, texts
-from tests.report.test_page import CONTRAST, compare, lines
+from tests.debug.test_page import CONTRAST, compare, lines
 from tests.reports import measured_report, small_report
 
 NARROW: dict[str, Any] = {"width": 480, "height": 800}

@@ -19,7 +19,7 @@ import graphshard
 from graphshard.predict import search
 from graphshard.predict.study import Study
 from graphshard.utils.progress import other_threads, progress
-from tests.explain.test_explain import TOKENS, meta_net
+from tests.predict.test_explain import TOKENS, meta_net
 
 MESHES = [(8,), (1024,)]
 SETTINGS = {"f32": {}, "keep": {"reshard_after_forward": False}}
@@ -138,7 +138,7 @@ def test_where_a_fork_is_not_safe(monkeypatch):
     with pytest.raises(graphshard.ArgumentError, match=r"this process is a rank of a process group\. Pass workers=1"):
         grid(2)
     monkeypatch.setattr(search, "_LONG", 0.0)
-    monkeypatch.setattr(search, "_side_by_side", None)
+    monkeypatch.setattr(search, "_in_workers", None)
     assert len(grid().rows) == 4
 
 
@@ -191,7 +191,7 @@ def test_unasked(monkeypatch):
         asked.append(count)
         return [[task.outcome() for task in group] for group in groups]
 
-    monkeypatch.setattr(search, "_side_by_side", beside)
+    monkeypatch.setattr(search, "_in_workers", beside)
     monkeypatch.setattr(search, "cores_here", lambda: 3)
     monkeypatch.setattr(search, "other_threads", list)
     grid()

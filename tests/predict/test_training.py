@@ -14,10 +14,10 @@ import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.study import Study, changed
+from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training, TrainingArguments
 from graphshard.utils.text import format_amount
-from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
+from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 
 # One profile without ranges, so that formulas are of its numbers.
 H100 = dataclasses.replace(graphshard.load_profile("h100"), contention=0.0)
@@ -30,7 +30,7 @@ def study() -> Study:
 
 def predicted(study: Study, shape: tuple[int, ...] = (RANKS,), **training: Any) -> Explanation:
     """Of the same capture."""
-    return changed(study, study.options, Training(**training)).explain(shape, H100, "isolated")
+    return study.changed(study.options, Training(**training)).explain(shape, H100, "isolated")
 
 
 def test_a_step_of_microbatches_is_so_many_and_one_update(study: Study) -> None:

@@ -31,7 +31,7 @@ from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
 from tests.distributed.expert_parallel import Moe, grouped, one_by_one
-from tests.explain.test_explain import BF16, meta_net
+from tests.predict.test_explain import BF16, meta_net
 
 H100 = graphshard.load_profile("h100")
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -202,7 +202,7 @@ def test_few_blocks_stand_for_all(activation: Any) -> None:
             every_block=every_block,
         )
         found.append(study.explain({"dp": 2, "tp": 2}, H100, "isolated").to_dict())
-        (subject,) = study._subjects.values()
+        (subject,) = study._targets.values()
         assert subject.program is not None
         captured.append(len(subject.program.params))
     assert found[0] == found[1]

@@ -18,7 +18,7 @@ from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import report_of
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters
-from graphshard.predict.advice import advise, limit_of, parts_of
+from graphshard.predict.step_prediction import advise, critical_parts, limit_of
 from graphshard.predict.study import Study
 from graphshard.schedule.by_cost import PlanByCost
 from graphshard.schedule.by_unit import PlanByUnit
@@ -368,8 +368,8 @@ def test_limit_is_the_longest_part_of_the_critical_path(study):
     h100 = graphshard.load_profile("h100")
     for mesh, network in (((RANKS,), "isolated"), ((64,), "in-training"), ((8, 8), "isolated")):
         found = study.explain(mesh, h100, network)
-        parts = parts_of(found._timeline)
-        seconds = {name: sum(s.seconds for s in getattr(parts, name)) for name in ("compute", "head", "tail", "link")}
+        parts = critical_parts(found._timeline)
+        seconds = {name: sum(s.seconds for s in parts[name]) for name in ("compute", "head", "tail", "link")}
         assert sum(seconds.values()) == pytest.approx(found._timeline.seconds)
         assert seconds["compute"] == pytest.approx(found.critical_path["compute"])
         assert found.limit == max(("head", "tail", "link"), key=lambda name: seconds[name])

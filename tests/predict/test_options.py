@@ -24,7 +24,7 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
 from graphshard.schedule.by_unit import PlanByUnit
-from tests.explain.test_explain import BF16, RANKS, TOKENS, Net, meta_net
+from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 from tests.ranks import FakeWorld
 
 H100 = replace(graphshard.load_profile("h100"), contention=0.0)
