@@ -52,7 +52,7 @@ class Partition(Pass):
             if slot.kind in ("param", "gathered"):
                 spec = program.params[slot.name]
                 chain = until_landed(node, spec) if slot.kind == "param" else []
-                landed = reversed(chain[-1 - len(landing(spec)) :])
+                landed = reversed(chain[-1 - len(landing(spec)) :] if chain else [])  # a scalar has no landing
                 slots |= {n.name: Slot("saved", spec.name, "gathered", left) for left, n in enumerate(landed)}
                 mark_sums(chain[-1] if chain else node, grads.get(slot.name))
         for node in filter(is_idle_draw, joint.module.graph.nodes):
