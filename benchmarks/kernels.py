@@ -37,11 +37,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from benchmarks.tiny_models import batch_of, tiny_model
 from examples.llama import Llama, LlamaConfig
-from graphshard.ir.gpus import CAPABILITIES, Capability
+from graphshard.cross import compile_for_gpus
+from graphshard.cross.compile_for_gpus import compile_for
+from graphshard.cross.gpu_kernels import GpuCode
+from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.program import Region
-from graphshard.lower import cross_internals
-from graphshard.lower.cross_internals import compile_for
-from graphshard.lower.kernels import GpuCode, dotted
 from graphshard.store.artifact_file import read_artifact
 
 # A model, and the arguments of a call of it.
@@ -96,7 +96,7 @@ def measured(name: str, dtype: str) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")  # of models
         for cache in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
             stack.enter_context(mock.patch.dict(os.environ, {cache: f"{directory}/{cache}"}))
-        stack.enter_context(mock.patch.object(cross_internals, "compile_for", timed))
+        stack.enter_context(mock.patch.object(compile_for_gpus, "compile_for", timed))
         path = graphshard.export(
             model,
             (2,),

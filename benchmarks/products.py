@@ -1,4 +1,4 @@
-"""Matrix products in float32 by MKL and by oneDNN, in turns: what `lower/onednn_internals.py` goes by.
+"""Matrix products in float32 by MKL and by oneDNN, in turns: what `lower/onednn_products.py` goes by.
 
     python -m benchmarks.products                             all of these sizes with each other, on one thread
     python -m benchmarks.products --sizes 64 256 --threads 2

@@ -22,8 +22,7 @@ from torch import nn
 
 import graphshard
 from graphshard.module.compiled_module import CompiledModule
-from graphshard.runtime.health_monitor import HealthMonitor, pause_of
-from graphshard.runtime.rank_status import ProcessIdentity, RankStatus, StepRecord
+from graphshard.runtime.health_monitor import HealthMonitor, ProcessIdentity, RankStatus, StepRecord, pause_of
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankPool
 

@@ -22,7 +22,7 @@ FLOORS = (
     ("utils",),
     ("ir",),
     ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats"),
-    ("frontend", "passes"),
+    ("frontend", "passes", "cross"),
     ("schedule", "runtime"),
     ("pipeline", "foreign"),
     ("options", "codec"),

@@ -9,7 +9,7 @@ communicates. `load.py` checks a file and shards the model. `pt2.py` writes PyTo
 * **Backwards for accumulation are found by walking through a step of three microbatches**, with the `Accumulation`
   that the runtime asks: the state after one backward selects the next. Three are enough for any number, as the middle
   one does not change the state. On one rank nothing is left, so there is one.
-* **CUDA on a machine without it**: `ir/driver_internals.py` stands in for the GPU during capture and compilation, so
+* **CUDA on a machine without it**: `cross/driver.py` stands in for the GPU during capture and compilation, so
   decisions are a GPU's. Without a capability, regions are compiled later.
 * **Code for GPUs is a graph and cubins**, not AOTInductor's library, which takes CUDA's headers to compile.
 """

@@ -23,10 +23,10 @@ from graphshard.aot.exporter import Call, Exporter, compiler_for_file, with_thre
 from graphshard.aot.model_axes import merged, num_places, sharing, tracer_at
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.cross.driver import stand_in
 from graphshard.debug.dump import dump_directory, recorder
 from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import apart
-from graphshard.ir.driver_internals import stand_in
 from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
 from graphshard.ir.mesh import Mesh, MeshLike
 from graphshard.lower.regions import RegionCall

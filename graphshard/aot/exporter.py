@@ -16,17 +16,16 @@ from graphshard.codec.program_format import encode_lowered, encode_partitioned, 
 from graphshard.cost.collectives import model_collective
 from graphshard.cost.costs import Costs
 from graphshard.cost.flops import flop_of
+from graphshard.cross.driver import package
 from graphshard.errors import ArgumentError
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import count_tokens, stand_ins
-from graphshard.ir.driver_internals import package
-from graphshard.ir.gpus import CAPABILITIES, Capability
+from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.param_table import even_pieces
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import runs_as_it_is
-from graphshard.lower.kernels import dotted
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.tracer import Tracer
 from graphshard.options.validate import check_containers
@@ -313,9 +312,9 @@ def compiler_for_file(
         targets = [here] if here in CAPABILITIES else []
     if targets and backend != "eager" and compile_regions is not False:
         package("triton")
-        from graphshard.lower import cross_internals  # takes seconds to import
+        from graphshard.cross import compile_for_gpus
 
-        return cross_internals.compiler_of(targets), False
+        return compile_for_gpus.compiler_of(targets), False
     on_cpu = device.type == "cpu"
     if compile_regions and not on_cpu and not targets:
         raise ArgumentError(

@@ -18,13 +18,12 @@ from typing_extensions import Unpack
 
 from graphshard.errors import ArgumentError, ArtifactError, GraphshardError
 from graphshard.exported.exported_program import module_of
-from graphshard.ir.gpus import CAPABILITIES
+from graphshard.ir.gpus import CAPABILITIES, dotted
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamTable, build_table, named_parameters
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.units import Precision
-from graphshard.lower.kernels import dotted
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.runner import Runner
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options

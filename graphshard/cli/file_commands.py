@@ -18,10 +18,9 @@ from graphshard.codec.program_format import decode_lowered, decode_partitioned
 from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.collapse_repeats import fold
-from graphshard.ir.gpus import CAPABILITIES
+from graphshard.ir.gpus import CAPABILITIES, dotted
 from graphshard.ir.plan import Plan
 from graphshard.lower.aoti_package import Package
-from graphshard.lower.kernels import dotted
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.store.artifact_file import Artifact, ArtifactWriter, read_artifact

@@ -42,12 +42,12 @@ from graphshard.codec.graph_format import (
     unsupported,
 )
 from graphshard.cost.profile import Profile
+from graphshard.cross.gpu_kernels import GpuCode, Kernel
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir import plain
 from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
-from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.agreed import AgreedPlanner

@@ -55,12 +55,12 @@ from graphshard.codec.converter import (
 )
 from graphshard.codec.graph_format import Decoder, named, short_name, strings, to_json
 from graphshard.codec.size_format import decode_symbols, encode_symbols, parse_size
+from graphshard.cross.gpu_kernels import GpuCode
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.plain import typed
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program, Region, Size
 from graphshard.ir.sizes import renamed, size_inputs
-from graphshard.lower.kernels import GpuCode
 from graphshard.lower.regions import RegionCall, executor
 from graphshard.passes import Pass
 from graphshard.pipeline.pipeline import Partitioned, Pipeline

@@ -41,7 +41,7 @@ from graphshard.frontend.phase import (
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
-from graphshard.ir.driver_internals import stands_in
+from graphshard.ir.gpus import is_pretended
 from graphshard.ir.graph_break import UntraceableError
 from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU, new_tracing_mode
 from graphshard.ir.param_table import named_parameters
@@ -97,7 +97,7 @@ def capture(
         root = stack.enter_context(boundaries)
         stack.enter_context(holding(found, held))
         constraints = stack.enter_context(constraints_of(forward, args, kwargs, dims))
-        stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if stands_in() else MISSING))
+        stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if is_pretended() else MISSING))
         trace = trace_call(traced, module, args, kwargs, forward, root, constraints)
         trace.returned = trace.structure(module, args, kwargs)
         if constraints:
@@ -151,7 +151,7 @@ def capture(
     flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         try:
-            joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=stands_in())
+            joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=is_pretended())
         except UntraceableError as error:
             raise explain_failure(error, spec.forward_class) from error
     lift_subgraphs(joint)
@@ -300,14 +300,14 @@ def _found_parameters(
         found[slot.name] = nn.Parameter(used[slot].detach(), given[slot].requires_grad)
         found[slot.name].__dict__.update(vars(originals[slot.name]))
     for entry in held:
-        if entry.slot.kind == "buffer" and (stands_in() or entry.tensor.is_meta):
+        if entry.slot.kind == "buffer" and (is_pretended() or entry.tensor.is_meta):
             found[entry.slot.name] = fake_state(entry.slot, originals, spec.params, spec.device, mode)
     return found
 
 
 def _fake_input(each: GraphInput, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     fake: Any = each.fake._local_tensor if isinstance(each.fake, DTensor) else each.fake
-    where = device if stands_in() else fake.device
+    where = device if is_pretended() else fake.device
     shape, stride = list(map(_number, fake.shape)), list(map(_number, fake.stride()))
     made: Any = fake_tensor(mode, shape, stride, fake.dtype, where)
     if _is_dynamic_float(each):  # reading it gives the symbol that guards know

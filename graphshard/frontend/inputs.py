@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import InputError
 from graphshard.frontend.dynamic_shapes import WITHOUT_VALUES, marks_of
-from graphshard.ir.driver_internals import stands_in
+from graphshard.ir.gpus import is_pretended
 from graphshard.ir.subclasses import overrides_operators
 from graphshard.subclasses.results import Layout
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
@@ -81,7 +81,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 f"input {input_path(structure, index)} has the layout {leaf.layout}, which no program takes. Pass its "
                 "parts (indices and values) and make it in forward, or pass to_dense()."
             )
-        if isinstance(leaf, torch.Tensor) and leaf.device != device and not stands_in():
+        if isinstance(leaf, torch.Tensor) and leaf.device != device and not is_pretended():
             if leaf.device.type != "cpu":
                 raise InputError(
                     f"input {input_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
@@ -92,7 +92,7 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 elsewhere[id(leaf)].__dict__.update(marks_of(leaf))
             leaf = elsewhere[id(leaf)]
         elif is_block_mask(leaf):
-            leaf = leaf if leaf.kv_num_blocks.device == device or stands_in() else leaf.to(device)
+            leaf = leaf if leaf.kv_num_blocks.device == device or is_pretended() else leaf.to(device)
         elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not is_numpys(leaf):
             raise InputError(
                 f"input {input_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
@@ -208,13 +208,13 @@ def is_numpys(leaf: Any) -> bool:
 def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
     """Return a call with fake tensors instead of tensors on other devices than the program's; one tensor has one."""
     leaves = pytree.tree_leaves((args, kwargs))
-    if not stands_in() and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+    if not is_pretended() and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
         return args, kwargs
     mode = new_fake_mode()
     made: dict[int, torch.Tensor] = {}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made and (stands_in() or tensor.is_meta):
+        if id(tensor) not in made and (is_pretended() or tensor.is_meta):
             fake = fake_tensor(mode, list(tensor.shape), list(tensor.stride()), tensor.dtype, device)
             made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
             fake.__dict__.update(marks_of(tensor))

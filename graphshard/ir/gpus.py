@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 Capability = tuple[int, int]
+
+# The GPU that `graphshard.cross.driver` answers for.
+PRETENDED: ContextVar[Capability | None] = ContextVar("graphshard_pretended_gpu", default=None)
+
+
+def is_pretended() -> bool:
+    """Return whether the GPU is not here: tensors are fake, and where they were made does not matter."""
+    return PRETENDED.get() is not None
+
+
+def dotted(capability: Capability) -> str:
+    """Format a compute capability: "9.0"."""
+    return f"{capability[0]}.{capability[1]}"
+
 
 # What Inductor asks of a GPU, of the one that each compute capability is known by.
 _COMMON = {

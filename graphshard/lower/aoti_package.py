@@ -1,8 +1,7 @@
-"""Compiled regions as files: what AOTInductor makes of a region, checked and called.
+"""Packages of compiled regions: AOTInductor's output, checked and called.
 
-A package is a zip of its own, a `.pt2` with one shared library in it. Its members are compared with what such a
-package consists of before AOTInductor's loader, which unpacks it into a directory of its own and loads the library,
-sees it. The loader is C++ in torch itself: nothing of Inductor is imported.
+A package is a zip, a `.pt2` with one shared library. Its members are checked before AOTInductor's loader unpacks it and
+loads the library. The loader is C++ in torch itself: nothing of Inductor is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from graphshard.errors import ArtifactError
-from graphshard.lower.kernels import GpuCode
 from graphshard.torch_compat.inductor_settings import load_package
 
 _MODEL = "data/aotinductor/model/"
@@ -30,21 +28,21 @@ _ENDINGS = (".so", ".cpp", ".json", ".cubin")
 
 @dataclass(frozen=True)
 class Package:
-    """What was compiled of a region, for another process.
+    """A region compiled for another process.
 
     Attributes:
-        content: what AOTInductor made of it.
-        problem: why there is nothing, where there is nothing.
-        codes: the code for each kind of GPU that it was compiled for.
+        content: AOTInductor's package.
+        problem: why there is none.
+        codes: `graphshard.cross.gpu_kernels.GpuCode` for each kind of GPU that it was compiled for.
     """
 
     content: bytes = b""
     problem: str = ""
-    codes: tuple[GpuCode, ...] = ()
+    codes: tuple[Any, ...] = ()
 
     @property
     def source_code(self) -> str:
-        """The code for GPUs, for people."""
+        """Code for GPUs, for people."""
         return "\n".join(code.text for code in self.codes)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -52,7 +50,7 @@ class Package:
 
 
 class PackagedRegion:
-    """Calls a package; the library is loaded at the first call, and inputs are let go of as they are used up."""
+    """A region of a package; the library is loaded at the first call, and frees inputs as they are used up."""
 
     # AOTInductor's container asks for the event that it has recorded at the end of each call.
     can_be_captured = False

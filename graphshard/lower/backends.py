@@ -1,4 +1,4 @@
-"""What regions are lowered with: Inductor, or nothing."""
+"""Backends of regions: Inductor, or operators one by one."""
 
 from __future__ import annotations
 
@@ -16,35 +16,33 @@ Backend = Literal["inductor", "eager"]
 
 
 def compiler_for(backend: Backend) -> Compiler:
-    """What `lower` compiles regions with."""
-    return _all_eager if backend == "eager" else _inductors
+    """Return the compiler that `lower` takes."""
+    return _compile_eager if backend == "eager" else _compile_inductor
 
 
 def begin_compiling(backend: Backend, device: torch.device) -> None:
-    """Start what a backend does once before it compiles, beside other work; returns at once.
+    """Start in a thread what a backend does once before it compiles.
 
-    It takes a few seconds of a core with an empty cache, and one otherwise. Where regions were kept nothing is begun:
-    there may be nothing to compile.
+    It takes a few seconds of a core with an empty cache, and one otherwise. Where code of regions was kept nothing is
+    begun for a CPU: there may be nothing to compile.
     """
-    if backend != "inductor":
-        return
-    if device.type == "cuda":
-        from graphshard.lower import triton_internals
+    if backend == "inductor" and device.type == "cuda":
+        from graphshard.lower.triton_kernels import TRITON_COMPILER
 
-        triton_internals.begin()
-    elif not store_here():
-        from graphshard.lower import cpu_internals
+        TRITON_COMPILER.begin()
+    elif backend == "inductor" and not store_here():
+        from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 
-        cpu_internals.begin()
+        VECTOR_INSTRUCTIONS.begin()
 
 
-def _all_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+def _compile_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
     for name, region in regions.items():
         yield name, compile_eager(region)
 
 
-def _inductors(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    """What was kept, and then what has to be compiled."""
+def _compile_inductor(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+    """Yield the regions that were kept, and compile the others."""
     store, missing = store_here(), {}
     for name, region in regions.items():
         if runs_as_it_is(region.module):

@@ -1,4 +1,4 @@
-"""Compile regions with Inductor."""
+"""Compile regions with Inductor, in this process or as AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
 from graphshard.lower.aoti_package import Package
-from graphshard.lower.cpp_internals import Batch, load, pending_in
-from graphshard.lower.cpu_internals import wait_for_cpu
+from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
+from graphshard.lower.batch_compile import Batch, load, pending_in
 from graphshard.lower.eager import compile_operators, num_kernels, outputs_of, runs_as_it_is
 from graphshard.lower.inductor_cache import writable_cache
 from graphshard.lower.inductor_rewrites import (
@@ -46,11 +46,11 @@ from graphshard.lower.inductor_rewrites import (
     with_dims,
     with_float_inputs,
 )
-from graphshard.lower.onednn_internals import is_faster, products
+from graphshard.lower.onednn_products import is_faster, products
 from graphshard.lower.rank_work_split import Claim, Claims, cores_here, place_here, shares_of
 from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, Store, store_here, trimmed
 from graphshard.lower.regions import Boxed, Compiled
-from graphshard.lower.triton_internals import Scopes, wait_for_triton
+from graphshard.lower.triton_kernels import TRITON_COMPILER, Scopes
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor import (
     CompiledFxGraph,
@@ -76,7 +76,7 @@ _Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]
 
 
 def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    """Compile each region once per machine: its ranks take shares of them, and find what others have kept."""
+    """Compile each region once per machine: each rank takes a share, and finds what other ranks have kept."""
     place, ranks = place_here()
     cores = cores_here()
     shares = shares_of({name: len(region.module.graph.nodes) for name, region in regions.items()}, min(ranks, cores))
@@ -128,7 +128,7 @@ def _kept_or_generated(store: Store, region: Region, name: str, batch: Batch) ->
 
 
 def compile_inductor(region: Region, name: str) -> Boxed:
-    """Compile one region, as `generate` says."""
+    """Compile one region by `generate`."""
     with Batch(1) as batch:
         finish = generate(region, name, batch)
         batch.submit()
@@ -136,7 +136,7 @@ def compile_inductor(region: Region, name: str) -> Boxed:
 
 
 def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
-    """Generate the region's code with Inductor; what is returned loads it, when its kernels are compiled.
+    """Generate a region's code with Inductor, and return a function that loads it when its kernels are compiled.
 
     On failure the region's ATen operators run, with a warning that names it. A region of one operator, such as the copy
     into a packed buffer, has nothing to fuse and runs as it is.
@@ -147,7 +147,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     on_cpu = outputs[0].device.type == "cpu"
     loses = DIMS_ARE_LOST and not on_cpu
     options = known_options(WITHOUT_LOST_DIMS) if loses and size_inputs(region.module.graph) else {}
-    (wait_for_cpu if on_cpu else wait_for_triton)()
+    (VECTOR_INSTRUCTIONS if on_cpu else TRITON_COMPILER).wait()
     try:
         # Random numbers come from torch's generators, in program order, as in eager mode.
         collecting = batch.collecting() if on_cpu else batch.triton.not_waiting()
@@ -175,11 +175,11 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
 
 @contextlib.contextmanager
 def _kept_by_inductor(region: Region) -> Iterator[None]:
-    """In the block Inductor looks for a graph's code in its cache, and keeps it there, as it does for torch.compile.
+    """Let Inductor look for a graph's code in its cache, and keep it there, as it does for torch.compile.
 
     Its key has the graph, the inputs and the settings. The number of threads, which is in the code, is in the key of
-    torch 2.13, and is put there for all releases; so is whose products the code calls. Not with dynamic sizes:
-    conditions on those that it may find out would be added to the program's.
+    torch 2.13, and is added for all releases, as is the library of products. Not with dynamic sizes: conditions that
+    Inductor finds out would be added to the program's.
     """
     if size_inputs(region.module.graph):
         yield
@@ -204,7 +204,7 @@ def _operators_instead(region: Region, name: str, error: Exception) -> Boxed:
 
 
 def kernels_of(fn: Boxed) -> Kernels | None:
-    """The code of a compiled region as files can hold it; None if it holds more than code, or code for a GPU."""
+    """Return the code of a compiled region for a file; None if it has more than code, or code for a GPU."""
     if isinstance(fn, KeptRegion):
         return fn.kernels
     if not isinstance(fn, CompiledFxGraph) or fn.device_types != {"cpu"}:
@@ -232,7 +232,7 @@ def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
 
 
 def package(region: Region, name: str) -> Package:
-    """The region's AOTInductor package: the code of `compile_inductor`, called from C++ instead of Python.
+    """Make a region's AOTInductor package: the code of `compile_inductor`, called from C++ instead of Python.
 
     Both come from the same operators and options, so the kernels, and the bits they compute, are the same. A region
     that runs as ATen operators, or that AOTInductor cannot compile, has no package.
@@ -245,7 +245,7 @@ def package(region: Region, name: str) -> Package:
             "cpp_wrapper": True,
             "aot_inductor.package": True,
             "aot_inductor.output_path": directory,
-            "aot_inductor.enable_line_tables": False,  # nobody debugs the few lines around the kernels
+            "aot_inductor.enable_line_tables": False,  # for the few lines around the kernels
         }
         try:
             with (
@@ -266,13 +266,13 @@ def package(region: Region, name: str) -> Package:
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of Inductor's options that this release has."""
+    """Select the options that this release of Inductor has."""
     known = inductor_config.get_config_copy()
     return {name: value for name, value in options.items() if name in known}
 
 
 def _without_sizes(module: GraphModule) -> GraphModule:
-    """The region without dynamic sizes as inputs, which AOTInductor does not take: they are read off its tensors."""
+    """Read dynamic sizes off the tensors of a region instead of inputs, which AOTInductor does not take."""
     graph = copy.deepcopy(module.graph)
     sizes = size_inputs(graph)
     tensors = [node for node in graph.find_nodes(op="placeholder") if node not in sizes.values()]
@@ -289,14 +289,14 @@ def _without_sizes(module: GraphModule) -> GraphModule:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Inductor's, and those of interpolation, which torch applies before Inductor where it traces a module itself."""
+    """Return Inductor's decompositions, and interpolation's, which torch applies before where it traces a module."""
     table = {**get_decompositions(interpolations()), **select_decomp_table()}
     return {op: function for op, function in table.items() if op not in WRONG_IN_PYTHON}
 
 
 @contextlib.contextmanager
 def whole_operators() -> Iterator[None]:
-    """In the block Inductor calls these operators as they are: it refuses to where it could take them apart."""
+    """Let Inductor call some operators as they are: it refuses to where it has decompositions."""
     taken = {op: inductor_decompositions.pop(op) for op in WRONG_IN_PYTHON if op in inductor_decompositions}
     try:
         yield
@@ -305,7 +305,7 @@ def whole_operators() -> Iterator[None]:
 
 
 def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
-    """A region in Inductor's decompositions, with the strides of its outputs pinned, which others rely on."""
+    """Trace a region in Inductor's decompositions, with the strides of its outputs pinned, and return its inputs."""
     values = (node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     inputs = distinct(values, torch.Tensor.detach)  # make_fx knows inputs by these objects
     outputs = outputs_of(module)
@@ -326,7 +326,7 @@ def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
 
 
 def _pinned(result: Any, expected: Any) -> Any:
-    """An output of a decomposed region in the strides that it had: Inductor would keep those of the decomposition."""
+    """Give an output of a decomposed region its strides: Inductor would keep the decomposition's."""
     if not isinstance(result, Node) or not isinstance(expected, torch.Tensor):
         return result
     extents = zip(expected.shape, result.meta["val"].stride(), expected.stride())

@@ -1,11 +1,10 @@
-"""Who of a machine's ranks compiles which region: each takes a share, and what others have taken it finds in the cache.
+"""Split of regions among the ranks of a machine: each compiles a share, and finds the other regions in the cache.
 
     rank 0    takes region_1, region_4, region_6       compiles them      waits for region_2: it is in the cache
     rank 1    takes region_2, region_3, region_5       compiles them      region_1 is in the cache, ...
 
-What is taken is locked by a file. A rank that ends, however it ends, leaves its locks, and others compile what is not
-there. A rank waits for one region at a time and holds none while it does, so ranks never wait in a circle,
-whatever regions they have.
+A file locks each region that a rank has taken. A rank that ends, for any reason, releases its locks, and others compile
+what is missing. A rank waits for one region at a time and holds none while it does, so ranks never wait in a circle.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ PATIENCE = 180.0
 
 
 class Claim:
-    """Regions that a rank compiles now; others wait for those that are locked.
-
-    Attributes:
-        names: of the regions.
-    """
+    """Regions that a rank compiles now, by name; other ranks wait for the locked ones."""
 
     def __init__(self, names: Sequence[str], locks: Mapping[str, BaseFileLock]) -> None:
         self.names = tuple(names)
@@ -48,20 +43,20 @@ class Claim:
             self.release(name)
 
     def release(self, name: str) -> None:
-        """A region is in the cache, or cannot be compiled."""
+        """Release a region that is in the cache, or cannot be compiled."""
         if name in self._locks:
             self._locks.pop(name).release()
 
 
 @dataclass
 class Claims:
-    """All regions, a share at a time and then what others had taken.
+    """Claims on all regions: a share at a time, and then the regions that other ranks had taken.
 
     Args:
         shares: names of regions, this rank's own share first.
         keys: of the regions, by name.
         directory: of the locks.
-        show: told what is waited for.
+        show: is called with what is waited for.
     """
 
     shares: Sequence[Sequence[str]]
@@ -71,7 +66,7 @@ class Claims:
     _taken: list[str] = field(default_factory=list, init=False)
 
     def free(self) -> Iterator[Claim]:
-        """Claim what nobody has; several may be entered at once."""
+        """Claim regions that are free; several claims may be entered at once."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for share in self.shares:
             locks = {}
@@ -85,7 +80,7 @@ class Claims:
                 yield Claim(list(locks), locks)
 
     def others(self) -> Iterator[Claim]:
-        """Wait for what others had, and claim it; leave each claim, and all that was free, before the next."""
+        """Wait for the regions that others had, and claim each; leave it, and all free ones, before the next."""
         for name in self._taken:
             self.show(f"wait for {name}, which another rank compiles")
             lock = self._lock(name)
@@ -110,7 +105,7 @@ def _waited_for(lock: BaseFileLock, name: str) -> bool:
 
 
 def shares_of(sizes: Mapping[str, int], number: int) -> list[list[str]]:
-    """Regions in so many shares of about the same size, the same on all ranks that have the same regions.
+    """Divide regions into `number` shares of about the same size, equal on all ranks that have the same regions.
 
     Args:
         sizes: of the regions by name, in nodes.
@@ -125,9 +120,9 @@ def shares_of(sizes: Mapping[str, int], number: int) -> list[list[str]]:
 
 
 def place_here() -> tuple[int, int]:
-    """This process's place among the ranks of its machine, and how many there are, as far as the launcher says.
+    """Return this process's place among the ranks of its machine, and their number, according to the launcher.
 
-    Without a word of it all ranks are taken to be on one machine: shares get smaller then, and nothing else.
+    By default all ranks are taken to be on one machine, which only makes shares smaller.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
     size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
@@ -135,5 +130,5 @@ def place_here() -> tuple[int, int]:
 
 
 def cores_here() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

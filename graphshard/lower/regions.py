@@ -89,7 +89,7 @@ class RegionCall:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether what it launches can be part of a CUDA graph."""
+        """Whether it can be part of a CUDA graph."""
         return bool(getattr(self.fn, "can_be_captured", True))
 
     def __call__(self, inputs: list[Any]) -> Any:

@@ -24,9 +24,8 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
 from graphshard.runtime.autograd_checks import trained_by_one_call
-from graphshard.runtime.gradient_clipping import Clipping, placed_alike
 from graphshard.runtime.gradient_ready import Arrival, GradientConsumer
-from graphshard.runtime.optimizer_updates import ELEMENTWISE, Updates, is_elementwise, is_whole
+from graphshard.runtime.optimizer_updates import ELEMENTWISE, Clipping, Updates, is_elementwise, is_whole, placed_alike
 from graphshard.runtime.prefetch import GatherPrefetch
 from graphshard.runtime.shards import shard_of
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number

@@ -23,7 +23,6 @@ from graphshard.frontend.capture import capture_example
 from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
 from graphshard.frontend.signature import CaptureSpec, check_alike
-from graphshard.ir.driver_internals import stand_in as stand_in_for
 from graphshard.ir.gpus import USUAL
 from graphshard.ir.graph import aten, fake
 from graphshard.ir.graph_break import GraphBreak
@@ -157,8 +156,11 @@ def device_given(device: Any) -> torch.device:
 
 def standing_in(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which programs can be captured for a GPU, even where there is none."""
-    there = device.type == "cpu" or torch.cuda.is_available()
-    return contextlib.nullcontext() if there else stand_in_for(USUAL)
+    if device.type == "cpu" or torch.cuda.is_available():
+        return contextlib.nullcontext()
+    from graphshard.cross.driver import stand_in as stand_in_for
+
+    return stand_in_for(USUAL)
 
 
 @dataclass

@@ -1,32 +1,35 @@
 """Run an optimizer of torch.optim on this rank's shards, for some parameters at a time.
 
-The optimizer's own `step` does it, on a stand-in for the optimizer whose groups have plain tensors in the place of
-DTensors: what lies in the shards, with gradients of those that have arrived. Hyperparameters are those of the groups as
-they are now. State is read from the optimizer and what is new is put there, as the DTensors that it would have made
-itself, so that state dicts and checkpoints are what they are without this.
+The optimizer's `step` runs on a stand-in for the optimizer whose groups have the local tensors of DTensors, with the
+gradients that have arrived, and the current hyperparameters. State is read from the optimizer and new state is put
+there, as the DTensors that it would have made itself, so that state dicts and checkpoints do not change.
 
-For optimizers only that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
+Only for optimizers that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
 DTensors to be equal to (torch 2.13), and neither has Adafactor.
 
-Adam and AdamW have a kernel for all of it (`fused=True`), which reads and writes a third of what torch's operators do
-one after the other, and rounds otherwise. Beside a program of Inductor's, which rounds otherwise, too, it is taken on
-the CPU where the optimizer leaves the choice to torch. On other devices it wants the number of the step there, which
-would change what a checkpoint holds.
+Adam and AdamW have one kernel (`fused=True`), which reads and writes a third of what torch's operators do one after the
+other, and rounds differently. With Inductor, which rounds differently, too, it is taken on the CPU where the optimizer
+leaves the choice to torch. On other devices it needs the number of the step there, which would change checkpoints.
 
-Others are known that need nothing but gradients, but more of a parameter than a shard's elements, or DTensors:
-`is_whole`. Muon multiplies whole matrices, and torchao keeps states of few bits in DTensors.
+Other optimizers need only gradients, but more of a parameter than a shard's elements, or DTensors: `is_whole`. Muon
+multiplies whole matrices, and torchao keeps states of few bits in DTensors.
+
+`Clipping` clips gradients, which arrive one after the other, by their total norm. The norm of a shard is computed when
+its gradient arrives, while others are reduced. One all-reduce of one number for each parameter makes the total, with
+the sums and in the order of `torch.nn.utils.get_total_norm`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import (
     ASGD,
     SGD,
@@ -44,7 +47,8 @@ from torch.optim import (
 
 from graphshard.ir.subclasses import shard_in
 from graphshard.runtime.gradient_ready import Arrival
-from graphshard.torch_compat.dtensor import sharded_like
+from graphshard.torch_compat.dtensor import dtensor_of, sharded_like
+from graphshard.torch_compat.operators import foreach_mul, foreach_norm
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
 # Where torchao has the step of its optimizers with states of eight and four bits, and in float8.
@@ -54,7 +58,7 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer is one of torch's that computes element by element, as it stands there."""
+    """Return whether an optimizer's step is an unchanged one of torch that computes element by element."""
     return any(
         isinstance(optimizer, known)
         and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
@@ -63,13 +67,13 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def is_whole(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer is one that is known to run on DTensors, behind a backward."""
+    """Return whether an optimizer's step is known to run on DTensors after a backward."""
     step = _plain(type(optimizer), "step")
     return step is _plain(Muon, "step") or getattr(step, "__module__", "") == _TORCHAO
 
 
 def _plain(cls: type, name: str) -> Callable[..., Any]:
-    """A method without what torch wraps it in: hooks, ranges, no_grad."""
+    """Return a method without torch's wrappers: hooks, ranges, no_grad."""
     found: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
     return found
 
@@ -94,7 +98,7 @@ class Updates:
         self._group_of = {id(param): number for number, group in groups for param in group["params"]}
 
     def __contains__(self, param: nn.Parameter) -> bool:
-        """Whether the optimizer has a parameter."""
+        """Return whether the optimizer has a parameter."""
         return id(param) in self._group_of
 
     @torch.no_grad()
@@ -133,9 +137,9 @@ class Updates:
 
 
 def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether torch's fused kernel does what the operators do, for Adam and AdamW.
+    """Return whether torch's fused kernel computes the same as its operators, for Adam and AdamW.
 
-    It goes through memory from end to end, so all that belongs to a parameter must lie there alike, and it reads the
+    It goes through memory from end to end, so all tensors of a parameter must have the same layout, and it reads the
     number of a step as float32.
 
     Args:
@@ -161,3 +165,77 @@ def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> b
 
 def _held(value: Any) -> Any:
     return shard_in(value) if isinstance(value, torch.Tensor) else value
+
+
+def placed_alike(params: Sequence[nn.Parameter]) -> bool:
+    """Return whether parameters are DTensors of the same mesh, placements, dtype and device."""
+    first = params[0]
+    if not isinstance(first, DTensor):
+        return False
+    like = (first.device_mesh, first.placements, first.dtype, first.device)
+    return all(isinstance(p, DTensor) and (p.device_mesh, p.placements, p.dtype, p.device) == like for p in params)
+
+
+class Clipping:
+    """Gradients of one step, kept until their total norm is known, which is clipped to `max_norm`."""
+
+    def __init__(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+        self._norms: dict[nn.Parameter, torch.Tensor] = {}
+        self._groups: list[list[Arrival]] = []
+        self._placed: tuple[Placement, ...] = ()
+        self._placements: tuple[Placement, ...] | None = None
+
+    @torch.no_grad()
+    def take(self, arrivals: list[Arrival]) -> None:
+        """Keep gradients, and compute the norms of these shards of them."""
+        grads = [grad for _, grad in arrivals]
+        self._norms.update(zip((param for param, _ in arrivals), foreach_norm(grads, 2.0)))
+        self._groups.append(arrivals)
+
+    @torch.no_grad()
+    def end(
+        self, params: Iterable[nn.Parameter], is_late: Callable[[list[Arrival]], bool] = bool
+    ) -> tuple[torch.Tensor, Iterable[list[Arrival]]]:
+        """Return the total norm, and the clipped gradients in the groups in which they arrived.
+
+        Args:
+            params: in the order in which norms are added up.
+            is_late: whether a group comes after the groups for which this is False.
+        """
+        chosen = [param for param in params if param in self._norms]
+        if not chosen:  # all are added up without communication
+            return torch.tensor(0.0), []
+        first = chosen[0]
+        assert isinstance(first, DTensor)
+        if self._placements is None or self._placed != first.placements:
+            self._placed = first.placements
+            self._placements = _placements_of_norm(first)
+        stacked = torch.stack([self._norms[param] for param in chosen])
+        norms = dtensor_of(stacked, first.device_mesh, self._placements, stacked.shape, stacked.stride())
+        total = torch.linalg.vector_norm(norms, 2.0).full_tensor()
+        factor = torch.clamp(self._max_norm / (total + 1e-6), max=1.0)
+        groups = sorted(self._groups, key=is_late)
+        self.forget()
+        return total, (_scaled(group, factor) for group in groups)
+
+    def give_back(self) -> None:
+        """Let parameters have the gradients that were kept, as backward would."""
+        for param, grad in (arrival for group in self._groups for arrival in group):
+            param.grad = sharded_like(grad, param) if isinstance(param, DTensor) else grad
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what is left of a backward that failed."""
+        self._groups = []
+        self._norms.clear()
+
+
+def _scaled(arrivals: list[Arrival], factor: torch.Tensor) -> list[Arrival]:
+    scaled = foreach_mul([grad for _, grad in arrivals], factor)
+    return [Arrival(param, grad) for (param, _), grad in zip(arrivals, scaled)]
+
+
+def _placements_of_norm(param: DTensor) -> tuple[Placement, ...]:
+    """Return torch's placements of a gradient's norm: partial on each rank that has a part of the gradient."""
+    return tuple(torch.linalg.vector_norm(sharded_like(param._local_tensor, param), 2.0).placements)

@@ -25,9 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import ArgumentError, DivergenceError, PeerError
 from graphshard.runtime.gloo import has_closed_connection
-from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor
+from graphshard.runtime.health_monitor import (
+    SAME_CALLS,
+    WARNS_AFTER,
+    HealthMonitor,
+    RankStatus,
+    differ_text,
+    error_text,
+)
 from graphshard.runtime.process_groups import is_fake, ranks_of
-from graphshard.runtime.rank_status import SAME_CALLS, RankStatus, differ_text, error_text
 from graphshard.runtime.rendezvous import End, Look, Rendezvous, Tell
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.dtensor import rendezvous_store

@@ -1,4 +1,4 @@
-"""Process groups of a mesh, whose axes `ir/mesh.py` knows by name and role."""
+"""Process groups of the axes of a mesh."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""When the lines of executors run, while somebody measures a step.
-
-Ordinary steps ask once a phase whether anybody does, and run the code that they always run.
-"""
+"""Record when the lines of executors run, while a step is measured; other steps run their usual code."""
 
 from __future__ import annotations
 
@@ -22,20 +19,20 @@ Stamp = Any
 
 
 class Clock(Protocol):
-    """What tells when lines run."""
+    """A clock for lines of executors."""
 
     def stamp(self) -> Stamp:
-        """Now."""
+        """Return the current time."""
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
-        """Between two stamps, once the clock has finished."""
+        """Return the time between two stamps, after `finish`."""
 
     def finish(self) -> None:
         """Wait until all stamps have a time, and everything that was launched is done."""
 
 
 class HostClock:
-    """Where what returns is done."""
+    """Clock for a host, on which calls return when their work is done."""
 
     def stamp(self) -> Stamp:
         return time.perf_counter()
@@ -49,14 +46,14 @@ class HostClock:
 
 @dataclass(frozen=True)
 class DeviceClock:
-    """Where launches return at once: stamps are events in the stream of the compute, on the device of the model.
+    """Clock for a device: stamps are events in the stream of the compute.
 
-    The device reaches an event when it is done with what that stream was told before. So a region is as long as its
-    kernels, and what the device waits for the host between them; a wait is as long as the stream stands still for it,
-    whatever the host does meanwhile. Backward's threads have the stream of forward.
+    The device reaches an event after all earlier work of that stream. So a region includes its kernels and the gaps in
+    which the device waits for the host; a wait is as long as the stream stands still for it. Backward's threads have
+    the stream of forward.
 
     Attributes:
-        cuda: `torch.cuda`, or what stands for it.
+        cuda: `torch.cuda`, or its substitute in tests.
     """
 
     device: torch.device
@@ -75,7 +72,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of what runs on a device."""
+    """Return the clock of a device."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -84,7 +81,7 @@ class PhaseRun:
     """One run of a phase.
 
     Attributes:
-        program: a backward for others than the likely gradients is a program of its own, of the same title.
+        program: a backward for other than the likely gradients is a separate program of the same title.
         executor: whose lines ran.
         began, ended: all of it.
         times: of regions, starts and waits: number of the line, begin and end.
@@ -104,7 +101,7 @@ class PhaseRun:
 
 
 class Recording:
-    """What runs from now on, in order, by a clock."""
+    """Runs of phases in order, timed by a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.runs: list[PhaseRun] = []
@@ -112,7 +109,7 @@ class Recording:
         self._codes: dict[Executor, Boxed] = {}
 
     def code(self, executor: Executor, program: Program, phase: Phase) -> Boxed:
-        """What a phase runs, which is recorded."""
+        """Return a phase's code, whose runs are recorded."""
         if executor not in self._codes:
             self._codes[executor] = executor.function(
                 around=lambda number, _: f"clock({number})", clock=lambda number: _Line(self, number)
@@ -148,7 +145,7 @@ _now: Recording | None = None
 
 
 def current_recording() -> Recording | None:
-    """What records the step that runs; None nearly always."""
+    """Return the recording of the step that runs; None nearly always."""
     return _now
 
 

@@ -32,16 +32,16 @@ import torch
 
 from graphshard.codec.converter import cubin_name, read, write
 from graphshard.codec.program_format import decode_gpu_code, decode_region, encode_region
+from graphshard.cross.gpu_kernels import GpuCode, check_code
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.archive import Archive, Signer, Verifier, read_archive, write_archive
-from graphshard.ir.gpus import Capability
+from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Region
 from graphshard.lower.aoti_package import Package, check_package
 from graphshard.lower.eager import outputs_of
-from graphshard.lower.kernels import GpuCode, check_code, dotted
 from graphshard.lower.region_store import Kernels
 from graphshard.store.artifact_manifest import (
     BackwardEntry,

@@ -11,10 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from graphshard.codec.converter import write
 from graphshard.frontend.signature import Signature
-from graphshard.ir.gpus import Capability
+from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.lower.backends import Backend
-from graphshard.lower.kernels import dotted
 from graphshard.utils.text import format_bytes
 
 # What a file has of a region: AOTInductor's package, Inductor's code, code for GPUs, operators that run as they are, or
@@ -143,7 +142,7 @@ class MeshEntry:
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A Triton kernel, see `lower/kernels.py`; `cubin` names its code, `count` is the number of its calls."""
+    """A Triton kernel, see `cross/gpu_kernels.py`; `cubin` names its code, `count` is the number of its calls."""
 
     name: str
     cubin: str

@@ -15,6 +15,7 @@ from graphshard.codec.converter import decode_pass
 from graphshard.codec.graph_format import strings
 from graphshard.codec.program_format import decode_lowered, decode_partitioned, graph_digest
 from graphshard.codec.size_format import parse_size
+from graphshard.cross.gpu_kernels import GpuRegion
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
@@ -23,7 +24,6 @@ from graphshard.ir.program import Program, Region
 from graphshard.lower.aoti_package import PackagedRegion
 from graphshard.lower.backends import Backend
 from graphshard.lower.eager import compile_eager, compile_operators
-from graphshard.lower.kernels import GpuRegion
 from graphshard.lower.region_store import KeptRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.installed_programs import reason_of

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard.cli.main import main
-from graphshard.ir.driver_internals import stand_in
+from graphshard.cross.driver import stand_in
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import compile_operators
 from graphshard.store.artifact_file import read_artifact

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.cli.main import main
-from graphshard.lower.kernels import dotted
+from graphshard.ir.gpus import dotted
 from graphshard.store.artifact_file import read_artifact
 from tests.helpers import Blocks
 

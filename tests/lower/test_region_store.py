@@ -20,6 +20,7 @@ from graphshard.ir.archive import read_private, write_archive
 from graphshard.ir.program import Region
 from graphshard.lower import inductor, region_store
 from graphshard.lower.backends import begin_compiling, compiler_for
+from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.region_store import KeptRegion, Store, store_here
 from graphshard.lower.regions import Boxed
 from tests.lower.small_regions import INPUT, compute, region_of, regions_from, values
@@ -29,6 +30,7 @@ config: Any = pkgutil.resolve_name("torch._inductor.config")
 ALONE = """
 import sys
 import torch
+from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.backends import begin_compiling, compiler_for
 from tests.lower.small_regions import compute, INPUT, regions_from, values
 torch.set_num_threads(int(sys.argv[1]))
@@ -90,7 +92,7 @@ def test_what_another_rank_has_kept_meanwhile_is_found(kept: Region) -> None:
 
 
 def test_nothing_is_begun_where_regions_were_kept(kept: Region, directory: Path) -> None:
-    with mock.patch("graphshard.lower.cpu_internals.begin") as begun:
+    with mock.patch.object(VECTOR_INSTRUCTIONS, "begin") as begun:
         begin_compiling("inductor", torch.device("cpu"))
         assert begun.call_count == 0
         shutil.rmtree(directory)

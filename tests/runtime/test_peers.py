@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor
-from graphshard.runtime.rank_status import ProcessIdentity, RankStatus
+from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor, ProcessIdentity, RankStatus
 
 # What is registered first runs last at exit.
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""What torch has where there is a GPU, as far as tracing asks for it: kernels of its builds for CUDA, and cuDNN.
+"""Parts of torch's builds for CUDA that tracing asks for: its kernels, and cuDNN.
 
     the gradient of silu           built for CUDA   silu_backward, which has a kernel
                                    built for CPUs   sigmoid, mul, add, ...: there is none, so torch takes it apart
@@ -27,7 +27,7 @@ from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from graphshard.torch_compat.operators import DispatchKey, OpOverload
 
 # ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
-# Which there are says native_functions.yaml; tests/ir/test_cuda_internals.py compares.
+# Which there are says native_functions.yaml; tests/cross/test_cuda_library.py compares.
 KERNELS = (
     "_fused_rms_norm",
     "_upsample_nearest_exact1d",
@@ -41,7 +41,7 @@ KERNELS = (
     "upsample_nearest3d",
 )
 
-# What is answered to torch about cuDNN on a GPU from compute capability 8.0 on.
+# Answers to torch about cuDNN on a GPU from compute capability 8.0 on.
 _CUDNN: dict[str, tuple[Any, Any]] = {
     "hasCuDNN": (ctypes.c_bool, True),
     "compiledWithCuDNN": (ctypes.c_bool, True),
@@ -58,7 +58,7 @@ _VERSIONS: dict[str, tuple[Any, Any]] = {
     "batchnormMinEpsilonCuDNN": (ctypes.c_double, 0.0),
 }
 
-# More than any table here has; what is behind is copied with it, and not used.
+# More than any table here has; what follows is copied with it, and not used.
 _ENTRIES = 64
 
 
@@ -75,7 +75,7 @@ def as_built_for_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
-    """In the block no operator is taken apart that has a kernel for CUDA in torch's builds for CUDA."""
+    """Let no operator be decomposed that has a kernel in torch's builds for CUDA."""
     lacking = [op for op in map(_operator, KERNELS) if not op.has_kernel_for_dispatch_key(DispatchKey.CUDA)]
     library = torch.library.Library("aten", "IMPL", "CUDA")
     try:
@@ -99,7 +99,7 @@ def _not_here(*_: Any) -> Any:
 
 @contextlib.contextmanager
 def _cudnn() -> Iterator[None]:
-    """In the block torch is told that there is cuDNN, and a GPU for it; builds for CUDA ask the GPU, too."""
+    """Tell torch that there is cuDNN, and a GPU for it; builds for CUDA ask the GPU, too."""
     answers = _CUDNN if torch.backends.cudnn.is_available() else _CUDNN | _VERSIONS
     names = hooks_functions()
     missing = sorted(set(answers) - set(names))
@@ -115,7 +115,7 @@ def _cudnn() -> Iterator[None]:
 
 
 def _has_cudnn() -> bool:
-    """Whether torch takes cuDNN for a convolution in bfloat16."""
+    """Return whether torch takes cuDNN for a convolution in bfloat16."""
     with FakeTensorMode():
         x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1, 8, 5, 5), (8, 8, 3, 3)))
         chosen = convolution_backend(
@@ -135,7 +135,7 @@ def _has_cudnn() -> bool:
 
 @contextlib.contextmanager
 def hooks_replaced() -> Iterator[Any]:
-    """In the block what torch asks of CUDA is answered by a table of functions, which may be written to."""
+    """Answer torch's questions about CUDA by a table of functions, which is yielded and may be written to."""
     hooks = _hooks()
     kept = hooks.value
     table = table_at(kept)
@@ -147,7 +147,7 @@ def hooks_replaced() -> Iterator[Any]:
 
 
 def _hooks() -> ctypes.c_void_p:
-    """Where the hooks keep the address of their table."""
+    """Return where the hooks keep the address of their table."""
     try:
         hooks_of = library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
     except (OSError, AttributeError) as error:
@@ -157,7 +157,7 @@ def _hooks() -> ctypes.c_void_p:
 
 
 def hooks_functions() -> list[str]:
-    """The functions in the table of CUDA's hooks, in their order."""
+    """List the functions in the table of CUDA's hooks, in order."""
     base = virtual_functions("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface")
     return base + [
         name for name in virtual_functions("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface") if name not in base
@@ -165,7 +165,7 @@ def hooks_functions() -> list[str]:
 
 
 def virtual_functions(header: str, name: str) -> list[str]:
-    """The functions in the table of a C++ class of torch's, in their order, by its header."""
+    """List the functions in the table of a C++ class, in order, by its header in torch."""
     try:
         text = (Path(torch.__file__).parent / "include" / header).read_text()
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
@@ -173,23 +173,23 @@ def virtual_functions(header: str, name: str) -> list[str]:
     except (OSError, IndexError) as error:
         raise unknown_build(str(error)) from error
     found = re.findall(r"virtual\s+[\w:\*&<> ]*?(~?\w+)\(", text[: text.index("\n};")])
-    # A destructor has two places, for objects with memory of their own and for others.
+    # A destructor has two places, for objects that own their memory and for others.
     return [each for each in found for _ in range(2 if each.startswith("~") else 1)]
 
 
 def library(name: str) -> ctypes.CDLL:
-    """One of torch's own libraries."""
+    """Load one of torch's libraries."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.so"))
 
 
 def table_at(address: int | None) -> Any:
-    """A copy of a table of C++ functions."""
+    """Copy a table of C++ functions."""
     assert address is not None
     return (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(address))
 
 
 def unknown_build(why: str) -> ArgumentError:
-    """That torch is built otherwise than this file knows."""
+    """Make the error for a build of torch that this file does not know."""
     return ArgumentError(
         f"this build of torch ({torch.__version__}) cannot differentiate for CUDA without a GPU: {why}. Export where "
         "there is a GPU, or with torch 2.12 or newer, for Linux, from PyPI or download.pytorch.org."

@@ -3,10 +3,10 @@
     this thread          region_1 | region_2 | region_3 | wait for kernels
     Inductor's pool      starts ... | kernels of region_1, region_2 ...
 
-By itself Inductor waits for the kernels of a region before it goes on to the next. And its processes take seconds to be
-there; what is wanted before is compiled in this one. So they are started when `compile` is called, and kernels that are
-wanted before they are there wait for them. What Inductor keeps for other processes has the kernels in it, so it is kept
-when they are there.
+By default Inductor waits for the kernels of a region before it goes on to the next, and compiles kernels in this
+process until its processes have started, which takes seconds. Here these are started when `compile` is called, and
+kernels that are wanted before wait for them. Inductor's cache entries contain the kernels, so a region is put there
+when its kernels are compiled.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import logging
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphshard.lower.background_warmup import Beginning
+from graphshard.lower.background_warmup import Warmup
 from graphshard.torch_compat.aot_autograd import TracingContext, tracing
 from graphshard.torch_compat.inductor import FxGraphCache, TritonBundler, async_compile, triton_compat
 from graphshard.torch_compat.operators import replaced
 
-log = logging.getLogger(__name__)
-
-# What a generated module is called with: its names.
+# Names of a generated module.
 Scope = dict[str, Any]
+
+
+def _start_processes() -> None:
+    async_compile.maybe_warm_pool()
+    triton_compat.triton_key()  # reads 500 MB, and is kept
+
+
+TRITON_COMPILER = Warmup(_start_processes)
+"""Inductor's processes, unless it is set to have none, and the hash of Triton."""
 
 
 class Scopes(list[Scope]):
@@ -43,8 +48,8 @@ class Scopes(list[Scope]):
 
 
 @dataclass
-class Kernels:
-    """Of regions whose code is generated, in one thread.
+class TritonKernels:
+    """Kernels of regions whose code is generated, in one thread.
 
     Attributes:
         early: the generated modules whose kernels Inductor's processes may not have been given yet.
@@ -54,7 +59,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def not_waiting(self) -> Iterator[Scopes]:
-        """In the block generated modules do not wait for their kernels; yields the names of each of them."""
+        """Let generated modules not wait for their kernels; yields the names of each of them."""
         scopes = Scopes()
         before = _WAITING.set(scopes)
         try:
@@ -68,11 +73,7 @@ class Kernels:
         self.early += scopes
 
     def load(self, scopes: Scopes) -> None:
-        """Wait for the kernels of generated modules, and let Inductor keep them.
-
-        Raises:
-            Exception: whatever Inductor says if it cannot compile one.
-        """
+        """Wait for the kernels of generated modules, and let Inductor keep them; raises what Inductor raises."""
         inductors = async_compile.AsyncCompile()
         early, self.early = self.early, []
         for scope in early:
@@ -101,7 +102,7 @@ class _Early:
 
 
 def _begun(inductors: async_compile.AsyncCompile, kernel: _Early) -> Any:
-    """The kernel on its way; what cannot be begun fails where its own region waits."""
+    """Start to compile a kernel; a failure is raised where its own region waits."""
     try:
         return inductors.triton(*kernel.args, **kernel.kwargs)
     except Exception as error:
@@ -111,19 +112,19 @@ def _begun(inductors: async_compile.AsyncCompile, kernel: _Early) -> Any:
 
 
 def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
-    """Inductor's function that keeps a graph's code, called when the kernels are there, with what it needs to know."""
+    """Delay Inductor's function that keeps a graph's code until the kernels are there."""
 
     def keep(key: str, graph: Any, *args: Any, **kwargs: Any) -> None:
         scopes = _WAITING.get()
         if scopes is None:
             return save(key, graph, *args, **kwargs)
-        as_it_is, context = copy.copy(graph), TracingContext.try_get()
-        as_it_is.compiled_fn_runner = None  # a graph that ends takes that apart, and it is the other one's
+        kept, context = copy.copy(graph), TracingContext.try_get()
+        kept.compiled_fn_runner = None  # a graph that ends takes that apart, and it is the other one's
 
         def with_kernels(bundle: Any) -> None:
-            as_it_is.set_triton_bundle(bundle)
+            kept.set_triton_bundle(bundle)
             with tracing(context):
-                save(key, as_it_is, *args, **kwargs)
+                save(key, kept, *args, **kwargs)
 
         scopes.keep = with_kernels
         return None
@@ -134,31 +135,8 @@ def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
 _WAITING: contextvars.ContextVar[Scopes | None] = contextvars.ContextVar("graphshard_waiting", default=None)
 
 
-_BEGINNING = Beginning(lambda done: _begin(done))
-
-
-def begin() -> None:
-    """Start Inductor's processes, unless it is set to have none, and hash Triton, in a thread; returns at once."""
-    _BEGINNING.begin()
-
-
-def wait_for_triton() -> None:
-    """Wait until that is done."""
-    _BEGINNING.wait()
-
-
-def _begin(done: threading.Event) -> None:
-    try:
-        async_compile.maybe_warm_pool()
-        triton_compat.triton_key()  # reads 500 MB, and is kept
-    except Exception:  # it comes again where a kernel is compiled
-        log.debug("Inductor cannot begin", exc_info=True)
-    finally:
-        done.set()
-
-
 class _NotWaiting(async_compile.AsyncCompile):
-    """What generated code calls; in threads that are to wait it is Inductor's."""
+    """The class that generated code calls; in threads that are to wait it is Inductor's."""
 
     def triton(self, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
         alone = async_compile.get_compile_threads() <= 1

@@ -1,4 +1,4 @@
-"""Matrix products in float32 by oneDNN, on processors for which MKL has slower kernels: those that are not Intel's.
+"""Matrix products in float32 by oneDNN, on processors that are not Intel's, for which MKL has slower kernels.
 
     mm(x, w.t())    mkldnn._linear_pointwise(x, w)          forward
     mm(g, w)        mkldnn._linear_pointwise(g, w.t())      gradient of the input
@@ -23,12 +23,12 @@ from graphshard.torch_compat.inductor import LinearUnary, TensorBox, V, lowering
 from graphshard.torch_compat.inductor_settings import inductor_config
 from graphshard.utils.environment_fingerprint import vendor
 
+# Multiplications of the smallest product that is faster.
 LEAST = 1 << 24
-"""Multiplications of a product that is worth it."""
 
 
 def is_faster() -> bool:
-    """Whether large products are oneDNN's here."""
+    """Return whether oneDNN computes large products on this machine."""
     onednn: Any = torch.backends.mkldnn
     both = torch.backends.mkl.is_available() and onednn.is_available() and onednn.enabled
     return bool(both) and vendor() not in ("", "GenuineIntel")
@@ -36,7 +36,7 @@ def is_faster() -> bool:
 
 @contextlib.contextmanager
 def products() -> Iterator[None]:
-    """In the block Inductor generates calls of oneDNN for products that it is faster at."""
+    """Let Inductor generate calls of oneDNN for products that are faster."""
     own = lowerings[aten.mm.default]
     if is_faster():
         lowerings[aten.mm.default] = functools.partial(_lower, own)
@@ -64,9 +64,7 @@ def _lower(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _suits(node: Node) -> bool:
     if node.target is not aten.mm.default or len(node.args) != 2 or node.kwargs:
         return False
-    if (
-        inductor_config.max_autotune or inductor_config.max_autotune_gemm
-    ):  # somebody wants the fastest of Inductor's own
+    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:  # the user wants Inductor's fastest kernel
         return False
     left, right = (arg.meta["val"] for arg in node.args if isinstance(arg, Node))
     sizes = (*left.shape, right.shape[1])

@@ -1,4 +1,4 @@
-"""What Inductor's scheduler makes of a region for a GPU: its kernels with their bytes, before code is generated.
+"""Kernels that Inductor's scheduler makes of a region for a GPU, with their bytes, before code is generated.
 
     region -> decompositions -> Inductor's passes -> GraphLowering -> Scheduler -> fused nodes        stops here
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard.ir.driver_internals import compiler_stand_in, stands_in
-from graphshard.ir.gpus import Capability
+from graphshard.cross.compile_for_gpus import options_for_gpus
+from graphshard.cross.driver import compiler_stand_in
+from graphshard.ir.gpus import Capability, is_pretended
 from graphshard.ir.program import Region
-from graphshard.lower.cross_internals import options_for_gpus
 from graphshard.lower.eager import copies_of, num_kernels, outputs_of
 from graphshard.lower.inductor import decompose, whole_operators
 from graphshard.lower.inductor_cache import writable_cache
@@ -68,7 +68,7 @@ class _Scheduled(BaseException):
 
 
 def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, ...] | None:
-    """The kernels that Inductor makes of a region; None if it runs as it is, or Inductor cannot compile it.
+    """Return the kernels that Inductor makes of a region; None if it runs as it is, or Inductor cannot compile it.
 
     Args:
         capability: of the GPU, which is asked about where there is one.
@@ -95,24 +95,24 @@ def fused_kernels(region: Region, capability: Capability) -> tuple[FusedKernel, 
 
 @contextlib.contextmanager
 def _stopping(capability: Capability) -> Iterator[None]:
-    """In the block compiling ends behind the scheduler, and there is a GPU to ask about."""
+    """End compilations after the scheduler, and answer for a GPU."""
 
     def codegen(scheduler: Scheduler) -> None:
         raise _Scheduled(tuple(_kernels(scheduler.nodes)))
 
-    # What stands in for a GPU while a model is captured says that there is one.
-    there = torch.cuda.is_available() and not stands_in()
+    # While a model is captured for a pretended GPU, torch says that there is one.
+    there = torch.cuda.is_available() and not is_pretended()
     here = contextlib.nullcontext() if there else compiler_stand_in(capability, _nothing)
     with here, replaced(Scheduler, "codegen", codegen):
         yield
 
 
 def _nothing(_: Any) -> None:
-    """No kernel is loaded."""
+    """Load no kernel."""
 
 
 def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:
-    """What is run; taking a result of several apart is not."""
+    """Yield what is run; to unpack one of several results is not."""
     for node in nodes:
         extern = isinstance(node, ExternKernelSchedulerNode)
         if not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, MultiOutput):
@@ -122,7 +122,7 @@ def _kernels(nodes: Sequence[BaseSchedulerNode]) -> Iterator[FusedKernel]:
 
 
 def _moved(node: BaseSchedulerNode) -> int:
-    """Bytes that a kernel reads of what others made, and writes for others.
+    """Count the bytes that a kernel reads from others and writes for others.
 
     Torch's own count takes no more than 10^9 elements of a buffer, and all of a table of which some rows are read.
     """
@@ -134,13 +134,13 @@ def _moved(node: BaseSchedulerNode) -> int:
 
 
 def _stays_inside(name: str, inside: Set[str]) -> bool:
-    """Whether nothing but the kernel that writes a buffer reads it."""
+    """Return whether only the kernel that writes a buffer reads it."""
     buffer = V.graph.scheduler.name_to_buf.get(name)
     return buffer is not None and {user.get_name() for user in buffer.users} <= inside
 
 
 def _bytes_of(deps: Sequence[Dep]) -> int:
-    """Of all accesses to a buffer together no more than it has."""
+    """Count accesses to each buffer, at most its size."""
     found: dict[str, int] = {}
     for dep in deps:
         if not isinstance(dep, WeakDep):
@@ -153,14 +153,14 @@ def _bytes_of(deps: Sequence[Dep]) -> int:
 
 
 def _elements(dep: Dep) -> int:
-    """That are accessed; where is known when it runs, one in each step of the loops."""
+    """Count accessed elements; at an indirect place, one in each step of the loops."""
     if isinstance(dep, MemoryDep) and dep.is_indirect():
         return _hint(sympy_product(dep.size))
     return int(dep.numel_hint())
 
 
 def _size(name: str) -> tuple[int, int]:
-    """Elements of a buffer, and bytes of each; none of several tensors, which a library's operator returns."""
+    """Return a buffer's elements and bytes of each; 0 for several tensors, which a library's operator returns."""
     try:
         return _hint(V.graph.get_numel(name)), int(get_dtype_size(V.graph.get_dtype(name)))
     except NotImplementedError:

@@ -15,11 +15,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from graphshard.lower import batch_compile, cpp_internals, inductor
-from graphshard.lower.cpp_internals import Batch, Pending
-from graphshard.lower.elf import damage_of
+from graphshard.lower import batch_compile, inductor
+from graphshard.lower.batch_compile import Batch, Pending
 from graphshard.lower.inductor import compile_all, compile_inductor
-from graphshard.lower.inductor_cache import check_whole
+from graphshard.lower.inductor_cache import check_whole, damage_of
 from graphshard.lower.region_store import Store
 from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import INPUT, compute, regions_from, values
@@ -54,9 +53,9 @@ def test_regions_are_compiled_together(tmp_path: Path) -> None:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
     assert inductors.call_count == 0
-    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    batch_compile.CppPythonBindingsCodeCache.cache_clear()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # put back by the fixture
-    with mock.patch.object(cpp_internals, "compile_together", return_value=""), _inductors() as inductors:
+    with mock.patch.object(batch_compile, "compile_together", return_value=""), _inductors() as inductors:
         alone = {name: compile_inductor(region, name) for name, region in regions.items()}
     assert inductors.call_count >= 3
     for name, fn in made.items():
@@ -74,7 +73,7 @@ def test_they_are_found_in_the_cache_by_the_next(tmp_path: Path) -> None:
     """No code is generated, and no compiler runs."""
     regions = regions_from(2000, 2)
     first = dict(compile_all(regions, lambda told: None))
-    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    batch_compile.CppPythonBindingsCodeCache.cache_clear()
     before = _hits()
     with _counted() as runs, _inductors() as inductors:
         second = dict(compile_all(regions, lambda told: None))
@@ -171,26 +170,26 @@ def test_threads_that_collect_nothing_get_kernels() -> None:
 
 
 def test_a_header_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    cpp_internals._warn_of_header.cache_clear()
+    batch_compile._warn_of_header.cache_clear()
     said = "done\ncc1plus: warning: /tmp/x.h.gch: not used because `-g' is set [-Winvalid-pch]"
     for _ in range(2):
-        cpp_internals._check_header(said)
+        batch_compile._check_header(said)
     assert caplog.text.count("does not use the header that Inductor has compiled") == 1
     assert "/tmp/x.h.gch: not used because `-g' is set" in caplog.text
     assert "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++" in caplog.text
 
 
 def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    cpp_internals._warn_of_header.cache_clear()
+    batch_compile._warn_of_header.cache_clear()
     gcc = "cxx (Debian 12.2.0) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
     with (
-        mock.patch.object(cpp_internals, "is_gcc", return_value=False),
-        mock.patch.object(cpp_internals, "get_cpp_compiler", return_value="/opt/cxx"),
-        mock.patch.object(cpp_internals, "_version", return_value=gcc),
+        mock.patch.object(batch_compile, "is_gcc", return_value=False),
+        mock.patch.object(batch_compile, "get_cpp_compiler", return_value="/opt/cxx"),
+        mock.patch.object(batch_compile, "_version", return_value=gcc),
     ):
-        cpp_internals._check_header("")  # nothing was compiled
+        batch_compile._check_header("")  # nothing was compiled
         assert not caplog.records
-        cpp_internals._check_header("done\n")
+        batch_compile._check_header("done\n")
     assert "/opt/cxx does not use the header" in caplog.text
     assert "it is GCC, and Inductor does not know that from its name" in caplog.text
 
@@ -200,10 +199,10 @@ def test_a_header_is_precompiled_for_many_runs_of_compilers(
     there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To precompile it takes as long as to read it four times; one that is there is used."""
-    codecache = cpp_internals.codecache
+    codecache = batch_compile.codecache
     monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
     for name in ("_TOGETHER", "_TOGETHER_ALONE"):
-        monkeypatch.setattr(cpp_internals, name, 0)  # a run for each region
+        monkeypatch.setattr(batch_compile, name, 0)  # a run for each region
     first = 6200 if there else 6100
     if there:
         (tmp_path / "header.h.gch").touch()
@@ -220,8 +219,8 @@ def test_a_header_is_precompiled_for_many_runs_of_compilers(
 def test_nothing_is_said_of_a_header_that_is_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpp_internals, "_RUNS_WITHOUT_HEADER", 0)
-    cpp_internals._warn_of_header.cache_clear()
+    monkeypatch.setattr(batch_compile, "_RUNS_WITHOUT_HEADER", 0)
+    batch_compile._warn_of_header.cache_clear()
     with _counted() as runs:
         dict(compile_all(regions_from(7000, 2), lambda told: None))
     assert runs.call_count == 1
@@ -256,7 +255,7 @@ def test_damaged_libraries_are_compiled_again(
         content = path.read_bytes()
         path.unlink()  # what this process has loaded stays
         path.write_bytes(content[:left])
-    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    batch_compile.CppPythonBindingsCodeCache.cache_clear()
     again = dict(compile_all(regions, lambda told: None))
     assert all(hasattr(fn, "source_code") for fn in again.values())
     for one, other in zip(made, values(again), strict=True):
@@ -273,7 +272,7 @@ def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
     for path in (library, library.with_suffix(".cpp")):
         path.unlink()
         path.write_bytes(b"")
-    cpp_internals.CppPythonBindingsCodeCache.cache_clear()
+    batch_compile.CppPythonBindingsCodeCache.cache_clear()
     assert torch.equal(values(dict(compile_all(regions, lambda told: None)))[0], made[0])
     assert library.with_suffix(".cpp").read_bytes()
     assert damage_of(library.read_bytes()) == ""

@@ -11,7 +11,7 @@ import pytest
 # Collections let the main thread return from the functions whose frames are just asked for.
 ASKED = """
 import gc, threading, time
-from graphshard.runtime.rank_status import users_line
+from graphshard.runtime.health_monitor import users_line
 
 class Loop:
     def __init__(self): self.me = self

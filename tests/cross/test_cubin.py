@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from graphshard.cross.cubin import Resources, read_cubin
 from graphshard.errors import ArtifactError
-from graphshard.lower.elf import Resources, damage_of, read_cubin
+from graphshard.lower.inductor_cache import damage_of
 
 
 def cubin(

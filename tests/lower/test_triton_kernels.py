@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphshard.lower import triton_internals
-from graphshard.lower.triton_internals import Kernels
+from graphshard.lower import triton_kernels
+from graphshard.lower.triton_kernels import TritonKernels
 
 async_compile = pkgutil.resolve_name("torch._inductor.async_compile")
 config = pkgutil.resolve_name("torch._inductor.config")
@@ -32,7 +32,7 @@ def _module(given: Any) -> dict[str, Any]:
 
 
 def test_modules_do_not_wait() -> None:
-    made = Kernels()
+    made = TritonKernels()
     kernels: list[Future[str]] = [Future(), Future()]
     with config.patch(compile_threads=2):
         with made.not_waiting() as scopes:
@@ -49,7 +49,7 @@ def test_others_wait_as_ever() -> None:
     kernel.set_result("kernel")
     before = async_compile.AsyncCompile
     with config.patch(compile_threads=2):
-        with Kernels().not_waiting():
+        with TritonKernels().not_waiting():
             pass
         assert async_compile.AsyncCompile is before
         assert _module(kernel)["kernel"] == "kernel"
@@ -77,7 +77,7 @@ def test_kernels_wait_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(inductors, "triton", triton)
     monkeypatch.setattr(inductors, "use_process_pool", classmethod(lambda cls: False))
     monkeypatch.setattr(inductors, "wait_pool_ready", classmethod(lambda cls: asked.append("ready")))
-    made = Kernels()
+    made = TritonKernels()
     modules: list[dict[str, Any]] = [{}, {}]
     found = []
     with config.patch(compile_threads=2):
@@ -107,7 +107,7 @@ def test_a_kernel_that_cannot_be_begun_fails_its_own_region(monkeypatch: pytest.
     monkeypatch.setattr(inductors, "triton", triton)
     monkeypatch.setattr(inductors, "use_process_pool", classmethod(lambda cls: False))
     monkeypatch.setattr(inductors, "wait_pool_ready", classmethod(lambda cls: None))
-    made = Kernels()
+    made = TritonKernels()
     modules: list[dict[str, Any]] = [{}, {}]
     found = []
     with config.patch(compile_threads=2):
@@ -129,7 +129,7 @@ def test_kernels_that_a_cache_has_need_no_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(async_compile.AsyncCompile, "use_process_pool", classmethod(lambda cls: False))
     monkeypatch.setattr(async_compile.CompiledTritonKernels, "get", staticmethod(lambda source: kernel))
     module: dict[str, Any] = {}
-    with config.patch(compile_threads=2), Kernels().not_waiting():
+    with config.patch(compile_threads=2), TritonKernels().not_waiting():
         exec(_WITH_A_KERNEL, module)
     assert module["kernel"] is kernel
 
@@ -165,7 +165,7 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
         bundler, "collect", classmethod(lambda cls: ({entry.kernel_hash for entry in cls._entries}, None))
     )
     monkeypatch.setattr(bundler, "is_enabled", staticmethod(lambda: True))
-    made, kernel, graph, context = Kernels(), Kernel(), Graph(), guards.TracingContext(None)
+    made, kernel, graph, context = TritonKernels(), Kernel(), Graph(), guards.TracingContext(None)
     kernel.set_result("kernel")
     with config.patch(compile_threads=2):
         with made.not_waiting() as scopes:
@@ -189,7 +189,7 @@ def test_kernels_of_code_from_the_cache_are_not_read_again(monkeypatch: pytest.M
     bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
     bundled: list[bool] = []
     monkeypatch.setattr(bundler, "begin_compile", classmethod(lambda cls: bundled.append(True)))
-    made = Kernels()
+    made = TritonKernels()
     kernel: Future[str] = Future()
     kernel.set_result("kernel")
     with config.patch(compile_threads=2):
@@ -209,9 +209,9 @@ def test_what_begins_is_begun_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         go.wait(60)
         raise OSError("no processes")
 
-    monkeypatch.setattr(triton_internals.async_compile, "maybe_warm_pool", warm)
+    monkeypatch.setattr(triton_kernels.async_compile, "maybe_warm_pool", warm)
     monkeypatch.setattr(os, "getpid", lambda: -2)  # this process may have begun
-    triton_internals.begin()
+    triton_kernels.TRITON_COMPILER.begin()
     assert started.wait(60)
     go.set()
-    triton_internals.wait_for_triton()
+    triton_kernels.TRITON_COMPILER.wait()

@@ -1,4 +1,4 @@
-"""Regions compiled to a GPU's kernels, which need not be there: what a file holds of them, and how they are called.
+"""Regions compiled to kernels of a GPU, which need not be here: their form in files, and their calls.
 
     %buf2 = aten.empty_strided([4096, 4096], [4096, 1], dtype=bfloat16, device=cuda)
     %kernel_0 = kernel_0([%x_1, %w_1, %buf2, 4096, 4096], [4096, 1, 1])        a Triton kernel and its grid
@@ -21,13 +21,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
+from graphshard.cross.cubin import read_cubin
 from graphshard.errors import ArtifactError
-from graphshard.ir.gpus import Capability
-from graphshard.lower.elf import read_cubin
+from graphshard.ir.gpus import Capability, dotted
 from graphshard.torch_compat.cuda import current_raw_stream, static_launcher
 from graphshard.torch_compat.fx_code import use_boxed_calls
 
-# Kernels are compiled for tensors that begin at multiples of this many bytes, as those of torch's allocator do.
+# Kernels are compiled for tensors that begin at multiples of this number of bytes, as torch's allocator places them.
 _ALIGNMENT = 16
 
 
@@ -43,7 +43,7 @@ class Kernel:
         registers: of a thread.
         spills: bytes of a thread's own memory, which registers are spilled to.
         cubin: the code.
-        source: what it was compiled from, for people.
+        source: for people.
     """
 
     name: str
@@ -66,7 +66,7 @@ class GpuCode:
     """A region compiled for one compute capability.
 
     Attributes:
-        capability: that of the GPUs it runs on.
+        capability: of the GPUs it runs on.
         graph: takes the region's inputs and returns its outputs; calls the kernels by name.
         kernels: by the names that the graph calls them by.
     """
@@ -77,14 +77,14 @@ class GpuCode:
 
     @property
     def text(self) -> str:
-        """The code for people: the kernels, their launches, and what each was compiled from."""
+        """Code for people: the kernels, their launches, and the source of each."""
         listed = f"# compute capability {dotted(self.capability)}\n"
         listed += "".join(f"# {name} is {kernel}\n" for name, kernel in self.kernels.items())
         code = self.graph.python_code("self").src
         return "\n".join([listed, code, *(kernel.source for kernel in self.kernels.values())])
 
     def __str__(self) -> str:
-        """What the kernels take at most."""
+        """Format the most that a kernel takes."""
         made = self.kernels.values()
         spilled = max((kernel.spills for kernel in made), default=0)
         return (
@@ -95,15 +95,15 @@ class GpuCode:
         )
 
 
-# Makes what starts a kernel: called with its arguments and its grid.
+# Starts a kernel; called with its arguments and its grid.
 Launch = Callable[[list[Any], list[int]], None]
 
 
 class GpuRegion:
-    """Calls the code of a region; its kernels are loaded at the first call.
+    """A region's code on a device; its kernels are loaded at the first call.
 
     Args:
-        launches: what starts a kernel; None is the GPU.
+        launches: makes what starts a kernel; by default the GPU starts it.
     """
 
     def __init__(self, code: GpuCode, device: torch.device, launches: Callable[[Kernel], Launch] | None = None) -> None:
@@ -126,7 +126,7 @@ class GpuRegion:
 
 
 class OnGpu:
-    """Starts a kernel on a GPU, on the stream that is current there."""
+    """A kernel on a GPU, started on the current stream."""
 
     def __init__(self, kernel: Kernel, index: int) -> None:
         self._kernel, self._index = kernel, index
@@ -160,7 +160,7 @@ class OnGpu:
 
 
 def _aligned(value: torch.Tensor) -> torch.Tensor:
-    """A tensor as kernels take it; a piece of another one may begin anywhere, and is copied."""
+    """Copy a tensor that does not begin where kernels need it: a piece of another one may begin anywhere."""
     if value.data_ptr() % _ALIGNMENT == 0:
         return value
     length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
@@ -168,7 +168,7 @@ def _aligned(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_code(name: str, code: GpuCode, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise ArtifactError if the code of a region is not what it says, or does not fit the region.
+    """Raise ArtifactError if a region's code contradicts its cubins, or does not fit the region.
 
     Args:
         inputs, outputs: of the region.
@@ -190,8 +190,3 @@ def check_code(name: str, code: GpuCode, inputs: Sequence[Any], outputs: Sequenc
             args, grid = node.args
             if len(args) != len(code.kernels[node.target].types) or len(grid) != 3:
                 raise ArtifactError(f"{name}: {node.target} is called with {len(args)} arguments, and takes others.")
-
-
-def dotted(capability: Capability) -> str:
-    """A compute capability as people write it: "9.0"."""
-    return f"{capability[0]}.{capability[1]}"

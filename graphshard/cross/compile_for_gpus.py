@@ -1,7 +1,7 @@
 """Compile regions for GPUs with Inductor and Triton where there is no GPU.
 
 Inductor's FX wrapper gives the code of a region as a graph of operators and launches; Triton compiles the kernels for
-the target that `ir/driver_internals.py` says. Triton's tuning, which runs kernels, does not take place: of the
+the target that `cross/driver.py` says. Triton's tuning, which runs kernels, does not take place: of the
 configurations that Inductor would try, the first one that spills no register is taken, or the one that spills least.
 """
 
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.ir.driver_internals import compiler_stand_in
+from graphshard.cross.cubin import read_cubin
+from graphshard.cross.driver import compiler_stand_in
+from graphshard.cross.gpu_kernels import GpuCode, Kernel
 from graphshard.ir.gpus import Capability
 from graphshard.ir.program import Region
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import num_kernels, runs_as_it_is
-from graphshard.lower.elf import read_cubin
 from graphshard.lower.inductor import decompose, known_options, whole_operators
 from graphshard.lower.inductor_cache import writable_cache
-from graphshard.lower.kernels import GpuCode, Kernel
 from graphshard.lower.regions import Compiled, Compiler
 from graphshard.torch_compat.inductor import compile_fx_inner, kernel_side_table, triton_kernel_wrapper_mutation
 from graphshard.torch_compat.inductor_settings import inductor_config
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 OPTIONS: dict[str, Any] = {
     "fx_wrapper": True,
-    "fx_graph_cache": False,  # what it keeps is no graph
+    "fx_graph_cache": False,  # it does not keep graphs
     "compile_threads": 1,  # other processes have a driver or none
     "fallback_random": True,
     "shape_padding": False,  # decided by a measurement
@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def compiler_of(capabilities: Sequence[Capability]) -> Compiler:
-    """What compiles regions for several kinds of GPU, into packages that hold the code for each."""
+    """Return a compiler of regions into packages with code for several kinds of GPU."""
 
     def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
         with writable_cache():
@@ -70,7 +70,7 @@ def compiler_of(capabilities: Sequence[Capability]) -> Compiler:
 
 
 def package(region: Region, name: str, capabilities: Sequence[Capability]) -> Package:
-    """A region's code for each of several kinds of GPU; one that Inductor cannot compile has none, and says why."""
+    """Compile a region for several kinds of GPU; where Inductor cannot, the package says why."""
     if runs_as_it_is(region.module):
         what = "one operator" if num_kernels(region.module) == 1 else "copies that start together"
         return Package(problem=f"{what}, which nothing can be fused with")
@@ -84,7 +84,7 @@ def package(region: Region, name: str, capabilities: Sequence[Capability]) -> Pa
 
 
 def compile_for(region: Region, capability: Capability) -> GpuCode:
-    """A region's code for one kind of GPU.
+    """Compile a region for one kind of GPU.
 
     Raises:
         NotImplementedError: there is something that a file cannot hold.
@@ -99,7 +99,7 @@ def compile_for(region: Region, capability: Capability) -> GpuCode:
 
 @contextlib.contextmanager
 def options_for_gpus() -> Iterator[None]:
-    """In the block Inductor has the options that regions are compiled with for a GPU that is not here."""
+    """Set Inductor's options for a GPU that is not here."""
     with warnings.catch_warnings(), inductor_config.patch(known_options(OPTIONS)):
         # It is about the GPU here; the setting is the user's, on the target.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
@@ -108,7 +108,7 @@ def options_for_gpus() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collected(capability: Capability) -> Iterator[list[tuple[GraphModule, dict[int, Any]]]]:
-    """In the block Inductor compiles for a GPU; the graphs that it makes, with tuners of kernels by their numbers."""
+    """Let Inductor compile for a GPU; yields the graphs that it makes, with tuners of kernels by their numbers."""
     fxir: Any = importlib.import_module("torch._inductor.codegen.wrapper_fxir")
     found: list[tuple[GraphModule, dict[int, Any]]] = []
 
@@ -129,7 +129,7 @@ def _choose(tuner: Any) -> None:
 
 
 def _resources(kernel: Any) -> tuple[int, int]:
-    """Registers and spills of what Triton has compiled, for torch's own launcher."""
+    """Return registers and spills of a kernel that torch's launcher can start."""
     if not hasattr(kernel, "cubin_path"):
         raise NotImplementedError(f"{type(kernel).__name__} cannot be started by torch's launcher")
     taken = read_cubin(kernel.name, _cubin(kernel)).kernels[kernel.name]
@@ -145,7 +145,7 @@ def _cubin(kernel: Any) -> bytes:
 
 
 def _code(made: GraphModule, tuners: dict[int, Any], capability: Capability) -> GpuCode:
-    """The graph of Inductor's as one that a file can hold."""
+    """Convert Inductor's graph to one that a file can hold."""
     graph = Graph()
     env: dict[Node, Node] = {}
     kernels: dict[str, Kernel] = {}
@@ -184,7 +184,7 @@ def _operator(node: Node) -> Any:
 
 
 def _launch(node: Node, kernel: Any, env: dict[Node, Node]) -> tuple[list[Any], list[Any]]:
-    """What a kernel is started with: its arguments in order, without what was compiled in, and its grid."""
+    """Return a kernel's arguments in order, without compiled-in constants, and its grid."""
     said: dict[str, Any] = dict(node.kwargs)
     given = {**said["kwargs"], **kernel_side_table.get_constant_args(said["constant_args_idx"])}
     args = [given[name] for index, name in enumerate(kernel.arg_names) if index not in kernel.full_constexprs]
@@ -212,7 +212,7 @@ def _kernel(result: Any, tuner: Any) -> Kernel:
 
 
 def _source(kernel: Any) -> str:
-    """A kernel behind the functions of its file that it may call, such as what a scan combines with."""
+    """Return a kernel's source after the functions of its file that it may call, such as the combine of a scan."""
     scope = kernel.fn.__globals__
     functions = (value for value in scope.values() if type(value) is type(kernel) and value is not kernel)
     own = [function.src for function in functions if function.fn.__globals__ is scope]

@@ -21,12 +21,12 @@ from torch.nn import functional as F
 import graphshard
 from graphshard.aot.load import _check_place
 from graphshard.cli.main import main
+from graphshard.cross.cubin import read_cubin
+from graphshard.cross.gpu_kernels import GpuRegion, OnGpu, check_code
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program, Region
-from graphshard.lower.elf import read_cubin
-from graphshard.lower.kernels import GpuRegion, OnGpu, check_code
 from graphshard.lower.regions import Compiled, RegionCall, lower
 from graphshard.pipeline.rules import Checked
 from graphshard.predict import study
@@ -141,7 +141,7 @@ def assert_kernels_compute(file: Path, directory: Path) -> None:
     Args:
         directory: for the sources of kernels.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.lower.interpreted", str(file), str(directory)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cross.interpreted", str(file), str(directory)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1200
     )
@@ -350,7 +350,7 @@ import sys
 sys.modules["triton"] = sys.modules["torch._inductor.compile_fx"] = None
 import torch
 from graphshard.store.artifact_file import read_artifact
-from graphshard.lower.kernels import GpuRegion
+from graphshard.cross.gpu_kernels import GpuRegion
 artifact, device = read_artifact(sys.argv[1]), torch.device("cuda", 0)
 rows = artifact.manifest.regions
 print(sum(bool(GpuRegion(artifact.gpu_code(key, (9, 0), device), device).codes)
@@ -403,7 +403,7 @@ def test_a_region_that_inductor_cannot_compile_runs_as_operators(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.gshard"
-    with mock.patch("graphshard.lower.cross_internals._code", side_effect=NotImplementedError("a call of nothing")):
+    with mock.patch("graphshard.cross.compile_for_gpus._code", side_effect=NotImplementedError("a call of nothing")):
         graphshard.export(Blocks(1), (2,), path, example_inputs=(torch.zeros(2, 4),), device="cuda", capability=(9, 0))
     assert "runs as ATen operators: NotImplementedError: a call of nothing" in caplog.text
     assert main(["show", str(path)]) == 0

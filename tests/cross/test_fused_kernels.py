@@ -14,7 +14,7 @@ from torch.utils._triton import has_triton
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import Work, work_of
-from graphshard.ir.driver_internals import stand_in
+from graphshard.cross.driver import stand_in
 from graphshard.ir.gpus import CAPABILITIES, capability_of, properties_of
 from graphshard.options.options import Options
 from graphshard.predict.study import Study, schedule_regions
@@ -131,13 +131,13 @@ def test_equal_regions_are_scheduled_once(study: Study) -> None:
 
 def test_what_inductor_cannot_compile_is_predicted_by_rules(study: Study, caplog: pytest.LogCaptureFixture) -> None:
     """The log says which region and why."""
-    from graphshard.lower import scheduler_internals
+    from graphshard.cross import fused_kernels
 
     found = study.explain((8,), H100, "isolated")
     assert found._program is not None
     with (
         caplog.at_level(logging.WARNING, "graphshard"),
-        mock.patch.object(scheduler_internals, "decompose", side_effect=RuntimeError("no such operator")),
+        mock.patch.object(fused_kernels, "decompose", side_effect=RuntimeError("no such operator")),
         stand_in((9, 0)),
     ):
         assert schedule_regions(found._program.regions, H100, {}, lambda _: None) == {}

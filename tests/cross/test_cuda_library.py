@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
+from graphshard.cross import cuda_library
+from graphshard.cross.cuda_library import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
+from graphshard.cross.driver import stand_in
 from graphshard.errors import ArgumentError
-from graphshard.ir import cuda_internals
-from graphshard.ir.cuda_internals import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
-from graphshard.ir.driver_internals import stand_in
 from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program
 from graphshard.torch_compat.fake_tensors import fake_tensor
@@ -230,11 +230,11 @@ def test_functions_of_headers() -> None:
 
 def test_another_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the hooks are others, nothing is decided as on a CPU without a word."""
-    monkeypatch.setattr(cuda_internals, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
-    monkeypatch.setattr(cuda_internals, "_VERSIONS", {})
+    monkeypatch.setattr(cuda_library, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
+    monkeypatch.setattr(cuda_library, "_VERSIONS", {})
     with pytest.raises(ArgumentError, match=r"does not ask CUDA's hooks for cuDNN\. Export where there is a GPU"):
         as_built_for_cuda().__enter__()
-    monkeypatch.setattr(cuda_internals, "_CUDNN", {"hasNothing": (ctypes.c_bool, True)})
+    monkeypatch.setattr(cuda_library, "_CUDNN", {"hasNothing": (ctypes.c_bool, True)})
     with pytest.raises(ArgumentError, match="its hooks have no hasNothing"):
         as_built_for_cuda().__enter__()
     monkeypatch.undo()

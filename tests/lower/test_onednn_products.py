@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower import inductor, onednn_internals, region_store
+from graphshard.lower import inductor, onednn_products, region_store
 from graphshard.lower.aoti_package import PackagedRegion, check_package
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.region_store import KeptRegion
@@ -27,7 +27,7 @@ _LINEAR = "mkldnn._linear_pointwise"
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
     """Who made the processor, for tests to change; nothing is in a cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with mock.patch.object(onednn_internals, "vendor", return_value="AuthenticAMD") as found:
+    with mock.patch.object(onednn_products, "vendor", return_value="AuthenticAMD") as found:
         yield found
 
 
@@ -85,7 +85,7 @@ def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: st
     region = region_of(*_layer(size, dtype), mode)
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) == 3
-    assert not any(map(onednn_internals._suits, products))
+    assert not any(map(onednn_products._suits, products))
     if mode == "fake":
         assert _LINEAR not in _compiled(region).source_code  # type: ignore[attr-defined]
 
@@ -94,19 +94,19 @@ def test_a_part_of_a_matrix_is_as_it_was() -> None:
     """OneDNN would copy it."""
     region = region_of(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert [onednn_internals._suits(node) for node in products] == [False, False, True]
+    assert [onednn_products._suits(node) for node in products] == [False, False, True]
 
 
 def test_inductors_own_choice_goes_first() -> None:
-    config = onednn_internals.inductor_config
+    config = onednn_products.inductor_config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
 def test_inductors_lowering_is_its_own_again() -> None:
-    lowerings, mm = onednn_internals.lowerings, torch.ops.aten.mm.default
+    lowerings, mm = onednn_products.lowerings, torch.ops.aten.mm.default
     before = lowerings[mm]
-    with onednn_internals.products():
+    with onednn_products.products():
         assert lowerings[mm] is not before
     assert lowerings[mm] is before
 

@@ -1,10 +1,10 @@
-"""A GPU's answers on a machine that has none: what capturing and compiling for CUDA ask of torch, Triton and autograd.
+"""A GPU's answers to torch, Triton and autograd on a machine that has none, to capture and compile for CUDA.
 
     with stand_in((9, 0)):
         ...                          fake CUDA tensors are differentiated, `torch.cuda` answers as on an H100
 
-Nothing outlives the block. What torch's builds for CPUs lack besides is in `cuda_internals.py`. Three things are asked
-that need a driver otherwise.
+Nothing outlives the block. What else torch's builds for CPUs lack is in `cuda_library.py`. Three questions need a
+driver otherwise.
 
 * **Queries**: `torch.cuda`, Inductor's device interface and Triton's driver say what GPU there is.
 * **Streams of autograd.** For each node it asks the device guard of the tensor's kind of device for a stream, and torch
@@ -26,13 +26,11 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from graphshard.errors import ArgumentError
-from graphshard.ir.cuda_internals import (
+from graphshard.cross.cuda_library import (
     as_built_for_cuda,
     hooks_replaced,
     library,
@@ -40,7 +38,8 @@ from graphshard.ir.cuda_internals import (
     unknown_build,
     virtual_functions,
 )
-from graphshard.ir.gpus import Capability, OfSeveral, differs, properties_of
+from graphshard.errors import ArgumentError
+from graphshard.ir.gpus import PRETENDED, Capability, OfSeveral, differs, properties_of
 from graphshard.torch_compat.cuda import accelerator, without_stream
 from graphshard.torch_compat.dynamo import CudaInterface
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_tensor_module
@@ -48,17 +47,10 @@ from graphshard.torch_compat.operators import replaced
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
 
-_capability: ContextVar[Capability | None] = ContextVar("capability", default=None)
-
-
-def stands_in() -> bool:
-    """Whether the GPU that is asked for is not there: tensors are fake, and where they were made does not matter."""
-    return _capability.get() is not None
-
 
 @contextlib.contextmanager
 def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Iterator[None]:
-    """In the block torch takes its decisions as with a GPU of this compute capability; there is none.
+    """Let torch decide as with a GPU of this compute capability, where there is none.
 
     Args:
         among: what is made in the block is for several GPUs. A model that asks for what differs among them gets a
@@ -73,8 +65,8 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
         _forget_devices()
         for name in _BY_KIND if len(among) > 1 else ():
             stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name), among)))
-        token = _capability.set(capability)
-        stack.callback(_capability.reset, token)
+        token = PRETENDED.set(capability)
+        stack.callback(PRETENDED.reset, token)
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_streams())
@@ -82,12 +74,12 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
         yield
 
 
-# What `torch.cuda` says of a GPU that it does not say of every other one.
+# Queries of `torch.cuda` whose answers differ between GPUs.
 _BY_KIND = ("get_device_capability", "get_device_name", "get_device_properties")
 
 
 def _for_torch(name: str, answer: Callable[..., Any], among: Sequence[Capability]) -> Callable[..., Any]:
-    """An answer for torch alone, whose decisions are the same on all GPUs that there are files for."""
+    """Make an answer for torch alone, whose decisions are the same on all GPUs that there are files for."""
 
     def told(device: Any = None) -> Any:
         asking = str(sys._getframe(1).f_globals.get("__name__"))
@@ -148,7 +140,7 @@ def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> Iterator[None]:
-    """Within `stand_in`, what compiling takes besides: Triton compiles for the GPU, and loads nothing.
+    """Within `stand_in`, let Triton compile for the GPU and load nothing.
 
     Args:
         loaded: called with each of Inductor's tuners, in the place of loading its kernels.
@@ -180,12 +172,12 @@ def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> 
         yield
 
 
-# Modules with functions that keep what they have found out about devices.
+# Modules with functions that cache facts about devices.
 _KEEPING = ("torch._inductor.utils", "torch._inductor.runtime.hints", "torch.utils._triton")
 
 
 def _forget_devices() -> None:
-    """Let torch find out about devices anew: what it knows is of the GPU before, or of none."""
+    """Clear what torch has cached about devices, which is about the GPU before, or none."""
     for module in (sys.modules[name] for name in _KEEPING if name in sys.modules):
         for value in [*vars(module).values(), *vars(getattr(module, "DeviceProperties", module)).values()]:
             cached = getattr(value, "__func__", value)
@@ -194,7 +186,7 @@ def _forget_devices() -> None:
 
 
 def package(name: str) -> Any:
-    """A package that compiling for a GPU takes; raise ArgumentError if it is missing."""
+    """Import a package that compiling for a GPU needs; raise ArgumentError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -204,7 +196,7 @@ def package(name: str) -> Any:
 
 
 def _check_autograd() -> None:
-    """Differentiate a fake CUDA tensor."""
+    """Check that a fake CUDA tensor can be differentiated."""
     try:
         with FakeTensorMode(), torch.enable_grad():
             value = torch.empty(2, device="cuda", requires_grad=True)
@@ -215,7 +207,7 @@ def _check_autograd() -> None:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """In the block autograd finds a stream for each fake CUDA tensor, and CUDA is the accelerator that is here."""
+    """Let autograd find a stream for each fake CUDA tensor, and CUDA be the accelerator that is here."""
     try:
         guards = (ctypes.c_void_p * len(_KINDS)).in_dll(library("c10"), "_ZN3c104impl26device_guard_impl_registryE")
     except (OSError, ValueError) as error:
@@ -266,7 +258,7 @@ def _answer_where(table: Any, function: Any, answered: Callable[[], bool]) -> No
 
 
 def _has_context() -> bool:
-    """Whether autograd is told that a device is in use, which it asks after each backward."""
+    """Return whether autograd is told that a device is in use, which it asks after each backward."""
     try:
         _check_autograd()
     except ArgumentError:
@@ -275,7 +267,7 @@ def _has_context() -> bool:
 
 
 def _place_of_get_stream() -> int:
-    """Where in the table of a device guard `getStream` is, by torch's own header."""
+    """Return the place of `getStream` in the table of a device guard, by torch's header."""
     names = virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface")
     if "getStream" not in names:
         raise unknown_build("its device guards have no getStream")

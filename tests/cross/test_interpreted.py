@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import graphshard
 from graphshard.store.artifact_file import read_artifact
-from tests.lower.test_cross import Net, assert_kernels_compute
+from tests.cross.test_compile_for_gpus import Net, assert_kernels_compute
 
 pytest.importorskip("cffi")
 pytest.importorskip("triton")

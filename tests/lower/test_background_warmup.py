@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from graphshard.lower import cpu_internals
+from graphshard.lower import background_warmup
 
-isa = cpu_internals.cpu_vec_isa
+isa = background_warmup.cpu_vec_isa
 SETS = set(isa.supported_vec_isa_list)
 AVX512 = pytest.mark.skipif("avx512" not in isa.x86_isa_checker(), reason="a CPU without AVX-512")
 
@@ -31,7 +30,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def _forget() -> None:
     learnt = "_is_"  # begins the names of what sets keep about themselves
     sets = isa.supported_vec_isa_list
-    cpu_internals._forget([{k: v for k, v in vars(each).items() if not k.startswith(learnt)} for each in sets])
+    background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(learnt)} for each in sets])
 
 
 def _found() -> list[tuple[str, str]]:
@@ -61,7 +60,7 @@ def test_the_cpu_is_what_inductor_finds_itself() -> None:
         return bool(check(self, code))
 
     with mock.patch.object(isa.VecISA, "check_build", counted):
-        cpu_internals._begin(threading.Event())
+        background_warmup._find_vector_instructions()
         ours, by_us = _found(), list(asked)
         _forget()
         assert _found() == ours
@@ -75,7 +74,7 @@ def test_the_cpu_is_what_inductor_finds_itself() -> None:
 def test_where_not_all_works_inductor_asks_by_itself() -> None:
     """And nothing of what was assumed stays: here no compiler knows the instructions for bfloat16."""
     with _checked(lambda each, code: "bf16" not in code) as asked:
-        cpu_internals._begin(threading.Event())
+        background_warmup._find_vector_instructions()
         ours = _found()
     _forget()
     with _checked(lambda each, code: "bf16" not in code) as by_inductor:
@@ -87,9 +86,9 @@ def test_where_not_all_works_inductor_asks_by_itself() -> None:
 
 @AVX512
 def test_where_the_best_set_does_not_work_another_is_taken() -> None:
-    best = cpu_internals.cpu_vec_isa.supported_vec_isa_list[0]
+    best = background_warmup.cpu_vec_isa.supported_vec_isa_list[0]
     with _checked(lambda each, code: type(each) is not type(best)):
-        cpu_internals._begin(threading.Event())
+        background_warmup._find_vector_instructions()
         assert str(best) not in dict(_found())
         assert "avx2" in dict(_found())
 
@@ -98,7 +97,7 @@ def test_what_has_the_same_name_is_compiled_apart() -> None:
     """As the two kinds of AMX, which Inductor asks for with functions of one name."""
     codes = ['extern "C" void a() {}', 'extern "C" void b(int) {}', 'struct s {};\nextern "C" void a() {}']
     with _checked(lambda each, code: True) as asked:
-        assert cpu_internals._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
+        assert background_warmup._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
     assert asked == ["\n".join(codes[:2]), codes[2]]
 
 
@@ -111,7 +110,7 @@ def test_flags_of_all_that_is_asked_are_given_together() -> None:
 
     asked = isa.VecAVX2()
     with _checked(check):
-        assert cpu_internals._works(asked, {"int a;": "-mavx2 -mfma", "int b;": "-mavx2 -mf16c"})
+        assert background_warmup._works(asked, {"int a;": "-mavx2 -mfma", "int b;": "-mavx2 -mf16c"})
     assert flags == ["-mavx2 -mfma -mf16c"]
     assert asked.build_arch_flags() == isa.VecAVX2._arch_flags
 
@@ -121,32 +120,29 @@ def test_nothing_is_assumed_where_somebody_has_chosen(chosen: str, monkeypatch: 
     if chosen == "ATEN_CPU_CAPABILITY":
         monkeypatch.setenv(chosen, "avx2")
     patched = {} if chosen == "ATEN_CPU_CAPABILITY" else {chosen: 256}
-    known = threading.Event()
     with (
         _checked(lambda each, code: True),
         isa.config.patch(patched),
-        mock.patch.object(cpu_internals, "_works") as works,
+        mock.patch.object(background_warmup, "_works") as works,
     ):
-        cpu_internals._begin(known)
-    assert known.is_set()
+        background_warmup._find_vector_instructions()
     assert not works.called
 
 
 def test_what_fails_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    known = threading.Event()
+    warmup = background_warmup.Warmup(background_warmup._find_vector_instructions)
     with mock.patch.object(isa, "x86_isa_checker", side_effect=OSError("no compiler")), caplog.at_level("DEBUG"):
-        cpu_internals._begin(known)
-    assert known.is_set()
+        warmup.wait()
     assert "no compiler" in caplog.text
 
 
 def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(cpu_internals, "_begin", lambda known: (begun.append(known), known.set()))
-    cpu_internals.begin()
-    cpu_internals.begin()
-    cpu_internals.wait_for_cpu()
+    warmup = background_warmup.Warmup(lambda: begun.append(os.getpid()))
+    warmup.begin()
+    warmup.begin()
+    warmup.wait()
     assert len(begun) == 1
     monkeypatch.setattr(os, "getpid", lambda: -1)  # a fork has no thread that goes on with it
-    cpu_internals.wait_for_cpu()
+    warmup.wait()
     assert len(begun) == 2

@@ -1,6 +1,6 @@
 """Run the code of regions for GPUs on the CPU, with Triton's interpreter in the place of the kernels' cubins.
 
-`python -m tests.lower.interpreted FILE DIRECTORY` prints, for each output of each region of a file that was compiled
+`python -m tests.cross.interpreted FILE DIRECTORY` prints, for each output of each region of a file that was compiled
 without a GPU, how far kernels and operators are from the same region in float64. Its process must have
 TRITON_INTERPRET=1 before Triton is imported. Attention, which the CPU has not, is computed from its definition.
 """
@@ -24,8 +24,8 @@ from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
 from graphshard.codec.program_format import decode_region
+from graphshard.cross.gpu_kernels import GpuCode, GpuRegion, Kernel, Launch
 from graphshard.ir.program import Region
-from graphshard.lower.kernels import GpuCode, GpuRegion, Kernel, Launch
 from graphshard.store.artifact_file import read_artifact
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -1,8 +1,8 @@
-"""What the headers of ELF files say: which kernels a cubin has, and what each takes; if a shared library is whole.
+"""Headers of cubins: the kernels, and their registers and spills.
 
 A cubin is an ELF file of 64 bits, little-endian, for the machine 190 (EM_CUDA). Each kernel has a section
-`.text.NAME`; `.nv.info` says how many registers a kernel takes and how many bytes of a thread's own memory, where
-registers are spilled to. Nothing but the standard library reads it.
+`.text.NAME`; `.nv.info` has a kernel's registers and the bytes of a thread's local memory, where registers are spilled
+to. Only the standard library reads it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphshard.errors import ArtifactError
+from graphshard.lower.inductor_cache import ELF_HEADER, elf_sections
 
 _MACHINE = 190
-_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_SYMBOLS, _STRINGS, _EMPTY = 2, 3, 8
-# Attributes of .nv.info with a value of this format; what they are about is a symbol and a number.
+_SYMBOLS = 2
+# Format of attributes of .nv.info whose value is a symbol and a number.
 _SIZED = 4
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes: registers of a thread, and bytes of its own memory, which spilled registers are in."""
+    """Registers of a thread, and bytes of its local memory, to which registers are spilled."""
 
     registers: int
     spills: int
@@ -33,64 +32,25 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What a cubin is.
-
-    Attributes:
-        capability: compute capability that it is for.
-        kernels: by name.
-    """
+    """Compute capability and kernels, by name, of a cubin."""
 
     capability: tuple[int, int]
     kernels: dict[str, Resources]
 
 
 def read_cubin(name: str, content: bytes) -> Cubin:
-    """Read a cubin's headers; `name` is what messages call it.
-
-    Raises:
-        ArtifactError: it is no whole cubin.
-    """
+    """Read a cubin's headers; raises ArtifactError with `name` if it is not complete."""
     try:
         return _read(content)
     except (struct.error, IndexError, ValueError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{name} is no cubin: {error}. It is not loaded.") from None
 
 
-def damage_of(content: bytes) -> str:
-    """Why a shared library of 64 bits, little-endian, is not whole; "" if its headers say nothing of the kind.
-
-    Linkers put the table of sections at the end, so a library without its end has none.
-    """
-    try:
-        _sections(content)
-    except (struct.error, IndexError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _sections(content: bytes) -> list[tuple[int, ...]]:
-    """The table of sections; raises ValueError, or what `struct` and indices do, if the file is not whole."""
-    ident, *_, first, _, _, _, _, size, count, names = _HEADER.unpack_from(content)
-    if ident[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("it has not the header of an ELF file")
-    if size != _SECTION.size:
-        raise ValueError("its table of sections is of another format")
-    if first + size * count > len(content):
-        raise ValueError("it is cut off")
-    sections = [_SECTION.unpack_from(content, first + index * size) for index in range(count)]
-    for _, kind, _, _, offset, length, *_ in sections:
-        if kind != _EMPTY and offset + length > len(content):
-            raise ValueError("it is cut off")
-    if sections[names][1] != _STRINGS:
-        raise ValueError("its table of sections was not written")
-    return sections
-
-
 def _read(content: bytes) -> Cubin:
-    ident, _, machine, _, _, _, _, flags, *_, names = _HEADER.unpack_from(content)
+    ident, _, machine, _, _, _, _, flags, *_, names = ELF_HEADER.unpack_from(content)
     if machine != _MACHINE:
         raise ValueError("it has not the header of an ELF file for CUDA")
-    sections = _sections(content)
+    sections = elf_sections(content)
     parts = [(_text(content, sections[names], row[0]), row) for row in sections]
     kernels = [name.removeprefix(".text.") for name, _ in parts if name.startswith(".text.")]
     if not kernels:
@@ -107,7 +67,7 @@ def _read(content: bytes) -> Cubin:
 
 
 def _capability(version: int, flags: int) -> tuple[int, int]:
-    """The GPU in the header's flags: 10 times the major number and the minor one, in another byte since CUDA 13."""
+    """Read the header's flags: 10 times the major number plus the minor one, in another byte since CUDA 13."""
     number = (flags >> 8 if version >= 8 else flags) & 0xFF
     return number // 10, number % 10
 
@@ -123,7 +83,7 @@ def _symbols(content: bytes, row: tuple[int, ...], sections: list[tuple[int, ...
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """Attributes of kernels: which, the kernel's symbol, and the value."""
+    """Yield attributes of kernels: which, the kernel's symbol, and the value."""
     offset = 0
     while offset + 4 <= len(info):
         form, attribute, size = struct.unpack_from("<BBH", info, offset)

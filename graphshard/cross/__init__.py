@@ -1,0 +1,15 @@
+"""Code for GPUs that are not here: compilation, kernels in files, and a GPU's answers on a machine that has none.
+
+`driver.py` answers for the GPU while a program is captured and compiled, with what `cuda_library.py` knows of torch's
+C++ library. `compile_for_gpus.py` compiles regions with Inductor's FX wrapper and Triton; the code of a region is a
+graph of launches and operators, and cubins (`gpu_kernels.py`), whose headers `cubin.py` reads. `fused_kernels.py` stops
+after Inductor's scheduler, which is enough for predictions: no Triton compiler takes part, and it takes tenths of a
+second.
+
+Compilation needs the extra `cross` (Triton and cffi), so these modules are imported when they are used.
+
+Pitfalls:
+
+* Inductor and Triton keep what they have found out about devices (`lru_cache`), and kernels by their source: the next
+  capability got the kernels of the one before. Each cubin's header is compared with what was asked for.
+"""
