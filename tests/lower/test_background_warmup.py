@@ -125,7 +125,7 @@ def test_nothing_is_assumed_where_somebody_has_chosen(chosen: str, monkeypatch: 
         isa.config.patch(patched),
         mock.patch.object(background_warmup, "_works") as works,
     ):
-        background_warmup._find_vector_instructions()
+        background_warmup.Warmup(background_warmup._find_vector_instructions).wait()
     assert not works.called
 
 
