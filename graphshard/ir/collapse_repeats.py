@@ -1,12 +1,12 @@
-"""Fold the repeated blocks of a program's text, so that the text of a deep model can be read.
+"""Collapse the repeated blocks in a program's text, so that a deep model stays readable.
 
     ...lines up to layers.1...
     ...46 lines, from layers.1 to layers.2...
       ... layers.2 to layers.30: 29 times 46 lines like layers.1
     ...the lines of layers.31...
 
-This works on the text alone (`ir/printer.py` writes it), so that a dump can be folded and unfolded without the program.
-A block's lines begin where its name first appears: with the gather that is started for it beside the one before.
+This works on text alone (from `ir/printer.py`), so it also works on dumps. A block starts where its name first appears:
+at its prefetched gather, inside of the previous block's lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 _BLOCK = re.compile(r"\b((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\.(\d+)\b")
 _VALUE = re.compile(r"%(\d+)")
 _DEFINED = re.compile(r"^. %(\d+):")
-# Inputs and outputs of different kinds are lists of their own; a joint graph has two directions.
+# Inputs and outputs of each kind form a list; a joint graph has two directions.
 _LIST = re.compile(r"^  (?:return .* as |%\d+: [^=]* = )(param|buffer|grad|mutation|saved)\b")
 _BACKWARD = re.compile(r"  # .*\(backward\)")
 MIN_REPEATS = 3
@@ -28,7 +28,7 @@ MAX_PERIOD = 4
 
 @dataclass(frozen=True)
 class _Section:
-    """Lines from the first appearance of a block to that of the next. Equal blocks have equal keys."""
+    """Lines from the first appearance of a block to the next block. Equal blocks have equal keys."""
 
     block: str
     lines: tuple[str, ...]
@@ -36,7 +36,7 @@ class _Section:
 
 
 def fold(text: str) -> str:
-    """The text with blocks, or groups of up to `MAX_PERIOD`, that repeat `MIN_REPEATS` times given once."""
+    """Return the text with blocks (or groups of up to `MAX_PERIOD`) that repeat `MIN_REPEATS` times shown once."""
     phases = re.split(r"(?m)^(?=\S+:\n)", text)
     return "".join(_fold_phase(_sections(phase.splitlines(keepends=True))) for phase in phases)
 
@@ -57,7 +57,7 @@ def _fold_phase(sections: list[_Section]) -> str:
 
 
 def _repeats(keys: list[str]) -> tuple[int, int]:
-    """Length of the group that the keys start with, and how often it follows itself; (1, 1) for no fold."""
+    """Return length and count of the repeated group that the keys start with; (1, 1) if none."""
     for period in range(1, MAX_PERIOD + 1):
         times = 1
         while keys[times * period : (times + 1) * period] == keys[:period]:
@@ -68,7 +68,7 @@ def _repeats(keys: list[str]) -> tuple[int, int]:
 
 
 def _sections(lines: list[str]) -> list[_Section]:
-    """Cut a phase's lines where a block first appears, lists where it changes; keys are relative to the block."""
+    """Split a phase's lines where a block first appears, in lists where it changes; keys are relative to the block."""
     groups: list[tuple[tuple[str, str, int], list[str]]] = []
     seen: set[tuple[str, str, int]] = set()
     for line in lines:
@@ -96,7 +96,7 @@ def _sections(lines: list[str]) -> list[_Section]:
 
 
 def _block_of(line: str) -> tuple[str, int]:
-    """The block that a line names, by its comment or else by what it takes in or returns; ("", 0) for none."""
+    """Return the block that a line names in its comment or slot; ("", 0) for none."""
     code, _, comment = line.partition("  # ")
     label = _LIST.match(line)
     match = _BLOCK.search(comment) or (_BLOCK.search(code, label.start(1)) if label else None)
@@ -104,7 +104,7 @@ def _block_of(line: str) -> tuple[str, int]:
 
 
 def _relative(line: str, stem: str, index: int, where: dict[str, tuple[str, str, int, int]]) -> str:
-    """A line with values and block numbers counted from the block `stem.index`."""
+    """Return a line with values and block numbers relative to the block `stem.index`."""
 
     def value(match: re.Match[str]) -> str:
         part, owner, at, ordinal = where.get(match[1], ("", "", 0, 0))

@@ -1,4 +1,4 @@
-"""The collectives of a graph, and what around them is compute: the positions that plans count."""
+"""Collectives of a graph, and the compute between them, whose positions plans count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 
-# What carries a tensor to a reduce-scatter or from an all-gather without computing anything new.
+# Operators that move data to a reduce-scatter or from an all-gather without computing.
 _MOVEMENT = frozenset(
     {
         operator.getitem,
@@ -40,25 +40,25 @@ _MOVEMENT = frozenset(
         OWN_CHUNK,
     }
 )
-# Kinds of the inputs that gathers are made of.
+# Kinds of inputs that gathers read.
 _GATHERED = ("param", "part", "piece")
 
-# Mark of what was compute when the plan was made, though it moves nothing but what travels together now: the model
-# joins or splits parameters itself.
+# Mark of nodes that were compute when the plan was made, but look like data movement after bucketing: the model itself
+# concatenates or splits parameters.
 COMPUTE = "compute"
 
-_TAKEOFF = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
+_REDUCTION_PROLOGUE = _MOVEMENT | {aten._to_copy.default, aten.div.Tensor}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch: a single collective, or several coalesced into one.
+    """One launch: a collective, or several coalesced into one.
 
     Attributes:
         kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards.
         node: the launch.
-        waits: one wait per tensor that travels.
-        params: names of the parameters that travel.
+        waits: one wait for each tensor.
+        params: names of the parameters.
     """
 
     kind: CollectiveKind
@@ -68,15 +68,15 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """Name of the mesh axis it runs over."""
+        """Name of its mesh axis."""
         return str(self.node.args[-1])
 
 
 def collectives(phase: Phase) -> list[Collective]:
-    """The phase's collectives in launch order, with the parameters they carry.
+    """Return the phase's collectives in launch order, with their parameters.
 
-    A gather carries the parameters whose placeholders it reads, a reduction those whose gradients it returns:
-    both are read off the slots.
+    The parameters of a gather are the placeholders that it depends on; the parameters of a reduction are the gradient
+    outputs that depend on it.
     """
     names = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind in _GATHERED}
     grads = {n: s.name for n, s in zip(phase.results, phase.outputs, strict=True) if isinstance(n, Node)}
@@ -94,7 +94,7 @@ def collectives(phase: Phase) -> list[Collective]:
 
 
 def _reach(node: Node, step: Callable[[Node], list[Node]], ends: dict[Node, str]) -> tuple[str, ...]:
-    """Names of the ends that are reached from a node, depth first, without going beyond them."""
+    """Return the names of the ends that are reachable from a node, depth first; the search stops at an end."""
     reached: dict[str, None] = {}
     seen: set[Node] = set()
     stack = [node]
@@ -110,16 +110,16 @@ def _reach(node: Node, step: Callable[[Node], list[Node]], ends: dict[Node, str]
 
 @dataclass(frozen=True)
 class CollectiveRegions:
-    """A phase's nodes by role; the communication's own casts, copies and views are not compute.
+    """Nodes of a phase by role; the casts, copies and views of collectives are not compute.
 
-        prologue -> gather -> wait -> landing -> compute -> takeoff -> reduce -> wait -> epilogue
+        prologue -> gather -> wait -> epilogue -> compute -> prologue -> reduce -> wait -> epilogue
 
     Attributes:
-        compute: compute nodes in order; a plan's positions count these. The results of an operator with several
-            stand right behind it and are not counted.
-        before: per collective, what must run before it: what a gather is made of (prologue), and what a reduction is
-            made of and nothing else needs (takeoff).
-        after: per wait, what follows from it alone (landing or epilogue).
+        compute: compute nodes in order; a plan's positions count these. The `getitem`s of an operator with several
+            results follow it and are not counted.
+        before: prologue of each collective: everything that a gather depends on, and the nodes that only serve a
+            reduction.
+        after: epilogue of each wait: the nodes that depend on nothing else.
     """
 
     compute: list[Node]
@@ -128,10 +128,10 @@ class CollectiveRegions:
 
     @staticmethod
     def of(phase: Phase) -> CollectiveRegions:
-        """Sort the nodes of a phase into roles, by structure alone."""
+        """Sort the nodes of a phase into roles by the structure of the graph."""
         nodes = [n for n in phase.module.graph.nodes if n.op == "call_function"]
-        owner = _takeoffs(nodes)
-        follows = _landings(nodes)
+        owner = _prologues(nodes)
+        follows = _epilogues(nodes)
         before: dict[Node, list[Node]] = {n: [] for n in nodes if is_collective(n)}
         after: dict[Node, list[Node]] = {n: [] for n in nodes if n.target is WAIT}
         compute = []
@@ -148,37 +148,37 @@ class CollectiveRegions:
 
     @cached_property
     def index(self) -> dict[Node, int]:
-        """Position of each compute node; parts of a node have its position."""
+        """Positions of compute nodes; `getitem`s have the position of their operator."""
         return {n: i for i, node in enumerate(self.compute) for n in with_parts(node)}
 
 
 def saved_values(forward: Phase) -> list[Node]:
-    """The activations among what a forward phase saves."""
+    """Return the activations among the values that a forward phase saves."""
     layout = CollectiveRegions.of(forward)
     gathered = {n for wait, after in layout.after.items() for n in (wait, *after)}
     saved = (n for n, slot in zip(forward.results, forward.outputs) if slot.kind == "saved" and isinstance(n, Node))
     return [n for n in saved if (base := base_of(n)).op != "placeholder" and base not in gathered]
 
 
-def _takeoffs(nodes: list[Node]) -> dict[Node, Node]:
-    """Nodes by the collective they serve: a gather's prologue, a reduction's takeoff."""
+def _prologues(nodes: list[Node]) -> dict[Node, Node]:
+    """Return the collective that each prologue node serves."""
     owner: dict[Node, Node] = {}
     for node in reversed(nodes):
         if is_communication(node) or is_part(node) or COMPUTE in node.meta:
             continue
         targets = list(dict.fromkeys(user if is_collective(user) else owner.get(user) for user in node.users))
         gathers = [target for target in targets if target is not None and target.target in GATHERS]
-        # Made of shards alone, it can run when the gather starts, whatever else needs it later.
+        # It depends on shards only, so it can run when the gather starts even if other nodes read it.
         target = gathers[0] if gathers else targets[0] if len(targets) == 1 else None
         if target is None:
             continue
-        if gathers or is_view(node) or node.target in _TAKEOFF:
+        if gathers or is_view(node) or node.target in _REDUCTION_PROLOGUE:
             owner[node] = target
     return owner
 
 
-def _landings(nodes: list[Node]) -> dict[Node, Node]:
-    """Nodes that only follow from one wait, by wait: a gather's landing, a reduction's epilogue."""
+def _epilogues(nodes: list[Node]) -> dict[Node, Node]:
+    """Return the wait that each epilogue node depends on."""
     follows: dict[Node, Node] = {}
     reduced: set[Node] = set()
     for node in nodes:
@@ -188,7 +188,7 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
             continue
         if is_communication(node) or COMPUTE in node.meta:
             continue
-        # What a reduction made may be added to what an earlier one left.
+        # A reduced gradient may be added to one of an earlier microbatch, which is a placeholder.
         inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
         sources = {n if n.target is WAIT else follows.get(n) for n in inputs}
         source = sources.pop() if len(sources) == 1 else None
@@ -198,7 +198,7 @@ def _landings(nodes: list[Node]) -> dict[Node, Node]:
 
 
 def with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
-    """All nodes: what those of `order` are made of directly before them, and everything else as early as can be."""
+    """Return all nodes: inputs of the nodes in `order` directly before them, all others as early as possible."""
     found: dict[Node, None] = {}
     for node in order:
         left = [node]
@@ -209,17 +209,17 @@ def with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
             else:
                 found.setdefault(left.pop())
     place = {node: index for index, node in enumerate(found)}
-    behind: dict[int, list[Node]] = {}
+    following: dict[int, list[Node]] = {}
     for node in nodes:
-        if node not in found:  # a reduction of gradients, say, and what belongs to it
+        if node not in found:  # for example a gradient reduction with its prologue and epilogue
             place[node] = max((place[each] for each in node.all_input_nodes if each in place), default=-1)
-            behind.setdefault(place[node], []).append(node)
-    return [*behind.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *behind.get(i, [])))]
+            following.setdefault(place[node], []).append(node)
+    return [*following.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *following.get(i, [])))]
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A gather, the position at which it starts, and the last use and the bytes of each tensor it brings."""
+    """Gather with its start position, and last use and bytes of each gathered tensor."""
 
     collective: Collective
     start: int
@@ -231,9 +231,9 @@ class _Gathered:
 
 
 def units_gathered(phase: Phase, params: ParamTable) -> list[tuple[str, tuple[str, ...]]]:
-    """The unit of each gather, and those whose gathered parameters are alive at once where it starts.
+    """Return the unit of each gather, and the units whose gathered parameters are alive where it starts.
 
-    A unit is alive from the start of its gather to the last use of what was gathered, its copies and its views.
+    A unit is alive from the start of its gather to the last use of its gathered parameters, their copies and views.
     """
     found = [(params[gathered.collective.params[0]].unit, gathered) for gathered in _gathered(phase)]
     return [
@@ -242,9 +242,9 @@ def units_gathered(phase: Phase, params: ParamTable) -> list[tuple[str, tuple[st
 
 
 def peak_gathered_bytes(phase: Phase) -> tuple[Node | None, int]:
-    """Bytes of gathered tensors that are alive at once, where they are most, and the gather that starts there.
+    """Return the gather at which the most gathered bytes are alive, and these bytes.
 
-    A tensor of a coalesced gather is alive to its own last use, a packed buffer to that of any of its parts.
+    A tensor of a coalesced gather is alive until its last use, a packed buffer until the last use of any part.
     """
     found = _gathered(phase)
     alive = [
@@ -255,9 +255,9 @@ def peak_gathered_bytes(phase: Phase) -> tuple[Node | None, int]:
 
 
 def last_use(waits: Iterable[Node], layout: CollectiveRegions, position: dict[Node, int]) -> int:
-    """The last position at which something reads what was gathered, or a view of it; nodes without one are skipped."""
-    landed = {n for wait in waits for n in (wait, *layout.after[wait])}
-    users = (n for value in _aliases(landed) for n in (value, *value.users))
+    """Return the last position that reads a gathered tensor or a view of it; nodes without a position are skipped."""
+    gathered = {n for wait in waits for n in (wait, *layout.after[wait])}
+    users = (n for value in _aliases(gathered) for n in (value, *value.users))
     return max((position[n] for n in users if n in position), default=-1)
 
 
@@ -272,7 +272,7 @@ def _gathered(phase: Phase) -> list[_Gathered]:
 
 
 def _aliases(values: set[Node]) -> set[Node]:
-    """The values and all views of them."""
+    """Return the values and all views of them."""
     found, stack = set(values), list(values)
     while stack:
         for user in stack.pop().users:

@@ -1,12 +1,12 @@
-"""Lists of a program of few blocks as those of all blocks, and back: buckets, events, texts, parts of schedules.
+"""Expand lists of the captured groups to all groups, and back: buckets, events, texts, parts of schedules.
 
     few     0 | 1 | N-3 | N-2 | N-1             windows of 1, N-3 and N-2 are equal
     all     0 | 1 | 2 ... N-4 | N-3 | N-2 | N-1
 
-A window begins with the first entry of its group. Two are equal if their entries are the same but for the group, where
-an entry may name groups up to two away from its own: what names N-3 in the window of 1 names 2 in the list of all. A
-position may also be the end, as that to which parameters stay gathered. So the windows of all groups are known.
-Anything else raises `BlocksDifferError`. Of a backward groups follow each other downwards.
+A window starts with the first entry of its group. Two windows are equal if their entries differ only in the group. An
+entry may name groups up to two away: where the window of 1 names N-3 in the captured list, it names 2 in the full list.
+A position may also be the end of the phase. Equal windows determine the windows of all groups; otherwise
+`BlocksDifferError` is raised. In backward the order of groups is descending.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, Repeats
 
 T = TypeVar("T")
 
-# Fields of entries that are positions, and shift with their window.
+# Fields of entries that hold positions, which shift with the window.
 _POSITIONS = ("at", "last", "start")
-# How many groups away an entry may name one: backward waits for the reductions of the block before the last one.
+# Largest distance to a group that an entry names: backward waits for the reductions of the block before the last.
 _FAR = 2
-# What stands for the end in the place of a distance from the begin of a window.
+# Stands for the end of the phase instead of an offset in the window.
 _END = 1 << 60
-# What stands for a block in a text: how many groups away it is, and which of the group.
+# Stands for a block in a text: its distance in groups, and its offset in the group.
 _MARK = re.compile("\0(-?\\d+):(\\d+)\0")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where groups are: in a list of few, or of all.
+    """Positions of groups in a list: of the captured groups, or of all.
 
     Attributes:
         repeats: the groups.
-        groups: those that are there, in order.
-        begins: by group, the position at which its window begins; for entries that have positions.
-        end: the last position, if entries may have it wherever their window is.
+        groups: the groups in the list, in order.
+        begins: first position of each group's window, for entries with positions.
+        end: the last position, if entries of any window may have it.
     """
 
     repeats: Repeats
@@ -51,22 +51,22 @@ class Frame:
     end: int | None = None
 
     def relative(self, entry: T, window: int) -> T:
-        """An entry of a window with distances in the place of groups; raises `BlocksDifferError` if one is far away."""
+        """Return an entry with distances instead of groups; raise `BlocksDifferError` if a named group is far away."""
         begin = self.begins.get(window, 0)
         return moved(entry, lambda text: self._marked(text, window), lambda at: _END if at == self.end else at - begin)
 
     def absolute(self, entry: T, window: int) -> T:
-        """The entry of a window that is relative to it."""
+        """Return the entry of a window, given the entry relative to it."""
         begin = self.begins.get(window, 0)
         return moved(entry, lambda text: self._naming(text)(window), lambda at: self._placed(at, begin))
 
     def absolutes(self, entry: T) -> Callable[[int], T]:
-        """The same of many windows: what does not depend on the window is looked at once."""
+        """Return a function of the window that does what `absolute` does; for many windows."""
         make = self._made(entry)
         return (lambda _: entry) if make is None else make
 
     def _made(self, entry: Any) -> Callable[[int], Any] | None:
-        """`absolutes` of an entry, or None if it is the same in all windows."""
+        """Return `absolutes` of an entry, or None if it is the same in all windows."""
         if isinstance(entry, str):
             return self._naming(entry) if "\0" in entry else None
         if isinstance(entry, tuple):
@@ -104,13 +104,13 @@ class Frame:
                 return found[0]
             distance = self.groups.index(group) - here if group in self.groups else _FAR + 1
             if abs(distance) > _FAR:
-                raise BlocksDifferError(f"{text} is far from its block")
+                raise BlocksDifferError(f"{text} names a block that is far away")
             return f"\0{distance}:{offset}\0"
 
         return _blocks(self.repeats.path).sub(mark, text)
 
     def _naming(self, text: str) -> Callable[[int], str]:
-        """A text by window, of one that is relative to it."""
+        """Return a function from a window to the text, given the text relative to it."""
         before, *rest = _MARK.split(text)
         marks = [(int(far), int(of), then) for far, of, then in zip(rest[::3], rest[1::3], rest[2::3])]
         path, first, period = self.repeats.path, self.repeats.first, self.repeats.period
@@ -126,7 +126,7 @@ class Frame:
         return name
 
     def named_groups(self, entry: Any) -> set[int]:
-        """The groups that an entry names."""
+        """Return the groups that an entry names."""
         found: set[int] = set()
 
         def look(text: str) -> str:
@@ -140,7 +140,7 @@ class Frame:
 
 
 def moved(entry: T, name: Callable[[str], str], place: Callable[[int], int]) -> T:
-    """An entry with other texts and positions: a text, a tuple, or a dataclass of such."""
+    """Map the texts and positions in an entry, which is a text, a tuple, or a dataclass of those."""
     value: Any = entry
     if isinstance(value, str):
         value = name(value)
@@ -160,14 +160,14 @@ def moved(entry: T, name: Callable[[str], str], place: Callable[[int], int]) -> 
 
 @dataclass(frozen=True)
 class RepeatExpansion:
-    """From the lists of few groups to those of all, and back.
+    """Conversion between lists of the captured groups and lists of all groups.
 
     Attributes:
         repeats: the groups.
-        descending: they follow each other from the last to the first.
-        begins: of the captured groups, the position of each; empty where entries have no positions.
-        ends: how many groups at the end have windows that differ from others.
-        end: the last position of the list of few, if entries may have it wherever their window is.
+        descending: the last group comes first.
+        begins: first position of each captured group; empty if entries have no positions.
+        ends: number of groups at the end whose windows differ from the others.
+        end: the last position of the captured list, if entries of any window may have it.
     """
 
     repeats: Repeats
@@ -178,45 +178,45 @@ class RepeatExpansion:
 
     @functools.cached_property
     def few(self) -> Frame:
-        """The captured groups."""
+        """Frame of the captured groups."""
         return Frame(self.repeats, self.repeats.captured, self.begins, self.end)
 
     @functools.cached_property
     def all(self) -> Frame:
-        """All groups."""
+        """Frame of all groups."""
         groups = range(self.repeats.groups)
         begins = {group: self.begin(group) for group in groups} if self.begins else {}
         return Frame(self.repeats, groups, begins, None if self.end is None else self.place(self.end))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The captured groups as they follow each other."""
+        """Captured groups in the order of the list."""
         return self.repeats.captured[:: -1 if self.descending else 1]
 
     @property
     def missing(self) -> Sequence[int]:
-        """The groups that are left out as they follow each other."""
+        """Missing groups in the order of the list."""
         return self.repeats.missing[:: -1 if self.descending else 1]
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The groups whose windows are equal, in order."""
+        """Groups whose windows must be equal, in order."""
         return tuple(group for group in self.order if group in self.repeats.captured[1 : -self.ends])
 
     @functools.cached_property
     def length(self) -> int:
-        """Positions of a window.
+        """Number of positions in a window.
 
         Raises:
-            BlocksDifferError: windows are not equally long.
+            BlocksDifferError: windows differ in length.
         """
         found = {self.begins[b] - self.begins[a] for a, b in itertools.pairwise(self.order[1:])}
         if len(found) != 1:
-            raise BlocksDifferError("blocks are not equally long")
+            raise BlocksDifferError("blocks differ in length")
         return found.pop()
 
     def begin(self, group: int) -> int:
-        """Where the window of any group begins in the list of all."""
+        """Return the first position of any group's window in the full list."""
         if group in (0, self.repeats.groups - 1):
             return self.place(self.begins[group])
         first = self.order[1]
@@ -224,21 +224,21 @@ class RepeatExpansion:
 
     @property
     def _gap(self) -> int:
-        """The group behind those left out."""
+        """The group that follows the missing groups."""
         return self.order[self.order.index(TEMPLATE) + (0 if self.descending else 1)]
 
     def place(self, at: int) -> int:
-        """A position outside of the equal windows in the list of all."""
+        """Return a position outside of the equal windows in the full list."""
         return at + len(self.missing) * self.length if at >= self.begins[self._gap] else at
 
     def _back(self, at: int) -> int:
         return at - len(self.missing) * self.length if at >= self.begin(self._gap) else at
 
     def unfold(self, entries: Sequence[T], key: Callable[[T], Any] = lambda entry: entry) -> list[T]:
-        """The list of all groups.
+        """Return the list of all groups.
 
         Args:
-            key: what of an entry names its group, where it has no position.
+            key: selects the part of an entry that names its group, if entries have no position.
         """
         windows = self._windows(entries, self.few, key)
         inner = {group: [self.few.relative(entry, group) for entry in windows[group]] for group in self.inner}
@@ -254,10 +254,10 @@ class RepeatExpansion:
         return found
 
     def unfold_sums(self, entries: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """The list of all groups, of names with numbers that grow evenly from group to group.
+        """Return the list of all groups for names with numbers that grow by the same amount from group to group.
 
         Raises:
-            BlocksDifferError: they do not.
+            BlocksDifferError: the growth is not the same.
         """
         windows = self._windows(entries, self.few, lambda entry: entry)
         numbers = [[number for _, number in windows[group]] for group in self.inner]
@@ -270,21 +270,21 @@ class RepeatExpansion:
         return [(name, n + i * by) for i, window in enumerate(whole.values()) for name, n in window]
 
     def fold(self, entries: Sequence[T], key: Callable[[T], Any] = lambda entry: entry) -> list[T]:
-        """The list of few groups of one of all; `unfold` makes that of it again if the groups are equal."""
+        """Return the captured groups of a full list: the inverse of `unfold` if the groups are equal."""
         windows = self._windows(entries, self.all, key)
         return [e for group in self.order for e in self._moved(windows[group], group, self.all, self.few, self._back)]
 
     def _moved(
         self, entries: Sequence[T], group: int, one: Frame, other: Frame, place: Callable[[int], int]
     ) -> Iterator[T]:
-        """The entries of a window in another frame; those of outer windows may have positions anywhere."""
+        """Convert a window to another frame; entries of outer windows may have positions anywhere."""
         if group in self.inner or not self.begins:
             return (other.absolute(one.relative(entry, group), group) for entry in entries)
         names = Frame(self.repeats, one.groups), Frame(self.repeats, other.groups)
         return (moved(names[1].absolute(names[0].relative(entry, group), group), str, place) for entry in entries)
 
     def spread(self, values: Sequence[T]) -> list[T]:
-        """Values by position, those of equal windows equal, of all groups."""
+        """Expand values by position, which are equal in equal windows, to all groups."""
         begins = [self.begins[group] for group in self.inner]
         windows = [list(values[begin : begin + self.length]) for begin in begins]
         if any(window != windows[0] for window in windows):
@@ -293,7 +293,7 @@ class RepeatExpansion:
         return [*values[:gap], *windows[0] * len(self.missing), *values[gap:]]
 
     def _windows(self, entries: Sequence[T], frame: Frame, key: Callable[[T], Any]) -> dict[int, Sequence[T]]:
-        """Entries by group; those in front of all are of the first one."""
+        """Split entries into windows by group; entries before the first window belong to it."""
         order = list(frame.groups)[:: -1 if self.descending else 1]
         if self.begins:
             at = [entry.at for entry in entries]  # type: ignore[attr-defined]
@@ -321,11 +321,11 @@ def _first_difference(windows: Sequence[Sequence[Any]]) -> str:
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...]:
-    """Names of the fields of a dataclass."""
+    """Return the field names of a dataclass."""
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @functools.cache
 def _blocks(path: str) -> re.Pattern[str]:
-    """Blocks of a list of modules in a text."""
+    """Return the pattern of a block of a list of modules in a text."""
     return re.compile(rf"(?<![\w.]){re.escape(path)}\.(\d+)(?!\w)")

@@ -1,4 +1,4 @@
-"""Questions that passes ask an FX graph, and the one way in which they insert a node."""
+"""Queries on FX graphs, and the only function that inserts nodes."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_ten
 ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
 _COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES
 WAIT = c10d.wait_tensor.default
-# These questions are asked of every node again and again, and torch hashes an operator in Python: ids need none of it.
+# Asked for every node, and torch hashes operators in Python: compare ids instead.
 _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
-# Operators of our own, which stay outside of regions.
+# graphshard's operators, which stay outside of regions.
 OWN = frozenset({SETTLED}) | COPIES | NAMING_GROUPS
-# Lines of a stack trace, and files of torch in them.
+# Lines of a stack trace, and files of torch.
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 _OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/")
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
-    """Insert a call at the graph's insertion point, with its fake value.
+    """Insert a call with its fake value at the graph's insertion point; return the node.
 
-    Module stack and partitioner tag are taken from `like`, so that the node prints as part of that module.
+    The module stack and partitioner tag of `like` are copied.
     """
     return _insert(graph, target, args, kwargs, _made(target, args, kwargs), like)
 
 
-# Fake values that calls made, with the values that they were made of, by question.
+# Fake results of calls, with their inputs, by `question`.
 _MADE: ContextVar[dict[Hashable, tuple[Any, Any]] | None] = ContextVar("_MADE", default=None)
 
 
 @contextmanager
 def made_once() -> Iterator[None]:
-    """Within it calls that are emitted share their fake value with the first one of the same values.
+    """Cache fake results: within the context, equal emitted calls share one fake value.
 
-    Copies of equal blocks have the values of what they were copied from, so that one block is asked for all.
+    Copies of a block share its fake values, so the operators run once for all blocks.
     """
     token = _MADE.set({})
     try:
@@ -61,7 +61,7 @@ def made_once() -> Iterator[None]:
 
 
 def _made(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The fake value of a call."""
+    """Return the fake value of a call."""
     known = _MADE.get()
     key = None if known is None else question(target, args, kwargs)
     if known is not None and key in known:
@@ -69,12 +69,12 @@ def _made(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
     made = target(*vals[0], **vals[1])
     if known is not None:
-        known[key] = vals, made  # ids are those of values that are there
+        known[key] = vals, made  # keep the inputs alive, so that ids stay unique
     return made
 
 
 def question(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """Equal for calls of an operator with the very same values, as long as these are there."""
+    """Return a key that is equal for calls of an operator with identical values, while these are alive."""
     return id(target), _asked(args), _asked(kwargs) if kwargs else ()
 
 
@@ -99,11 +99,11 @@ def _insert(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any, va
 def start_together(
     graph: Graph, packet: OpOverloadPacket, tensors: list[Node], *args: Any, like: Node, vals: list[Any] | None = None
 ) -> list[Node]:
-    """Start one collective for all tensors at the insertion point; for each the node that carries its result.
+    """Start one collective for all tensors at the insertion point; return a node for each result.
 
     Args:
-        packet: the collective, without its overload.
-        vals: the fake values of the results, if they are known: those of inputs may be of different modes.
+        packet: the collective, without overload.
+        vals: fake values of the results, if known: inputs may have fake values of different modes.
     """
     if len(tensors) == 1:
         return [emit(graph, packet.default, *tensors, *args, like=like)]
@@ -116,31 +116,31 @@ def start_together(
     return [_insert(graph, operator.getitem, (group, i), {}, carried[i], like) for i in range(len(tensors))]
 
 
-# Torch's function in Python takes for labels what stands behind their end, and has another result (torch 2.13).
+# torch's Python implementation reads labels past their end marker and returns another result (torch 2.13).
 WRONG_IN_PYTHON = frozenset({aten.multilabel_margin_loss_forward.default})
 
 
 def interpolations() -> list[OpOverload]:
-    """The operators behind `F.interpolate` that torch has looked up, as those that it has written in Python, too."""
+    """Return the operators of `F.interpolate` that torch has loaded, such as the ones it implements in Python."""
     names = (name for name in dir(aten) if name.startswith(("upsample_", "_upsample_")))
     packets = (getattr(aten, name) for name in names if not name.endswith("_backward"))
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
 def behind(node: Node) -> AbstractContextManager[Any]:
-    """Insert behind a node, or behind all placeholders if it is one of them."""
+    """Insert after a node, or after all placeholders if it is one."""
     if node.op == "placeholder":
         node = node.graph.find_nodes(op="placeholder")[-1]
     return node.graph.inserting_after(node)
 
 
 def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
-    """The phase's calls of an operator, in order."""
+    """Return the phase's calls of an operator, in order."""
     return list(phase.module.graph.find_nodes(op="call_function", target=target))
 
 
 def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Apply an operator to a value and let everything that used the value use the result."""
+    """Insert an operator on a value; the value's users use the result instead."""
     users = list(node.users)
     with node.graph.inserting_after(node):
         new = emit(node.graph, target, node, *args, like=node, **kwargs)
@@ -150,7 +150,7 @@ def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def arrange(phase: Phase, calls: Iterable[Node]) -> None:
-    """Put all calls of a phase in this order."""
+    """Reorder all calls of a phase."""
     anchor = phase.placeholders[-1]
     for node in calls:
         anchor.append(node)
@@ -158,7 +158,7 @@ def arrange(phase: Phase, calls: Iterable[Node]) -> None:
 
 
 def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int:
-    """Let the graph return, as a parameter's gradient, what `rewrite` makes of gradient and name; how many changed."""
+    """Replace each returned parameter gradient by `rewrite(gradient, name)`; return the number of changes."""
     results = phase.results
     count = 0
     for index, slot in enumerate(phase.outputs):
@@ -172,9 +172,9 @@ def rewrite_gradients(phase: Phase, rewrite: Callable[[Node, str], Node]) -> int
 
 
 def erase_dead(graph: Graph, random: Collection[Node] = ()) -> None:
-    """Erase calls whose result nobody uses, collectives included; placeholders stay.
+    """Erase unused calls, including collectives; placeholders stay.
 
-    Random operators stay, too, but for those named: what is drawn later is what comes after in the generator.
+    Random operators also stay, except for the ones in `random`: they advance the generator for later ones.
     """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and (not is_random(node) or node in random):
@@ -182,47 +182,47 @@ def erase_dead(graph: Graph, random: Collection[Node] = ()) -> None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a call draws random numbers from torch's generator."""
+    """Return whether a call draws from torch's random generator."""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return node.target is run_and_save_rng_state
 
 
 def is_idle_draw(node: Node) -> bool:
-    """Whether a call makes random numbers, or is one tensor of such, that nobody uses."""
+    """Return whether a random operator, or the `getitem` of one, is unused."""
     source = node.args[0] if node.target is operator.getitem else node
     return not node.users and isinstance(source, Node) and is_random(source)
 
 
 def is_collective(node: Node) -> bool:
-    """An all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
+    """Return whether a node is an all-gather, reduce-scatter or all-reduce, single or coalesced; not its wait."""
     return id(node.target) in _COLLECTIVE_IDS
 
 
 def is_reduction(node: Node) -> bool:
-    """A reduce-scatter or all-reduce."""
+    """Return whether a node is a reduce-scatter or all-reduce."""
     return node.target in REDUCES or node.target in ALL_REDUCES
 
 
 def is_reduced(node: Node) -> bool:
-    """The wait for a reduce-scatter or all-reduce."""
+    """Return whether a node waits for a reduce-scatter or all-reduce."""
     return node.target is WAIT and is_reduction(launch_of(node))
 
 
 def is_gathered(node: Node) -> bool:
-    """The wait for an all-gather."""
+    """Return whether a node waits for an all-gather."""
     return node.target is WAIT and launch_of(node).target in GATHERS
 
 
 def kind_of(launch: Node) -> CollectiveKind:
-    """What a collective does."""
+    """Return the kind of a collective."""
     if launch.target in GATHERS:
         return "gather"
     return "reduce" if launch.target in REDUCES else "all_reduce"
 
 
 def is_communication(node: Node) -> bool:
-    """A collective, its wait, or the selection of one result of a coalesced collective."""
+    """Return whether a node is a collective, its wait, or the `getitem` of a coalesced collective."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_collective(source)
@@ -230,13 +230,13 @@ def is_communication(node: Node) -> bool:
 
 
 def launch_of(wait: Node) -> Node:
-    """The collective that a wait completes."""
+    """Return the collective that a wait completes."""
     source = wait.all_input_nodes[0]
     return source.all_input_nodes[0] if source.target is operator.getitem else source
 
 
 def is_view(node: Node) -> bool:
-    """A call whose result may share the memory of its first argument and that writes nothing."""
+    """Return whether the result of a call may share memory with its first argument, without a write."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
@@ -244,16 +244,16 @@ def is_view(node: Node) -> bool:
 
 
 def is_alias(node: Node) -> bool:
-    """A view, or what has the memory of its input though its schema does not say so."""
+    """Return whether a node is a view, including `_unsafe_view`, whose schema does not say so."""
     return node.target is aten._unsafe_view.default or is_view(node)
 
 
-# By id; an operator is kept, so that no other one has its id.
+# By id; the operator is kept alive so that its id stays unique.
 _ALIASING: dict[int, tuple[OpOverload, bool]] = {}
 
 
 def _may_alias(target: OpOverload) -> bool:
-    """Whether a result may share memory that the operator does not write."""
+    """Return whether a result may share memory that the operator does not write."""
     known = _ALIASING.get(id(target))
     if known is None:
         infos = [r.alias_info for r in target._schema.returns]
@@ -263,10 +263,10 @@ def _may_alias(target: OpOverload) -> bool:
 
 
 def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:
-    """The value whose memory `node` may share: the end of its chain of views.
+    """Return the value whose memory `node` may share: the start of its chain of views.
 
     Args:
-        shares: whether a call has the memory of its first input.
+        shares: tells whether a call shares the memory of its first input.
     """
     while node.op == "call_function" and node.all_input_nodes and shares(node):
         node = node.all_input_nodes[0]
@@ -274,23 +274,23 @@ def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:
 
 
 def fake(node: Node) -> torch.Tensor:
-    """The fake tensor of a node with a single result."""
+    """Return the fake tensor of a node with a single result."""
     val = node.meta["val"]
     assert isinstance(val, torch.Tensor)
     return val
 
 
 def restride(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A real value with the strides that the graph relies on; itself if it has them."""
+    """Return a real value with the strides that the graph relies on; itself if it has them."""
     if value.stride() == stride:
         return value
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def module_of(node: Node) -> str:
-    """Name of the innermost module whose forward (or backward) made the node; "" for the root.
+    """Return the name of the innermost module whose forward or backward made the node; "" is the root.
 
-    A call of a region names the modules it computes.
+    For a region call, return the names of its modules.
     """
     if "where" in node.meta:
         return str(node.meta["where"])
@@ -299,37 +299,37 @@ def module_of(node: Node) -> str:
 
 
 def is_on_host(node: Node) -> bool:
-    """Whether a value lives on the host, as shards, gradients and what is saved may: it is copied from or to there."""
+    """Return whether a value lives on the host, as offloaded shards, gradients and saved values do."""
     return node.target is DOWNLOAD or any(user.target in UPLOADS for user in node.users)
 
 
 def writes(node: Node) -> bool:
-    """Whether an operator writes to what it is given."""
+    """Return whether an operator writes to an argument."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def is_part(node: Node) -> bool:
-    """One result of an operator that returns several."""
+    """Return whether a node is the `getitem` of an operator with several results."""
     return node.target is operator.getitem and not is_communication(node) and not is_view(node)
 
 
 def with_parts(node: Node) -> list[Node]:
-    """A node and its parts, and theirs."""
+    """Return a node and its `getitem`s, recursively."""
     return [node, *(part for user in node.users if is_part(user) for part in with_parts(user))]
 
 
 def is_backward(node: Node) -> bool:
-    """Whether a node of a joint graph was made by differentiation."""
+    """Return whether a node of a joint graph belongs to backward."""
     return bool(node.meta.get("partitioner_tag") == "is_backward")
 
 
 def place_of(node: Node) -> str:
-    """Return where in the user's code an operator was called, as the end of a message; "" if that is not known."""
+    """Return the location of a call in user code, as the end of a message; "" if unknown."""
     return place_in(node.meta.get("stack_trace"))
 
 
 def place_in(stack: str | None) -> str:
-    """Return the innermost place in the user's code of a stack trace, as `place_of` does."""
+    """Return the innermost location in user code of a stack trace, as `place_of` does."""
     lines = [line.strip() for line in (stack or "").splitlines()]
     for index in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[index])

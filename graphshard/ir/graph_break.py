@@ -1,4 +1,4 @@
-"""Errors of a trace: what cannot be traced as one graph, and what no program can keep."""
+"""Errors of tracing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class GraphBreak(CaptureError):
     """Forward cannot be traced as one graph.
 
     Attributes:
-        where: file and number of the line in the model; "" if it is not known.
-        source: the line.
-        reason: in one sentence.
-        remedy: in one sentence.
-        raised: the exception that forward raises for these inputs, as text; "" if it raises none.
-        is_own: a statement of forward raises it, and not an operator.
-        differentiates: forward calls autograd in a way that is not traced.
+        where: file and line number in the model; "" if unknown.
+        source: text of the line.
+        reason: one sentence.
+        remedy: one sentence.
+        raised: text of the exception that forward raises for these inputs; "" if none.
+        is_own: a statement of forward raises it, not an operator.
+        differentiates: forward calls autograd in an unsupported way.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class GraphBreak(CaptureError):
 
 
 class UntraceableError(Exception):
-    """Operation that no program can keep, raised where it happens, so that the traceback leads to the line.
+    """Unsupported operation, raised where it happens, so that the traceback has the line.
 
     Attributes:
-        kind: a key of the advice.
+        kind: key of the advice in the message.
 
     Args:
-        what: names the operator or the tensor.
+        what: name of the operator or tensor.
     """
 
     def __init__(self, kind: str, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A program of a few blocks as that of many equal ones.
+"""Instantiate the missing blocks of a program that holds only the captured ones.
 
     forward    0  1       N-3  N-2  N-1          0  1  2 ... N-4  N-3  N-2  N-1
     backward   N-1  N-2  N-3       1  0    ->    N-1  N-2  N-3  N-4 ... 2  1  0
@@ -37,7 +37,7 @@ from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, Repeats
 
 T = TypeVar("T")
 
-# A stack of modules: what each is called and its class, by a text that names it.
+# Stack of modules: name and class by a key that names the module.
 _Stack = tuple[tuple[str, tuple[Any, ...]], ...]
 _Naming = tuple[tuple[str, "str | _Stack"], ...]
 
@@ -45,13 +45,13 @@ _Naming = tuple[tuple[str, "str | _Stack"], ...]
 def instantiate_blocks(
     program: Program, repeats: Repeats, params: ParamTable, saved: Mapping[str, Any] | None = None
 ) -> Program:
-    """The program of all blocks, made of that of those captured, which is used up.
+    """Return the program of all blocks; `program`, which has the captured ones, is consumed.
 
     Args:
-        saved: what forward saves of groups, if the program is scheduled; it is found out of a partitioned one.
+        saved: values that forward saves in groups, for a scheduled program; inferred for a partitioned one.
 
     Raises:
-        BlocksDifferError: the groups are not equal.
+        BlocksDifferError: the groups differ.
     """
     if any(map(repeats.place_of, program.rewritten)):
         raise BlocksDifferError("backward writes buffers of blocks")
@@ -64,14 +64,14 @@ def instantiate_blocks(
 
 
 def instantiate_all_blocks(program: Program) -> Program:
-    """The program of all blocks, made of one of few (`Program.few`), which stays as it is."""
+    """Return the program of all blocks for one that has the captured ones (`Program.few`) and stays unchanged."""
     assert program.few is not None
     copy = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
     return instantiate_blocks(copy, program.few.repeats, program.few.params)
 
 
 def instantiate_backward(program: Program) -> Phase:
-    """The backward of all blocks, made of a partitioned program of few, which stays as it is."""
+    """Return the backward of all blocks; the partitioned program of captured blocks stays unchanged."""
     assert program.few is not None
     few, saved = program.few, dict[str, Member]()
     _BlockInstantiator(program.phases["forward"], few.repeats, saved, descending=False).name_saved()
@@ -82,11 +82,11 @@ def instantiate_backward(program: Program) -> Phase:
 
 @dataclass
 class _BlockInstantiator(BlockMatcher):
-    """Copies the groups of one phase that are left out."""
+    """Instantiation of the missing groups of one phase."""
 
     _texts: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _named_by: dict[tuple[str, int], Callable[[int], str]] = field(default_factory=dict)
-    # By node, what its copies have in common, and what of it names blocks: most nodes share that with others.
+    # Metadata that copies of a node share, and metadata that names blocks, which most nodes have in common.
     _metas: dict[Node, dict[str, Any]] = field(default_factory=dict)
     _naming: dict[Node, _Naming] = field(default_factory=dict)
     _distinct: dict[_Naming, _Naming] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class _BlockInstantiator(BlockMatcher):
         self._add_outputs(outputs)
 
     def name_saved(self) -> None:
-        """Say only what forward saves of all groups, as `run` does."""
+        """Fill `saved` as `run` does, without changing the phase."""
         for _ in self._with_names(self.find()):
             pass
 
@@ -116,11 +116,11 @@ class _BlockInstantiator(BlockMatcher):
             return ref.node
         member = Member(ref.family, group + ref.distance)
         if member not in self.by_member:
-            raise BlocksDifferError(f"a block needs {ref.family}, which there is not")
+            raise BlocksDifferError(f"a block reads {ref.family}, which does not exist")
         return self.by_member[member]
 
     def _add_inputs(self) -> None:
-        """Inputs of the groups left out, beside those of the captured ones."""
+        """Add the inputs of the missing groups next to the template's."""
         graph = self.phase.module.graph
         slots = self.phase.slot_of()
         names = {member: name for name, member in self.saved.items()}
@@ -152,10 +152,9 @@ class _BlockInstantiator(BlockMatcher):
             for group in reversed(self.repeats.missing) if is_down else self.repeats.missing:
                 for place, node in enumerate(template):
                     args, kwargs = self._arguments(node, segment.refs[place], group)
-                    # A name that others may have who did not ask the graph for one.
+                    # Not necessarily unique: it is not requested from the graph.
                     copied = graph.create_node(node.op, node.target, name=f"{node.name}_of_{group}")
-                    # Of this graph, as would be looked up one by one. Node.__setattr__ would enter the node in its
-                    # graph's table again.
+                    # Node.__setattr__ would look up each argument and enter the node in its graph's table again.
                     object.__setattr__(copied, "args", args)
                     if kwargs:
                         copied.kwargs = kwargs
@@ -163,7 +162,7 @@ class _BlockInstantiator(BlockMatcher):
                     self.by_member[Member((self.descending, number, place), group)] = copied
 
     def _connect(self, segment: Segment) -> None:
-        """Let the captured groups read what those left out make, and name them."""
+        """Connect the captured groups to the new ones, and rename blocks in metadata."""
         for group in self.inner:
             for node, refs in zip(segment.window(group), segment.refs, strict=True):
                 node.args, node.kwargs = self._arguments(node, refs, group)
@@ -171,7 +170,7 @@ class _BlockInstantiator(BlockMatcher):
             node.meta.update(self._named(node, group, group))
 
     def _arguments(self, node: Node, refs: list[Ref], group: int) -> Any:
-        """The arguments of the corresponding node of a group; the first one keeps what is before all groups."""
+        """Return the arguments of a group's corresponding node; the first group keeps inputs from before all groups."""
         left = iter(refs)
 
         def argument(own: Node) -> Node:
@@ -182,14 +181,14 @@ class _BlockInstantiator(BlockMatcher):
         return torch.fx.map_arg((node.args, node.kwargs), argument)
 
     def _describe(self, copied: Node, node: Node, group: int) -> None:
-        """Say of the copy of a node of the template what is known of it."""
+        """Copy the metadata of a template node to its copy in a group."""
         if node not in self._metas:
             self._metas[node] = {key: value for key, value in node.meta.items() if key not in ("number", "desc")}
         copied.meta.update(self._metas[node])
         copied.meta.update(self._named(node, TEMPLATE, group))
 
     def _named(self, node: Node, window: int, group: int) -> dict[str, Any]:
-        """What names blocks, of a node of a window, as it is in the window of a group."""
+        """Return the metadata that names blocks, renamed from `window` to `group`."""
         if node not in self._naming:
             texts = ((key, node.meta[key]) for key in TEXTS if key in node.meta)
             stacks = ((key, tuple(node.meta[key].items())) for key in STACKS if node.meta.get(key))
@@ -213,14 +212,14 @@ class _BlockInstantiator(BlockMatcher):
             if (text, window) not in self._named_by:
                 try:
                     relative = self.few.relative(text, window)
-                except BlocksDifferError:  # windows that are compared name none that is far
+                except BlocksDifferError:  # compared windows do not name blocks that are far away
                     relative = text
                 self._named_by[text, window] = self._all.absolutes(relative)
             self._texts[known] = self._named_by[text, window](group)
         return self._texts[known]
 
     def _free(self, name: str) -> str:
-        """A name that no saved value has: one may be called as another node of the graph is."""
+        """Return a name that no saved value has; a node of the graph may have it."""
         while name in self.saved:
             name += "_"
         return name
@@ -238,7 +237,7 @@ class _BlockInstantiator(BlockMatcher):
         self.phase.outputs = tuple(slots)
 
     def _with_names(self, outputs: list[Output]) -> Iterator[tuple[Output, int | None, Slot]]:
-        """Outputs in order, those of the template again for each group left out, and what each is called."""
+        """Yield outputs with their slots, and the template's outputs again for each missing group."""
         for output, group in _with_copies([(output, output.member) for output in outputs], self.repeats):
             slot = output.slot
             if group is not None and output.member is not None:
@@ -251,7 +250,7 @@ class _BlockInstantiator(BlockMatcher):
 
 
 def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> Iterator[tuple[T, int | None]]:
-    """Entries in order, and those of the template again for each group left out, in their order there."""
+    """Yield entries in order, and the template's again for each missing group, in the order of groups."""
     groups = repeats.missing
     index = 0
     while index < len(entries):

@@ -1,7 +1,4 @@
-"""Shapes of results for operators that torch does not know without their values, or without a GPU.
-
-Of some operators that only CUDA has torch finds out the shapes by running them, where there is a GPU.
-"""
+"""Shapes and strides of fake results where torch has no rule, needs a GPU, or differs from the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _ctc_loss(mode: Any, _: Any, log_probs: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-    """Losses, and what backward needs: as long as the longest target, which is a value."""
+    """Return losses and saved values; the length of the longest target is data-dependent."""
     time, batch, _ = log_probs.shape
     with mode:
         return log_probs.new_empty([batch]), log_probs.new_empty([batch, time, new_unknown_size(mode)])
@@ -61,7 +58,7 @@ def _grid_sampler_backward(
         return x.new_empty(x.shape), grid.new_empty(grid.shape)
 
 
-# The reset gate, the update gate, the new state, the old one, and the new state's part by the old one.
+# Reset gate, update gate, new state, old state, and the contribution of the old state to the new one.
 _GRU_WORKSPACE = 5
 
 
@@ -84,15 +81,15 @@ def _gru_cell_backward(
 
 
 def _no_library(mode: Any, _: Any, *given: Any, **named: Any) -> bool:
-    """Whether a library computes a CTC loss.
+    """Return that no library computes a CTC loss.
 
-    MIOpen is AMD's. cuDNN does if targets are on the host, which tensors of a captured forward are not, or if all are
-    integers of 32 bits in one row; then the program has torch's own kernel all the same.
+    MIOpen is AMD's. cuDNN requires targets on the host, which a captured forward does not have, or 32-bit integers in
+    one row, for which programs use torch's kernel instead.
     """
     return False
 
 
-# Of a GPU that is not here.
+# For tracing with a GPU that is absent: torch would run the kernel to find the shape.
 WITHOUT_GPU: dict[OpOverload, Callable[..., Any]] = {
     aten.cudnn_grid_sampler.default: _grid_sampler,
     aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
@@ -101,13 +98,13 @@ WITHOUT_GPU: dict[OpOverload, Callable[..., Any]] = {
     aten._use_cudnn_ctc_loss.default: _no_library,
     aten._use_cudnn_ctc_loss.Tensor: _no_library,
 }
-# Of releases of torch that ask for AMD's library, too.
+# Only some releases of torch also query AMD's library.
 if hasattr(aten, "_use_miopen_ctc_loss"):
     WITHOUT_GPU |= dict.fromkeys((aten._use_miopen_ctc_loss.default, aten._use_miopen_ctc_loss.Tensor), _no_library)
 
 
 def _like(index: int) -> Callable[..., Any]:
-    """Contiguous, or in the channels-last format if the argument at this index is."""
+    """Return a rule: channels-last if the argument at `index` is, else contiguous."""
 
     def strides(shape: torch.Size, args: Any) -> Any:
         if suggest_memory_format(args[index]) is torch.contiguous_format:
@@ -122,11 +119,11 @@ def _contiguous(shape: torch.Size, args: Any) -> Any:
 
 
 def _elementwise(shape: torch.Size, args: Any) -> Any:
-    """In the order of the tensors that have all dims, the first ones first, as TensorIterator decides it."""
+    """Return the strides that TensorIterator chooses, by the strides of the inputs in order."""
     return compute_elementwise_output_strides(*(arg.expand(shape) for arg in args if isinstance(arg, torch.Tensor)))
 
 
-# Rules of torch that lay out results in another way than kernels for the CPU do.
+# Operators whose fake results have other strides than the CPU kernels' results.
 _ON_CPU: dict[OpOverload, Callable[..., Any]] = {
     aten.native_batch_norm.default: _like(0),
     aten._native_batch_norm_legit.default: _like(0),
@@ -157,7 +154,7 @@ _ON_CPU: dict[OpOverload, Callable[..., Any]] = {
     aten.max_unpool2d.default: _like(0),
     aten.channel_shuffle.default: _like(0),
 }
-# And those that do so on every device.
+# The same on every device.
 _ANYWHERE: dict[OpOverload, Callable[..., Any]] = {
     aten.copysign.Tensor: _elementwise,
     aten.div.Tensor_mode: _elementwise,
@@ -175,22 +172,22 @@ _ANYWHERE: dict[OpOverload, Callable[..., Any]] = {
     aten.special_xlog1py.default: _elementwise,
     aten.xlogy.Tensor: _elementwise,
 }
-# For these torch computes fake results in float32 where the dtype has half the bits, and forgets strides of 0 first.
+# With 16-bit dtypes, torch computes their fake results in float32 and loses strides of 0.
 _IN_HALF = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _RULED = {*_ON_CPU, *_ANYWHERE, *_IN_HALF}
 
 
 def new_tracing_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
-    """Return a mode to trace a forward with, whose tensors have the strides of the kernels.
+    """Return a fake mode for tracing whose tensors have the strides of the kernels.
 
     Args:
-        sizes: where dynamic sizes live that are known already.
+        sizes: shape environment of the known dynamic sizes.
     """
     env = ShapeEnv(tracked_fakes=[]) if sizes is None else sizes
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
     dispatch = mode.dispatch
 
-    # Of the instance, not of a subclass: rules of higher-order operators are found by the class of the mode.
+    # Patch the instance, not a subclass: rules of higher-order operators are registered by the class of the mode.
     def dispatch_with_strides(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = dispatch(func, types, args, kwargs)
         if func not in _RULED:
@@ -204,7 +201,7 @@ def new_tracing_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
 
 
 def _laid_out(mode: FakeTensorMode, func: OpOverload, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
-    """A result of an operator, or one that has the strides that it should have."""
+    """Return a result of an operator with the strides of its rule."""
     rule = None if result is None or result.dim() < 2 else _rule(func, result)
     if result is None or rule is None:
         return result

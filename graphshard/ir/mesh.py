@@ -1,4 +1,4 @@
-"""Meshes of devices beside the one that a program is compiled for."""
+"""Meshes: axes with roles, and device meshes of experts, tensor axes and replicas."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from graphshard.utils.text import brief
 
 
 class ExpertMeshes(NamedTuple):
-    """Where parameters are that lie otherwise than the others on the ranks.
+    """Device meshes of the expert parameters, which use another mesh of the same ranks.
 
     Attributes:
-        data: the axes that they are sharded and replicated over.
-        axis: along which the model itself communicates, and they are DTensors before they are sharded; it may be
-            several; None if they are plain tensors.
-        params: first names of those that are no part's.
+        data: axes that they are sharded and replicated over.
+        axis: axes along which the model communicates, on which they are DTensors before sharding; None if they are
+            plain tensors.
+        params: first names of the parameters that are not in a part compiled earlier.
     """
 
     data: DeviceMesh
@@ -36,44 +36,44 @@ class ExpertMeshes(NamedTuple):
 
     @property
     def whole(self) -> DeviceMesh:
-        """All of its axes."""
+        """Mesh of all axes."""
         return self.data if self.axis is None else joined_mesh(self.data, self.axis)
 
     @property
     def axis_name(self) -> str:
-        """The name of the outermost axis along which the model communicates."""
+        """Name of the outermost axis along which the model communicates."""
         (name, *_) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
         return name
 
     @property
     def mesh(self) -> Mesh:
-        """Its axes by name and role."""
+        """Axes by name and role."""
         own = Mesh.of(self.data)
         return own if self.axis is None else own.with_tensors(self.axis)
 
 
 def only_replicating(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one axis that replicates, with one that shards inside of it; all ranks must call this together."""
+    """Return a mesh of one replicating axis with a sharding axis of size 1 added; a collective call of all ranks."""
     (name,) = mesh.mesh_dim_names or ("replicate",)
     one = by_itself(name)
     return split_mesh(mesh, (name, one.name), one.size)
 
 
 def seen_axes(data: DeviceMesh) -> DeviceMesh:
-    """The data axes that the user knows: those without the one that is there because there must be one that shards."""
+    """Return the data axes that the user passed, without a sharding axis of size 1 that `only_replicating` added."""
     return data[(data.mesh_dim_names or ())[:-1]] if Mesh.of(data).only_replicates else data
 
 
 def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Some axes of a mesh, or all."""
+    """Return the submesh of some axes, or the mesh itself for all."""
     return mesh if len(names) == mesh.ndim else mesh[tuple(names)]
 
 
 def axes_around(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Some axes of a mesh, or of the one that it was made of.
+    """Return the submesh of some axes of a mesh or of its root mesh.
 
     Raises:
-        UnsupportedError: it was made of another one.
+        UnsupportedError: the root mesh does not have these axes.
     """
     if set(names) <= set(mesh.mesh_dim_names or ()):
         return axes_of_mesh(mesh, names)
@@ -88,18 +88,16 @@ def axes_around(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 Role = Literal["replicate", "shard", "regather", "inner", "tensor", "pipeline"]
 
-# A DeviceMesh, or the shape of one that need not exist: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
+# A DeviceMesh, or a shape: 8, (8,), (2, 4), {"replicate": 2, "shard": 4}.
 MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
 
-# More than any machine has; beyond, sizes of padded parameters are no numbers of a machine any more.
+# More than any cluster has; sizes of padded parameters would overflow beyond.
 MOST_RANKS = 1 << 20
 
-# Roles of the axes of a DeviceMesh, outermost first; one with fewer axes lacks the first. Axes without names are called
-# after their roles.
+# Roles of the axes of a DeviceMesh, outermost first; with one axis, the last. They name axes without names.
 _OF_DEVICES: tuple[Role, ...] = ("replicate", "shard")
 
-# Names of axes of a DeviceMesh by what happens along them: data axes replicate and shard. What is to happen along those
-# of other kinds of parallelism is not known here.
+# Common axis names by kind of parallelism. Data axes replicate and shard; the model handles the others.
 REPLICATING = ("replicate", "dp_replicate", "ddp")
 SHARDING = ("shard", "dp_shard", "fsdp")
 DATA = ("dp", "data", "data_parallel", *REPLICATING, *SHARDING)
@@ -109,16 +107,16 @@ EXPERT = ("ep", "expert", "expert_parallel")
 PIPELINE = ("pp", "pipeline", "pipeline_parallel")
 OTHERS = (*PIPELINE, "sp", "sequence", *CONTEXT, *EXPERT)
 
-# Roles of the others: each is one of neighbours on the axis with this role.
+# Roles of axes of neighboring ranks on another axis, by the role of that axis.
 _NEIGHBOURS_ON: dict[Role, Role] = {"regather": "shard", "inner": "shard"}
 
-# The model may communicate along several.
+# Roles that several axes may have.
 _SEVERAL: tuple[Role, ...] = ("inner", "tensor")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a mesh: its symbolic name, the number of ranks along it, and what it is for."""
+    """Axis of a mesh: name, number of ranks along it, and role."""
 
     name: str
     size: int
@@ -127,12 +125,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """What a program is compiled for.
+    """Axes that a program is compiled for.
 
     Attributes:
-        axes: everything that something is communicated over: the axes of the DeviceMesh, outermost first, and behind
-            them those of neighbours on one of these.
-        of_experts: those of another mesh of the same ranks, for parameters that lie otherwise on them.
+        axes: the axes of the DeviceMesh, outermost first, followed by axes of neighboring ranks on one of these.
+        of_experts: axes of another mesh of the same ranks, for the expert parameters.
 
     Raises:
         ArgumentError: two axes have the same name or role, a role is unknown, or there is no axis to shard over.
@@ -146,7 +143,7 @@ class Mesh:
         for what, values in (("name", [a.name for a in self.axes]), ("role", roles)):
             ((value, count),) = Counter(values).most_common(1) or [("", 0)]
             if count > 1:
-                raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. Give each a {what} of its own.")
+                raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. Give each a different {what}.")
         for axis in self.axes:
             if axis.role not in get_args(Role):
                 raise ArgumentError(
@@ -159,16 +156,16 @@ class Mesh:
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(
-                    f"mesh has an axis {name!r}, and the mesh that some parameters lie on has another one of this "
-                    "name. Give each axis a name of its own, with mesh_dim_names."
+                    f"mesh has an axis {name!r}, and the mesh of expert parameters has another axis of this "
+                    "name. Give each axis a different name, with mesh_dim_names."
                 )
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Mesh:
-        """The axes of a mesh that exists.
+        """Return the axes of a DeviceMesh.
 
         Raises:
-            ArgumentError: it has more axes than there are roles for, or two without names.
+            ArgumentError: it has more than two axes, or two without names.
         """
         names = mesh.mesh_dim_names
         if mesh.ndim > len(_OF_DEVICES):
@@ -186,10 +183,10 @@ class Mesh:
 
     @classmethod
     def of_shape(cls, shape: MeshLike) -> Mesh:
-        """The axes of a shape, whose mesh need not exist: the last shards, a first of two replicates.
+        """Return the axes of a shape: the last axis shards, the first of two replicates.
 
         Raises:
-            ArgumentError: it is no shape, or has more than two axes.
+            ArgumentError: it is not a shape, or has more than two axes.
         """
         names, sizes = _named(shape)
         if not sizes or not all(is_int(size) and size > 0 for size in sizes):
@@ -214,67 +211,67 @@ class Mesh:
         return cls(tuple(map(Axis, names or roles, sizes, roles)))
 
     def with_regather(self, size: int) -> Mesh:
-        """With an axis of `size` neighbours on the sharding one, which it divides, to gather again in backward."""
+        """Add an axis of `size` neighbors on the sharding axis, to gather again in backward."""
         return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "regather")))
 
     def with_inner(self, size: int) -> Mesh:
-        """With an axis of `size` neighbours on the sharding one, which it divides, for the model's own collectives."""
+        """Add an axis of `size` neighbors on the sharding axis, for the model's collectives."""
         return replace(self, axes=(*self.axes, Axis(f"{self.shard.name}/{size}", size, "inner")))
 
     def with_tensor(self, name: str, size: int) -> Mesh:
-        """With a tensor axis inside of all others, as FSDP2 lays them out."""
+        """Add an innermost tensor axis, as FSDP2 has it."""
         return replace(self, axes=(*self.grid, Axis(name, size, "tensor"), *self.axes[len(self.grid) :]))
 
     def with_tensors(self, mesh: DeviceMesh) -> Mesh:
-        """With all axes of a mesh as tensor axes; one without a name is called "tensor"."""
+        """Add all axes of a mesh as tensor axes; an unnamed axis is named "tensor"."""
         found = self
         for name, size in zip(mesh.mesh_dim_names or ("tensor",), mesh.shape, strict=True):
             found = found.with_tensor(name, size)
         return found
 
     def with_pipeline(self, name: str, size: int) -> Mesh:
-        """With an axis of the stages of a pipeline outside of all others, which are those of one stage."""
+        """Add an outermost axis of pipeline stages; the other axes are one stage's."""
         axis = Axis(name, size, "pipeline")
         return replace(self, axes=(axis, *self.axes), of_experts=(axis, *self.of_experts) if self.of_experts else ())
 
     def with_experts(self, experts: Mesh) -> Mesh:
-        """With another mesh of the same ranks, for parameters that lie otherwise on them."""
+        """Add the mesh of the expert parameters, which has the same ranks."""
         return replace(self, of_experts=experts.axes)
 
     def resized(self, role: Role, size: Any) -> Mesh:
-        """With another size of the axis with a role; it may be a symbol."""
+        """Return the mesh with another size, which may be symbolic, of the axis with a role."""
         return replace(self, axes=tuple(replace(axis, size=size) if axis.role == role else axis for axis in self.axes))
 
     @property
     def shard(self) -> Axis:
-        """The axis that parameters are sharded over; its size is the number of shards."""
+        """Axis that parameters are sharded over; its size is the number of shards."""
         axis = self._of("shard")
         assert axis is not None
         return axis
 
     @property
     def replicate(self) -> Axis | None:
-        """The axis that parameters are replicated over: gradients are reduced over both."""
+        """Axis that parameters are replicated over; gradients are reduced over both."""
         return self._of("replicate")
 
     @property
     def only_replicates(self) -> bool:
-        """Whether the axis that shards is there only because there must be one: users see parameters without it."""
+        """Whether the sharding axis was only added because one is required; users see parameters without it."""
         return self.replicate is not None and self.shard == by_itself(self.replicate.name)
 
     @property
     def regather(self) -> Axis | None:
-        """Neighbours on the sharding axis, among which backward gathers again; None is the whole axis."""
+        """Axis of neighbors among which backward gathers again; None for the whole sharding axis."""
         return self._of("regather")
 
     @property
     def pipeline(self) -> Axis | None:
-        """The axis along which ranks have other stages of a pipeline."""
+        """Axis of pipeline stages."""
         return self._of("pipeline")
 
     @property
     def tensors(self) -> tuple[Axis, ...]:
-        """The axes along which the model itself communicates, and parameters are DTensors before they are sharded."""
+        """Axes along which the model communicates, on which parameters are DTensors before sharding."""
         return tuple(axis for axis in self.axes if axis.role == "tensor")
 
     def _of(self, role: Role) -> Axis | None:
@@ -282,21 +279,21 @@ class Mesh:
 
     @cached_property
     def experts(self) -> Mesh | None:
-        """The mesh of the parameters that lie otherwise on the ranks than the others; None if there are none."""
+        """Mesh of the expert parameters; None without any."""
         return Mesh(self.of_experts) if self.of_experts else None
 
     @property
     def every_axis(self) -> tuple[Axis, ...]:
-        """Its axes and those of the experts' mesh; one that both have is there once."""
+        """Axes of this mesh and the experts' mesh, without duplicates."""
         return tuple(dict.fromkeys((*self.axes, *self.of_experts)))
 
     def named(self, name: str) -> Axis:
-        """The axis that a graph or a plan names."""
+        """Return the axis with a name, as graphs and plans have it."""
         return {axis.name: axis for axis in self.every_axis}[name]
 
     @property
     def grid(self) -> tuple[Axis, ...]:
-        """The axes that lay out the ranks, as those of the DeviceMesh do: outermost first."""
+        """Axes that lay out the ranks, as in the DeviceMesh, outermost first."""
         return tuple(axis for axis in self.axes if axis.role not in _NEIGHBOURS_ON)
 
     @property
@@ -310,23 +307,23 @@ class Mesh:
         return math.prod(axis.size for axis in self.grid)
 
     def place(self, axis: Axis) -> int:
-        """Which axis of the grid this is, or has its neighbours on."""
+        """Return the index in the grid of an axis, or of the axis that its neighbors are on."""
         names = [other.name for other in self.grid]
-        if axis.name in names:  # or a pair of stages, on the axis of all
+        if axis.name in names:  # also a pair of stages, which has the name of the pipeline axis
             return names.index(axis.name)
         return [other.role for other in self.grid].index(_NEIGHBOURS_ON[axis.role])
 
     def distance(self, axis: Axis) -> int:
-        """How many ranks lie between neighbours along an axis: those of the axes behind it, and they are 1 apart."""
+        """Return the difference in rank between neighbors along an axis."""
         if self.experts is not None and axis not in self.axes:
-            inside = max(self.size // self.experts.size, 1)  # a tensor axis is inside of both, if both have it
+            inside = max(self.size // self.experts.size, 1)  # a tensor axis that both have is inside of both
             return self.experts.distance(axis) * inside
         return math.prod(other.size for other in self.grid[self.place(axis) + 1 :])
 
     def placements(self, dim: int | None, split: DTensorLayout | None = None) -> tuple[Placement, ...]:
-        """Of a parameter that is sharded along a dim, as FSDP2 places it; None is a scalar.
+        """Return FSDP2's placements of a parameter sharded along `dim` (None for a scalar).
 
-        On the data axes; and if it is split over tensor axes, there, too. Its pieces there are what is cut.
+        On the data axes, followed by the tensor axes if it is split over these; data axes cut the pieces.
         """
         cut: Placement = Replicate() if dim is None else Shard(dim)
         if split is not None and dim is not None:
@@ -341,14 +338,14 @@ class Mesh:
 
 
 def by_itself(name: str) -> Axis:
-    """The axis that shards where there is none: each rank is its own only neighbour on an axis that replicates."""
+    """Return the sharding axis of size 1 that is added to a mesh with only a replicating axis."""
     return Axis(f"{name}/1", 1, "shard")
 
 
 def seen_shape(shape: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
-    """A shape without the axis that shards because there must be one, and the name of that which only replicates.
+    """Return a shape without an added sharding axis of size 1, and the name of its replicating axis.
 
-    None for another shape.
+    The name is None for any other shape.
     """
     replicating = next((name for name in shape if shape.get(by_itself(name).name) == 1), None)
     ours = by_itself(replicating).name if replicating is not None else None
@@ -356,7 +353,7 @@ def seen_shape(shape: Mapping[str, int]) -> tuple[dict[str, int], str | None]:
 
 
 def _named(shape: Any) -> tuple[Sequence[str] | None, Sequence[int]]:
-    """Names, if there are any, and sizes of axes."""
+    """Return names (None if unnamed) and sizes of axes."""
     if isinstance(shape, DeviceMesh):
         return shape.mesh_dim_names, tuple(shape.shape)
     if isinstance(shape, Mapping):

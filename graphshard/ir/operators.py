@@ -1,38 +1,32 @@
-"""Operators of our own that graphs may hold: those that know of other ranks, and copies between host and device.
+"""Custom operators of graphs: collectives of the model, and copies between host and device.
 
-    own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that all ranks have
-    join(pieces, num_ranks, param)      of each tensor, what the ranks' pieces make one behind another; a captured graph
-                                        has it where `insert-collectives` puts the gather of a parameter
-    reduced(value, op, axis)            a tensor reduced over the ranks at once: a small one on the way to a gather, or
-                                        what a tensor-parallel model sums up
-    joined(value, num_ranks, axis)      the ranks' tensors one behind another along dim 0, at once
-    scattered(value, op, num_ranks, axis)   this rank's piece along dim 0 of the sum over ranks, at once
-    exchanged(value, out, in, axis)     pieces along dim 0 of those sizes are sent to each rank, and received, at once
-    reduced_together, joined_together, scattered_together   the same of several tensors by one launch
-    reducing, joining, scattering, exchanging   start one of these four; under way until `settled`
-    settled(value)                      what is computed from here on sees the result of one that was started
-    upload(shard, device, dtype=None)   start a copy of a shard that lives on the host; in flight until `arrived`
-    reload(saved, device)               the same of a value that forward has downloaded, once that copy is complete
-    arrived(copy)                       what is computed from here on sees the copy
+    own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that is equal on all ranks
+    join(pieces, num_ranks, param)      all-gather of each piece of a parameter with an extension, as captured;
+                                        `insert-collectives` replaces it by the gather
+    reduced(value, op, axis)            all-reduce
+    joined(value, num_ranks, axis)      all-gather along dim 0
+    scattered(value, op, num_ranks, axis)   reduce-scatter along dim 0
+    exchanged(value, out, in, axis)     all-to-all of pieces along dim 0 with these sizes
+    reduced_together, joined_together, scattered_together   the same, coalesced
+    reducing, joining, scattering, exchanging   start one of these four; in flight until `settled`
+    settled(value)                      wait for a started collective
+    upload(shard, device, dtype=None)   start a copy of a shard from the host; in flight until `arrived`
+    reload(saved, device)               the same for a downloaded value, after its download is complete
+    arrived(copy)                       wait for an upload or reload
     download(value)                     start a copy to the host; complete after `finish_copies`, or for `reload`
-    checked(value, status, operator, is_matrix)         a value, if the status of torch.linalg says that it is one
-    cumulated(x, weight, bias, mean, var, count, eps)   what batch norm without a momentum makes of its statistics
 
-With these that communicate the graph stays the same on every rank: they name the mesh axis, as a collective does. On
-CUDA copies run beside the compute, to and from pinned memory, with a stream for each direction: a download waits for
-the compute that makes it, a reload for the downloads before it, and no other upload waits for a download. On a CPU they
-are plain copies.
+Collectives name the mesh axis, so graphs are equal on all ranks. On CUDA, copies overlap compute, use pinned memory and
+one stream for each direction: a download waits for the compute that makes its value, a reload waits for earlier
+downloads, and other uploads wait for neither. On a CPU they are plain copies.
 
-* Shards are uploaded in the dtype in which they are stored, and cast on the device. With a dtype they are cast first,
-  on the host, into pinned memory: half as many bytes travel, with the same bits. One thread casts 20 GB/s of float32 to
-  bfloat16 (an EPYC core by its CPU time), and PCIe 5 brings 50, so this takes at least four threads for each rank to be
-  faster. The thread that launches kernels would have to wait for it, and torchrun leaves it one core: it is the
-  user's choice (`OffloadParameters(cast_on_host=True)`).
-* Gradients are cast behind their reduction on the compute stream, which has waited for it. It is only this rank's
-  shard: 6 bytes a parameter, 0.2 ms of an H100's memory in a step of 8 billion parameters on 64 ranks. Another stream
-  would take an event and a record of the memory for each of them.
-* Pinned memory of a gradient is that of an earlier step: torch keeps what was pinned, and gives it out again when the
-  copies into it are done.
+* Shards are uploaded in their stored dtype and cast on the device. With a dtype they are cast on the host, into pinned
+  memory, which halves the bytes and keeps the bits. One thread casts 20 GB/s of float32 to bfloat16 (EPYC core) and
+  PCIe 5 transfers 50, so this is faster only with at least four threads for each rank. It delays the thread that
+  launches kernels, and torchrun leaves it one core, so the user chooses (`OffloadParameters(cast_on_host=True)`).
+* Gradients are cast after their reduction on the compute stream, which has waited for it: 6 bytes a parameter of this
+  rank's shard, 0.2 ms of an H100's memory bandwidth with 8 billion parameters on 64 ranks. A separate stream would need
+  an event and a memory record for each gradient.
+* torch caches pinned memory and reuses it when the copies into it are complete.
 """
 
 from __future__ import annotations
@@ -56,7 +50,7 @@ def _own_chunk(whole: Tensor, num_ranks: int, group: str) -> Tensor:
 
 
 def _join(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
-    """As if every rank had the same pieces: what a world of one rank has, and what sizes and costs are known by."""
+    """Gather as if every rank had these pieces: exact for one rank, and right in shape for any number."""
     return [torch.cat([piece.reshape(piece.shape or (1,))] * num_ranks) for piece in pieces]
 
 
@@ -70,7 +64,8 @@ def _reducing(value: Tensor, op: str, group: str) -> Tensor:
 
 def _joining(value: Tensor, num_ranks: int, group: str) -> Tensor:
     whole = value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
-    all_gather_into(whole, value.contiguous(), group)  # the functional one corrupts gloo's heap, see runtime/gloo.py
+    # The functional all-gather corrupts gloo's heap, see runtime/gloo.py.
+    all_gather_into(whole, value.contiguous(), group)
     return whole
 
 
@@ -83,7 +78,7 @@ def _exchanging(value: Tensor, out_sizes: list[int], in_sizes: list[int], group:
 
 
 def _settled(value: Tensor) -> Tensor:
-    # An operator must not return its input: this shares its memory.
+    # An operator must not return its input, hence the view.
     return torch.ops._c10d_functional.wait_tensor(value).view_as(value)
 
 
@@ -92,7 +87,7 @@ def _at_once(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _together(start: Callable[..., Tensor], coalesced: str) -> Callable[..., list[Tensor]]:
-    """Several at once. Gloo would pack them, and add up in another order: there each is started by itself."""
+    """Return the coalesced collective. Gloo would pack the tensors and sum in another order: start each one alone."""
 
     def run(values: list[Tensor], *args: Any) -> list[Tensor]:
         if values[0].is_cuda:
@@ -107,7 +102,7 @@ def _together(start: Callable[..., Tensor], coalesced: str) -> Callable[..., lis
 
 @dataclass(frozen=True)
 class _Copies:
-    """The streams of a device that copies run on."""
+    """Streams for copies to and from a device."""
 
     up: torch.cuda.Stream
     down: torch.cuda.Stream
@@ -125,7 +120,7 @@ def _current() -> torch.device:
 def _upload(shard: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
     if device == "cpu":
         return shard.clone() if dtype is None else shard.to(dtype, copy=True)
-    if dtype is not None:  # memory that an earlier copy still reads is not given out again
+    if dtype is not None:  # torch does not reuse pinned memory that an earlier copy still reads
         shard = torch.empty_like(shard, dtype=dtype, pin_memory=True).copy_(shard)
     with torch.cuda.stream(_copies(_current()).up):
         copy = shard.to(_current(), non_blocking=True)
@@ -143,7 +138,7 @@ def _reload(saved: Tensor, device: str) -> Tensor:
 def _arrived(copy: Tensor) -> Tensor:
     if copy.is_cuda:
         torch.cuda.current_stream().wait_stream(_copies(copy.device).up)
-    # An operator must not return its input: this shares its memory.
+    # An operator must not return its input, hence the view.
     return copy.view_as(copy)
 
 
@@ -179,7 +174,7 @@ JOIN = _define("join(Tensor[] pieces, int num_ranks, str param) -> Tensor[]", _j
 def _define_both(
     done: str, doing: str, arguments: str, start: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[OpOverload, OpOverload]:
-    """A collective that runs at once, and the start of it."""
+    """Define a collective, and its asynchronous start."""
     schema = f"({arguments}, str group) -> Tensor"
     return _define(done + schema, _at_once(start), fake), _define(doing + schema, start, fake)
 
@@ -187,7 +182,7 @@ def _define_both(
 def _define_together(
     done: str, arguments: str, start: Callable[..., Any], coalesced: str, fake: Callable[..., Any]
 ) -> OpOverload:
-    """A collective of several tensors that runs at once."""
+    """Define the coalesced form of a collective."""
     schema = f"{done}_together(Tensor[] values, {arguments}, str group) -> Tensor[]"
     return _define(schema, _together(start, coalesced), lambda values, *args: [fake(value, *args) for value in values])
 
@@ -213,7 +208,7 @@ EXCHANGED, EXCHANGING = _define_both(
     *("exchanged", "exchanging", "Tensor value, SymInt[] out_sizes, SymInt[] in_sizes", _exchanging),
     lambda value, out_sizes, in_sizes, group: value.new_empty([sum(out_sizes), *value.shape[1:]]),
 )
-# Of what runs at once, what carries several.
+# Coalesced form of each collective.
 TOGETHER = {
     REDUCED: _define_together("reduced", "str op", _reducing, "all_reduce_coalesced", _reduced_shape),
     JOINED: _define_together("joined", "int num_ranks", _joining, "all_gather_into_tensor_coalesced", _joined_shape),
@@ -221,12 +216,12 @@ TOGETHER = {
         "scattered", "str op, int num_ranks", _scattering, "reduce_scatter_tensor_coalesced", _scattered_shape
     ),
 }
-# Of what runs at once, what starts it.
+# Asynchronous start of each collective.
 BEGINS = {REDUCED: REDUCING, JOINED: JOINING, SCATTERED: SCATTERING, EXCHANGED: EXCHANGING}
 SETTLED = _define("settled(Tensor value) -> Tensor", _settled, torch.empty_like)
-# Mark of what a pass has started where it stands, before collectives are given compute to run beside.
+# Mark of collectives that a pass has already started where they are, before others are moved to overlap compute.
 BEGUN = "begun"
-# They name a mesh axis by their last argument; its process group takes the place when a program is installed.
+# Operators whose last argument names a mesh axis; installation replaces it by the axis's process group.
 NAMING_GROUPS = frozenset({OWN_CHUNK, *BEGINS, *BEGINS.values(), *TOGETHER.values()})
 UPLOAD = _define(
     "upload(Tensor shard, str device, ScalarType? dtype=None) -> Tensor",
@@ -240,15 +235,15 @@ RELOAD = _define(
 )
 ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
 DOWNLOAD = _define("download(Tensor value) -> Tensor", _download, lambda value: torch.empty_like(value, device="cpu"))
-# Copies to the device, and all that has to do with copies; none of it computes.
+# Copies to the device, and all operators of copies; none of them computes.
 UPLOADS = frozenset({UPLOAD, RELOAD})
 COPIES = UPLOADS | {ARRIVED, DOWNLOAD}
 
 
 def copied_to(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Shards as they are on a device, which those on the host are copied to beside the compute.
+    """Return shards on a device; shards on the host are copied, overlapping compute.
 
-    The host waits for the copies, as it may write to the shards afterwards, and not for the compute.
+    The host waits for the copies, because it may write to the shards afterwards, but not for compute.
     """
     if device.type != "cuda" or all(shard.is_cuda for shard in shards):
         return [shard.to(device) for shard in shards]
@@ -258,12 +253,12 @@ def copied_to(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait on the host until downloads are there, and until what is uploaded may be written to."""
+    """Block the host until all downloads and uploads are complete."""
     copies_so_far(device)()
 
 
 def copies_so_far(device: torch.device) -> Callable[[], None]:
-    """What waits on the host, in any thread, as `finish_copies` does, for those that have been started by now."""
+    """Return a function that blocks the calling thread until the copies started so far are complete."""
     if device.type != "cuda":
         return lambda: None
     copies = _copies(_current())

@@ -1,7 +1,7 @@
-"""The parameter table: one row per distinct parameter, read by everything that follows.
+"""Parameter table: one spec for each distinct parameter, which everything after capture reads.
 
-Frozen, tied and uneven parameters are rows with other values, not special cases in passes. A row knows the
-arithmetic of its shards; nothing else in graphshard does it again.
+Frozen, tied and uneven parameters are specs with other values, not special cases in passes. The arithmetic of shards is
+only here.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from graphshard.ir.subclasses import Extension
 from graphshard.ir.units import Precision, keeps_wider_gradients, reduced_in, unit_of, units_within
 from graphshard.utils.text import brief
 
-# Of a parameter, what can be changed from call to call: see `ParamSpec.settings`.
+# Settings of a parameter that users change between calls: see `ParamSpec.settings`.
 Settings = tuple[bool, bool, float | None, bool, bool]
 
-# Attribute of a full parameter that a shard has replaced: its name.
+# Attribute with the name of a full parameter that a shard has replaced.
 REPLACED = "_graphshard_replaced"
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One distinct parameter. Sizes are in elements; `shape` is that of what is sharded over the data ranks.
+    """Spec of one distinct parameter. Sizes are in elements; `shape` is the shape that data ranks shard.
 
     Attributes:
-        names: every name of the parameter in registration order; tied weights have several.
-        shape: global shape; of a parameter that is split over a tensor axis, that of a rank's piece.
-        dtype: dtype of the stored shard, which the optimizer sees.
-        compute_dtype: dtype the parameter is gathered and used in.
-        reduce_dtype: dtype its gradient is reduced in.
-        trainable: whether it receives a gradient.
-        num_shards: number of shards; 1 is a parameter that is not sharded: every rank has all of it. Scalars are none.
-        unit: the module whose parameters are gathered together; "" is the root.
-        reshard: gathered again in backward instead of kept.
-        shown: kept whether backward reads it or not, for modules to show: see `shows`.
-        dim: the dim it is sharded along.
-        order: its dims from the outermost to the innermost in memory; 0, 1, ... is contiguous.
-        ignored: left alone: neither sharded, nor moved, nor reduced.
-        divide_factor: what its gradient is divided by; None is the number of ranks.
-        force_sum: gradients are added up and then divided, where the collective could average.
-        held: gathered by hand; it is an input of the program.
-        extension: what is gathered of it, if that is not the shard itself; `compute_dtype` is then that of what is
-            made of it.
-        split: how it is distributed over the mesh's tensor axis; None is a plain tensor there.
-        expert: lies on the experts' mesh.
-        partly: others of its unit are outside of the module that is called.
+        names: all names in registration order; tied weights have several.
+        shape: global shape; for a parameter split over a tensor axis, the shape of one rank's piece.
+        dtype: dtype of the stored shard, as the optimizer sees it.
+        compute_dtype: dtype in which it is gathered and used.
+        reduce_dtype: dtype in which its gradient is reduced.
+        trainable: it receives a gradient.
+        num_shards: number of shards; 1 for a parameter that is not sharded, such as a scalar.
+        unit: name of its unit; "" is the root.
+        reshard: resharded after forward and gathered again in backward.
+        shown: kept for modules to show, even if backward does not read it: see `shows`.
+        dim: the dim that it is sharded along.
+        order: dims from outermost to innermost in memory; () if contiguous.
+        ignored: neither sharded, nor moved, nor reduced.
+        divide_factor: divisor of its gradient; None is the number of ranks.
+        force_sum: the collective sums and a division follows, even if the collective could average.
+        held: the user gathered it, so the program has it as an input.
+        extension: tensors that it gathers instead of its shard (FSDP2's protocol); `compute_dtype` is then the dtype
+            of the result.
+        split: distribution over the mesh's tensor axes; None for a plain tensor.
+        expert: it is on the experts' mesh.
+        partly: its unit has parameters outside of the module that is called.
     """
 
     names: tuple[str, ...]
@@ -86,15 +86,15 @@ class ParamSpec:
     shown: bool = False
 
     def has_even_pieces(self, mesh: Mesh) -> bool:
-        """Whether all ranks on the axes along which the model communicates have pieces of the same size."""
+        """Return whether all ranks of the tensor axes have pieces of the same size."""
         return self.split is None or self.split.is_even({axis.name: axis.size for axis in mesh.every_axis})
 
     def on(self, mesh: Mesh) -> Mesh:
-        """Of a program's mesh, the one that the parameter lies on."""
+        """Return the mesh that the parameter is on: the program's mesh, or its experts' mesh."""
         return mesh.experts if self.expert and mesh.experts is not None else mesh
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamSpec:
-        """The row of the parameter as it is now: it may have been frozen or converted since."""
+        """Return the spec for the parameter's current dtype and requires_grad."""
         param_dtype = policy.param_dtype
         cast = param_dtype is not None and param.is_floating_point() and not self.ignored
         compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
@@ -108,10 +108,10 @@ class ParamSpec:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """What autograd adds its gradients up in, as torch's `Tensor.grad_dtype`: None is any that they have.
+        """Dtype in which autograd accumulates its gradients, as torch's `Tensor.grad_dtype`; None accepts any.
 
-        As FSDP2 of torch 2.15 does it, where gradients are reduced in a wider dtype. Of a unit that is called in part
-        it is told no backward beforehand, so that each gradient is cast before it is added.
+        None follows FSDP2 of torch 2.15, if gradients are reduced in a wider dtype. If only a part of the unit is
+        called, FSDP2 does not prepare that backward, so each gradient is cast before it is added.
         """
         if not keeps_wider_gradients(self.compute_dtype, self.reduce_dtype):
             return self.compute_dtype
@@ -119,12 +119,12 @@ class ParamSpec:
 
     @property
     def shows(self) -> bool:
-        """Whether modules show it in full from a forward to its backward; what is split over a tensor axis is not."""
+        """Whether modules show it unsharded between forward and backward; not if it is split over a tensor axis."""
         return self.shown and self.split is None
 
     @property
     def settings(self) -> Settings:
-        """What can be changed from call to call: resharding, divisor, sum instead of mean, gathered by hand."""
+        """Settings that users change between calls: resharding, divisor, sum instead of mean, gathered by the user."""
         return self.reshard, self.shown, self.divide_factor, self.force_sum, self.held
 
     @property
@@ -133,7 +133,7 @@ class ParamSpec:
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter that a user sees, on all ranks together."""
+        """Shape of the whole parameter over all ranks, as the user sees it."""
         return self.split.shape if self.split else self.shape
 
     @property
@@ -143,42 +143,42 @@ class ParamSpec:
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """Shape of the shard that every rank passes to the graph."""
+        """Shape of the padded shard that every rank passes to the graph."""
         return self._with_len(self.shard_len) if self.num_shards > 1 else self.shape
 
     @cached_property
     def padded_stride(self) -> tuple[int, ...]:
-        """Strides of that shard."""
+        """Strides of the padded shard."""
         return self.stride_of(self.padded_shape)
 
     @property
     def memory_dim(self) -> int:
-        """Where `dim` stands in the order in memory; at 0, padding lies behind the shard."""
+        """Position of `dim` in memory order; at 0, padding follows the shard."""
         return self.order.index(self.dim) if self.order else self.dim
 
     @property
     def inverse_order(self) -> tuple[int, ...]:
-        """The permutation that undoes `order`."""
+        """The inverse permutation of `order`."""
         return inverse_of(self.order)
 
     def in_memory(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """A shape of the parameter or of its shard with the dims in memory order."""
+        """Return a shape of the parameter or its shard with dims in memory order."""
         return tuple(shape[d] for d in self.order) if self.order else tuple(shape)
 
     def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Strides of the parameter or a shard of it: dense, in the parameter's order."""
+        """Return the strides of the parameter or a shard: dense, in the parameter's memory order."""
         sizes = self.in_memory(shape)
         numels = list(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1][: len(sizes)]
         return tuple(numels[place] for place in self.inverse_order) if self.order else tuple(numels)
 
     def sent_dtype(self, kind: CollectiveKind) -> torch.dtype:
-        """Dtype in which the parameter is gathered, or its gradient reduced."""
+        """Return the dtype in which the parameter is gathered, or its gradient reduced."""
         if kind != "gather":
             return self.reduce_dtype
         return self.extension.dtype if self.extension else self.compute_dtype
 
     def shard_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a padded shard in a dtype."""
+        """Return the bytes of a padded shard in a dtype."""
         return math.prod(self.padded_shape) * dtype.itemsize
 
     @property
@@ -187,13 +187,13 @@ class ParamSpec:
         return self.extension.stored_bytes if self.extension else self.shard_bytes(self.dtype)
 
     def piece_bytes(self, kind: CollectiveKind) -> int:
-        """Bytes of one rank's piece of what a collective makes or takes."""
+        """Return the bytes of one rank's piece in a collective."""
         if kind == "gather" and self.extension:
             return self.extension.num_bytes
         return self.shard_bytes(self.sent_dtype(kind))
 
     def sent_bytes(self, kind: CollectiveKind) -> int:
-        """Bytes of the tensor that a collective makes or takes: all padded shards, or for an all-reduce one of them."""
+        """Return the bytes of a collective's large tensor: all padded shards, or one for an all-reduce."""
         return (1 if kind == "all_reduce" else self.num_shards) * self.piece_bytes(kind)
 
     @property
@@ -201,21 +201,21 @@ class ParamSpec:
         return self.num_shards == 1 or self.shard_len * self.num_shards == self.shape[self.dim]
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """Start and length along `dim` of what belongs to `rank`; trailing ranks may have nothing."""
+        """Return start and length of a rank's shard along `dim`; trailing ranks may have length 0."""
         if self.num_shards == 1:
             return 0, self.shape[self.dim] if self.shape else 1
         return chunk_range(self.shape[self.dim], self.num_shards, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard that `rank` stores, without padding."""
+        """Return the shape of a rank's shard without padding."""
         return self._with_len(self.local_range(rank)[1]) if self.num_shards > 1 else self.shape
 
     def piece(self, full: torch.Tensor, rank: int) -> torch.Tensor:
-        """A view of what belongs to `rank` of a full tensor."""
+        """Return a view of a rank's shard of a full tensor."""
         return full.narrow(self.dim, *self.local_range(rank)) if self.num_shards > 1 else full
 
     def without_padding(self, shard: torch.Tensor, rank: int) -> torch.Tensor:
-        """A view of what `rank` stores of a padded shard."""
+        """Return a view of a padded shard without the padding."""
         return shard.narrow(self.dim, 0, self.local_range(rank)[1]) if self.num_shards > 1 else shard
 
     def _with_len(self, length: int) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ def even_pieces(mesh: Mesh, params: Iterable[ParamSpec]) -> bool:
 
 @dataclass(frozen=True)
 class ParamTable:
-    """All distinct parameters of a module in registration order."""
+    """Specs of all distinct parameters of a module, in registration order."""
 
     rows: tuple[ParamSpec, ...]
 
@@ -244,14 +244,14 @@ class ParamTable:
         return {name: row for row in self.rows for name in row.names}
 
     def __getitem__(self, name: str) -> ParamSpec:
-        """The row of a parameter, by any of its names."""
+        """Return the spec of a parameter by any of its names."""
         return self._by_name[name]
 
     def of_units(self, patterns: Sequence[str] | None) -> set[str]:
-        """Names of the parameters of the units that patterns name, "" being the root; of all units for None.
+        """Return the names of the parameters in units that match patterns ("" is the root); None matches all.
 
         Raises:
-            ArgumentError: a pattern names no unit.
+            ArgumentError: a pattern matches no unit.
         """
         units = dict.fromkeys(["", *(row.unit for row in self)])
         chosen = set(units) if patterns is None else set()
@@ -264,7 +264,7 @@ class ParamTable:
         return {row.name for row in self if row.unit in chosen}
 
     def within(self, module: str) -> ParamTable:
-        """The parameters of a submodule, by their names there."""
+        """Return the specs of a submodule's parameters, by their names there."""
         prefix = f"{module}."
         rows = []
         beyond = {row.unit for row in self if not any(name.startswith(prefix) for name in row.names)}
@@ -277,9 +277,9 @@ class ParamTable:
 
     @cached_property
     def in_packing_order(self) -> tuple[ParamSpec, ...]:
-        """The rows as FSDP2 lays them out in one buffer: a module's own parameters behind those of its submodules.
+        """The specs in the order of FSDP2's flat buffer: a module's parameters follow its submodules' parameters.
 
-        Where in a buffer an element lies may decide in which order it is summed over ranks.
+        The position in a buffer may decide the order in which an element is summed over ranks.
         """
         places: dict[str, int] = {}
 
@@ -293,26 +293,26 @@ class ParamTable:
 
     @property
     def trained_bytes(self) -> int:
-        """Of the shards of trained parameters, as they are stored."""
+        """Bytes of the stored shards of trainable parameters."""
         return sum(row.shard_bytes(row.dtype) for row in self if row.trainable)
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Units that own parameters, in registration order."""
+        """Units with parameters, in registration order."""
         return tuple(dict.fromkeys(row.unit for row in self.rows))
 
 
 def chunk_range(size: int, chunks: int, index: int) -> tuple[int, int]:
-    """Start and length of a chunk as torch.chunk deals them out; those behind the last have length 0."""
+    """Return start and length of a chunk, as torch.chunk has them; chunks past the end have length 0."""
     length = -(-size // chunks)
     start = min(index * length, size)
     return start, min(length, size - start)
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dims of a dense tensor from the outermost to the innermost in memory; () if that is 0, 1, ...
+    """Return the dims of a dense tensor from outermost to innermost in memory; () if contiguous.
 
-    A tensor with gaps or overlaps gets (), too: its shards are made contiguous.
+    Also () for a tensor with gaps or overlaps, whose shards are made contiguous.
     """
     if tensor.is_contiguous():
         return ()
@@ -322,12 +322,12 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def inverse_of(order: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that undoes one."""
+    """Return the inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
-    """Distinct parameters in registration order, each with all its names."""
+    """Return the distinct parameters in registration order, each with all its names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in places_of(module).items():
         names.setdefault(param, []).append(name)
@@ -335,9 +335,9 @@ def named_parameters(module: nn.Module) -> dict[tuple[str, ...], nn.Parameter]:
 
 
 def places_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Every name under which the module has a parameter, as `get_parameter` finds it.
+    """Return the parameters by every name that `get_parameter` accepts.
 
-    A module's own `named_parameters` may tell others: that of torch's `checkpoint_wrapper` leaves itself out.
+    An overridden `named_parameters` may give other names: torch's `checkpoint_wrapper` leaves its own name out.
     """
     return dict(nn.Module.named_parameters(module, remove_duplicate=False))
 
@@ -355,14 +355,17 @@ def build_table(
     experts: Collection[str] = (),
     params: Mapping[tuple[str, ...], nn.Parameter] | None = None,
 ) -> ParamTable:
-    """Make the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axis.
+    """Build the table of a module whose parameters are plain tensors, or DTensors on the mesh's tensor axes.
 
-    Precision follows FSDP2: only floating parameters are cast, and `reduced_in` says what a `reduce_dtype` of None
-    means. `reshard_after_forward=None` keeps those of the root unit's parameters that backward reads, and gathers all
-    others again; False keeps all, and lets modules show them. `dims` has, by the parameter's first name, the dim to
-    shard along where it is not 0. `known` are rows of parameters that were sharded before, as parts of the module: they
-    keep what was chosen for them, under other names. `experts` are first names of those on the experts' mesh.
-    `params` is `named_parameters(module)`, if it is at hand.
+    Precision follows FSDP2: only floating-point parameters are cast; see `reduced_in` for `reduce_dtype=None`.
+
+    Args:
+        reshard_after_forward: None keeps the root unit's parameters that backward reads and reshards all others. False
+            keeps all, and modules show them.
+        dims: the dim to shard along, where it is not 0, by the parameter's first name.
+        known: specs of parameters that were sharded before, as parts of the module; they keep their options.
+        experts: first names of the parameters on the experts' mesh.
+        params: `named_parameters(module)`, if known.
     """
     rows = []
     leave = set(ignored)
@@ -395,7 +398,7 @@ def build_table(
 
 
 def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, DTensorLayout | None]:
-    """What a rank of the tensor axes has of a parameter, and how it is split there."""
+    """Return a tensor rank's piece of a parameter, and its layout over the tensor axes."""
     if not isinstance(param, DTensor):
         return param, None
     tensors = [axis.name for axis in mesh.tensors]

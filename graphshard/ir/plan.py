@@ -1,11 +1,10 @@
-"""The plan: which collectives travel together, when each starts and when it is waited for.
+"""Plans: buckets of collectives, and the positions where each starts and is waited for.
 
-A plan is plain data. It is made by a planner (such as `schedule/by_unit.py`), applied by the passes `bucket` and
-`reorder`, goes through JSON unchanged, and two ranks that made the same plan have the same hash.
+A plan is plain data. A planner (such as `schedule/by_unit.py`) makes it, and the passes `bucket` and `reorder` apply
+it. It round-trips through JSON, and equal plans of two ranks have equal hashes.
 
-Time in a plan is a position in the compute order of a phase: the number of compute nodes that run before the
-event. The compute order is the captured order without the collectives and the casts, copies and views that
-belong to them (`layout.CollectiveRegions`), so a position means the same before and after bucketing.
+Time in a plan is a position: the number of compute nodes of the phase that run before the event. Collectives and their
+casts, copies and views are not compute (`collective_regions.py`), so bucketing does not change positions.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from graphshard.utils.text import brief
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
 
-# With how many ranks an exchange (`Bucket.exchanged`) has the bits of a reduce-scatter.
+# Number of ranks at which an exchange (`Bucket.exchanged`) has the bits of a reduce-scatter.
 EXCHANGE_RANKS = 2
-# Bytes of a shard below which it may travel with others in one buffer, where no profile says it (`Profile.pack_below`).
+# Default of `Profile.pack_below`: smaller shards may be packed into one buffer.
 SMALL = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Collectives of one kind that are launched as one.
+    """Collectives of one kind that are launched together.
 
     Attributes:
         name: unique within a plan, such as "gather layers.0 (forward)".
         kind: all-gather of parameters, reduce-scatter of gradients, or all-reduce of their shards over replicas.
         phase: "forward" or "backward".
-        params: parameter names that travel as they are (coalesced, no copy).
-        packed: parameter names that travel in one flat buffer (one copy in, one out).
+        params: names of parameters that are coalesced, without a copy.
+        packed: names of parameters that are packed into one flat buffer (one copy in, one out).
         axis: name of the mesh axis.
-        num_bytes: bytes of the full (unsharded) tensors; of the shards for an all-reduce.
-        exchanged: a reduction of one tensor that is sent as all-to-all and summed by each rank.
+        num_bytes: bytes of the unsharded tensors; for an all-reduce, of the shards.
+        exchanged: a reduce-scatter of one tensor is done as an all-to-all and a local sum.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Event:
-    """A bucket's collective is started, or waited for, after `at` compute nodes of its phase."""
+    """Start of a bucket, or wait for it, after `at` compute nodes of its phase."""
 
     action: Literal["start", "wait"]
     bucket: str
@@ -68,15 +67,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the plan is expected to do, on which machine.
+    """Predicted time and memory of a plan on a machine.
 
     Attributes:
-        step_seconds: of forward, backward and optimizer.
-        lower_bound: seconds that no plan with the same compute and the same constraints beats.
-        peak_bytes: most bytes alive at once.
-        profile, profile_hash: the hardware profile whose numbers were used.
-        network: which of the profile's models of the network.
-        stopped: the search for a shorter plan ended at its budget of steps, before all were ruled out.
+        step_seconds: seconds of forward, backward and optimizer.
+        lower_bound: lower bound in seconds over all plans with the same compute and constraints.
+        peak_bytes: peak memory in bytes.
+        profile, profile_hash: the hardware profile.
+        network: name of the profile's network model.
+        stopped: the search ended at its budget, so a shorter plan may exist.
     """
 
     step_seconds: float
@@ -89,20 +88,20 @@ class Prediction:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound, as a fraction of it."""
+        """Relative excess over the lower bound."""
         return self.step_seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a planner decides.
+    """Decisions of a planner.
 
     Attributes:
-        buckets: which collectives travel together.
-        events: per phase, in the order in which every rank executes them.
-        gathered_bytes: per phase, the most bytes of gathered parameters that the events let live at once.
-        kept: parameters that stay gathered between forward and backward, beside those that the user keeps.
-        prediction: what a planner that weighs costs expects; None from one that does not.
+        buckets: collectives that are launched together.
+        events: starts and waits by phase, in the order of execution on every rank.
+        gathered_bytes: peak bytes of gathered parameters, by phase.
+        kept: parameters that stay gathered until backward, in addition to the ones that the user keeps.
+        prediction: prediction of a planner with a cost model; else None.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -115,15 +114,15 @@ class Plan:
         return next(b for b in self.buckets if b.name == name)
 
     def to_json(self) -> str:
-        """Serialise; keys are sorted, so equal plans give equal text."""
+        """Serialize; keys are sorted, so equal plans give equal text."""
         return json.dumps(write(self), indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Inverse of `to_json`.
+        """Parse the text of `to_json`.
 
         Raises:
-            ArgumentError: the text is no plan.
+            ArgumentError: the text is not a plan.
         """
         try:
             data = json.loads(text)
@@ -134,7 +133,7 @@ class Plan:
         try:
             return read(data, Plan)
         except ArgumentError as error:
-            raise ArgumentError(f"no plan that Plan.to_json wrote, {brief(text)}: {error}") from None
+            raise ArgumentError(f"not a plan that Plan.to_json wrote, {brief(text)}: {error}") from None
 
     @property
     def hash(self) -> str:

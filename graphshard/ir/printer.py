@@ -1,4 +1,4 @@
-"""A program as text: values numbered by us, with shapes, dtypes, meaning, module and bucket.
+"""Printer of programs: numbered values with shapes, dtypes, slots, modules and buckets.
 
     forward:
       %0: f32[2, 4] = param:layers.0.weight
@@ -6,9 +6,9 @@
       %10: f32[4, 4] = wait_tensor(%9)  # layers.0 [gather layers.0 in forward]
     > %40: (f32[3, 4]) = region_0([%1, %10])  # layers.0
 
-FX names change between torch releases and between passes. A value keeps its number from the stage that made it to
-the last, in both phases, so the difference of two stages is what was inserted, erased or moved. `*` marks
-collectives, `>` calls of regions, `[...]` buckets.
+FX names change between torch releases and between passes. A value keeps its number through all stages and in both
+phases, so a diff of two stages shows what a pass inserted, erased or moved. `*` marks collectives, `>` region calls,
+`[...]` buckets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {
 _MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
 
 
-# What lines say of nodes besides their calls.
+# Metadata that is printed.
 _PRINTED = (
     *("val", "nn_module_stack", "fwd_nn_module_stack", "where"),
     *("bucket", "exchanged", "recompute", "partitioner_tag"),
@@ -51,37 +51,35 @@ _PRINTED = (
 
 
 class Lines:
-    """Lines of nodes as they were printed, for the next stage: most passes leave most nodes as they are."""
+    """Cache of printed lines for the next stage, as passes leave most nodes unchanged."""
 
     def __init__(self) -> None:
         self._numbers: dict[Node, str] = {}
         self._known: dict[Node, tuple[tuple[Any, ...], str]] = {}
 
     def begin(self, numbers: Mapping[Node, str]) -> None:
-        """Another text begins, in which values have these numbers."""
+        """Start a text in which values have these numbers."""
         before = self._numbers
         if any(before.get(node, name) != name for node, name in numbers.items()):
             self._numbers, self._known = {}, {}  # others name them
         self._numbers.update(numbers)
 
     def line(self, node: Node, label: str, make: Callable[[], str]) -> str:
-        """The line of a node, made if the node is not what it was."""
+        """Return the line of a node; call `make` if the node has changed."""
         facts = (node.target, node.args, node.kwargs, *map(node.meta.get, _PRINTED))
         known = self._known.get(node)
         if known is None or known[0][0] != label or not all(map(operator.is_, facts, known[0][1:])):
             known = (label, *facts), make()
-            if not numbers_in(node.meta.get("val")):  # one that is dynamic may turn out to be one number
+            if not numbers_in(node.meta.get("val")):  # a dynamic size may be specialized later
                 self._known[node] = known
         return known[1]
 
 
 def print_program(program: Program, known: Lines | None = None) -> str:
-    """All phases of a program, one after the other, and what it takes for granted of values.
-
-    Values without a number receive one.
+    """Return the text of all phases and of the subgraphs they call; number values without a number.
 
     Args:
-        known: lines of an earlier stage; those of this one are added.
+        known: cache of lines, which is updated.
     """
     number(program)
     texts = [f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items()]
@@ -91,20 +89,20 @@ def print_program(program: Program, known: Lines | None = None) -> str:
 
 
 def print_subgraphs(*graphs: Graph) -> str:
-    """Return the graphs that operators of some graphs are given, each once."""
+    """Return the text of the subgraphs that graphs call, each once."""
     found = {name: each.text for graph in graphs for name, each in subgraphs_of(graph).items()}
     return "\n".join(f"{name}:  # argument of a call\n{text}" for name, text in found.items())
 
 
 def print_phase(phase: Phase, known: Lines | None = None) -> str:
-    """One line per node of a numbered phase."""
+    """Return one line for each node of a numbered phase."""
     slots = (*phase.inputs, *phase.outputs)
     labels = ["saved" if slot.kind == "saved" else visible(str(slot), lines=False) for slot in slots]
     return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :], known=known)
 
 
 def number(program: Program) -> None:
-    """Give a number to every value that has none; a value that a pass copied within a phase is a new one."""
+    """Number every value that has no number yet, or the same number as an earlier value (a copied node)."""
     for phase in program.phases.values():
         taken: set[int | None] = set()
         for node in phase.module.graph.nodes:
@@ -118,16 +116,16 @@ def number(program: Program) -> None:
 def print_graph(
     graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False, known: Lines | None = None
 ) -> str:
-    """A graph as text, with a label for each placeholder and output.
+    """Return the text of a graph, with a label for each placeholder and output.
 
     Args:
-        known: lines of an earlier text of these nodes.
-        canonical: number values in order and leave out what tells one occurrence of a graph from another.
+        canonical: number values consecutively and omit comments, so that equal graphs have equal text.
+        known: cache of lines.
     """
     numbers: dict[Node, str] = {}
     for node in graph.nodes:
         numbers[node] = f"%{len(numbers) if canonical else node.meta.get('number', len(numbers))}"
-    # A region's sizes are named in order, a program's as it says: "size:s0".
+    # Sizes of a region are named in order, sizes of a program by their label: "size:s0".
     sizes = {node: label for node, label in zip(graph.find_nodes(op="placeholder"), inputs) if is_size(node)}
     names = {
         expression(node.meta["val"]): f"n{index}" if canonical else label.removeprefix("size:")
@@ -139,7 +137,7 @@ def print_graph(
         text = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
         return _commented(text, "" if canonical else _comment(node))
 
-    keep = Lines() if known is None or names else known  # sizes are named by the text that they are in
+    keep = Lines() if known is None or names else known  # names of sizes depend on the text
     keep.begin(numbers)
     labels = iter(inputs)
     lines: list[str] = []
@@ -162,7 +160,7 @@ def _commented(line: str, comment: str) -> str:
 
 
 def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
-    """The lines of a phase around one of its nodes, which is marked; what a message about a fault quotes."""
+    """Return the lines of a phase around a node, which is marked, for error messages."""
     graph = phase.module.graph
     index = list(graph.nodes).index(node)
     lines = print_phase(phase).splitlines()
@@ -172,7 +170,7 @@ def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
 
 
 def print_communication(program: Program) -> list[str]:
-    """One line per collective, in order, those of the model's own among them: what must be the same on every rank."""
+    """Return one line for each collective, including the model's, in order; must be equal on all ranks."""
     lines = []
     for name, phase in program.phases.items():
         planned = {collective.node: collective for collective in collectives(phase)}
@@ -188,10 +186,10 @@ def print_communication(program: Program) -> list[str]:
 
 
 def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
-    """`bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, otherwise the type's name.
+    """Return `bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, else the type's name.
 
     Args:
-        names: of the symbols that dynamic sizes are expressed in.
+        names: names of the symbols in dynamic sizes.
     """
     if isinstance(val, torch.Tensor):
         sizes = [str(size) if type(size) is int else rename(size, names) for size in val.shape]
@@ -200,12 +198,12 @@ def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
         return f"({', '.join(describe(v, names) for v in val)})"
     if isinstance(val, SymNumber) and val.node.expr.free_symbols:
         return rename(val, names)
-    return type(val).__name__.removeprefix("Sym").lower()  # one that depends on values may turn out to be one number
+    return type(val).__name__.removeprefix("Sym").lower()  # a data-dependent number may be specialized later
 
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype: f32, bf16, i64, b8."""
+    """Return the short name of a dtype: f32, bf16, i64, b8."""
     name = str(dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     return _DTYPES[stem] + name[len(stem) :] if stem in _DTYPES else name
@@ -250,5 +248,5 @@ def _arg(arg: Any, numbers: dict[Node, str]) -> str:
     if isinstance(arg, torch.dtype):
         return dtype_name(arg)
     if isinstance(arg, torch.device):
-        return arg.type  # ranks run the same program on devices of their own
+        return arg.type  # ranks run the same program on different devices
     return str(arg)

@@ -1,4 +1,4 @@
-"""Checks of results of forward after each call, as a trace does not know values."""
+"""Programs: graphs with the meaning of their inputs and outputs, and everything else the compiler knows of a call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from graphshard.torch_compat.operators import assert_async, pytree
 
 @dataclass(frozen=True)
 class LinalgCheck:
-    """A status that a linear-algebra operator of forward returned.
+    """Check of the status that a linear-algebra operator returned, after each call of forward.
 
     Attributes:
-        operator: as torch's error calls it: "linalg.inv".
-        is_matrix: the operator works on single matrices, not on batches.
+        operator: name in torch's error, such as "linalg.inv".
+        is_matrix: the operator works on one matrix, not on a batch.
     """
 
     operator: str
@@ -40,16 +40,16 @@ class LinalgCheck:
 
 @dataclass(frozen=True)
 class RuntimeAssert:
-    """A condition that forward takes for granted with `torch._check`.
+    """Condition that forward asserts with `torch._check`, checked after each call.
 
     Attributes:
-        line: that says so, as "file.py:3: code".
+        line: location of the assertion, as "file.py:3: code".
     """
 
     line: str
 
     def __call__(self, status: torch.Tensor) -> None:
-        """Raise InputError where the condition is false; on GPUs an assertion, at a later time."""
+        """Raise InputError if the condition is false; on a GPU, an asynchronous assertion fails."""
         if status.device.type != "cpu":
             assert_async(status, f"forward raises an exception at {self.line}")
         elif not bool(status):
@@ -57,30 +57,30 @@ class RuntimeAssert:
 
 
 class Captured:
-    """Base of `Program`: makes the captured program again when it is asked for."""
+    """Base of `Program` that rebuilds the captured program on demand."""
 
     def keep_captured(self, captured: Callable[[], Any]) -> None:
-        """Remember how to make the program again that was captured, as an `ExportedProgram`."""
+        """Set the function that rebuilds the captured program as an `ExportedProgram`."""
         self.__dict__["_captured"] = captured
 
     @property
     def exported(self) -> Any:
-        """The captured program, before all passes, as an `ExportedProgram` of torch with a joint signature.
+        """The captured program, before all passes, as a torch `ExportedProgram` with a joint signature.
 
         Its outputs are BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER and GRADIENT_TO_USER_INPUT; tangents are
-        user inputs. It holds no weights. `torch.export.save` writes it, and `graphshard.compile` takes it.
+        user inputs. It has no weights. `torch.export.save` writes it, and `graphshard.compile` takes it.
 
-        A program of the cache, and one of a few equal blocks that stand for all, is captured once more for this.
+        A program from the cache, or one that was captured with few blocks, is captured again for this.
 
         Raises:
-            ArgumentError: the program is of a file of `graphshard.export`, or the model is in another mode now.
-            UnsupportedError: the program takes or returns what torch has no signature for.
+            ArgumentError: the program comes from a file of `graphshard.export`, or the model's mode has changed.
+            UnsupportedError: torch has no signature for an input or output.
         """
         if "_captured" not in self.__dict__:
             title = getattr(self, "title", "")
             raise ArgumentError(
-                f"exported: the program {title} was read from a file of graphshard.export, and what was captured is "
-                "not in it. Compile the model, without artifact=, to capture it."
+                f"exported: the program {title} was read from a file of graphshard.export, which does not hold the "
+                "captured program. Compile the model, without artifact=, to capture it."
             )
         if "_exported" not in self.__dict__:
             self.__dict__["_exported"] = self.__dict__["_captured"]()
@@ -111,16 +111,19 @@ SlotKind = Literal[
 
 @dataclass(frozen=True)
 class Slot:
-    """What one input or output of a graph means.
+    """Meaning of one input or output of a graph.
 
-    `name` is the parameter or buffer name, the index of a user input or output as text, or for "saved" the name of the
-    forward value, for "size" that of a dynamic size. Of a parameter, "part" is one of the tensors that the shard of a
-    tensor subclass holds, "gathered" what was gathered by hand, "piece" what forward keeps for backward to gather
-    again; "late" is a buffer as backward finds it; "accumulated" and "partial" are what backward adds up over several
-    microbatches: its full gradient, or that of the shard before it is all-reduced; "pending" over several calls.
-    A "mutation" or "grad" carries the kind it belongs to in `of`, a "part" which of the tensors it is in `index`. What
-    is "saved" of a parameter that forward has gathered goes by the parameter's name and is `of` "gathered"; in `index`
-    are the steps of its landing that backward takes itself. It is "shown" if only modules read it.
+    `name` is the name of a parameter or buffer, the index of a user input or output as text, the name of a saved value,
+    or the name of a dynamic size. Kinds:
+
+    * "part": one tensor in the shard of a tensor subclass; `index` says which.
+    * "gathered": a parameter that the user gathered. "piece": what forward keeps for backward to gather again.
+    * "late": a buffer as backward finds it.
+    * "accumulated": the full gradient, summed over microbatches. "partial": the gradient shard before its all-reduce.
+      "pending": summed over several calls.
+    * "mutation" and "grad": `of` is the kind of the input that is mutated or differentiated.
+    * "saved" with `of` "gathered": a gathered parameter, under the parameter's name; `index` is the number of epilogue
+      steps left to backward. "shown": the same if only modules read it.
     """
 
     kind: SlotKind
@@ -129,41 +132,41 @@ class Slot:
     index: int = 0
 
     def __hash__(self) -> int:
-        return hash(self.name)  # text remembers its hash: a step looks up several slots of each parameter
+        return hash(self.name)  # str caches its hash: a step looks up several slots of each parameter
 
     def __str__(self) -> str:
         end = f"[{self.index}]" if self.kind == "part" else " in backward" if self.of == "late" else ""
         return f"{self.kind}:{self.name}{end}"
 
     def named(self, name: str) -> Slot:
-        """The same of another name."""
+        """Return the slot under another name."""
         return Slot(self.kind, name, self.of, self.index)  # a third of the time of `dataclasses.replace`
 
     @property
     def is_of_backward(self) -> bool:
-        """Whether backward returns it."""
+        """Whether only backward returns it."""
         return self.kind == "grad" or self.of == "late"
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether it is a full parameter, which can be gathered again from shards."""
+        """Whether it is a full parameter, which shards can restore."""
         return "gathered" in (self.kind, self.of)
 
 
-# Inputs that are there from the beginning of a phase to its end, whatever it does.
+# Kinds of inputs that live from the start of a phase to its end.
 LASTING = ("param", "part", "buffer", "late", "input")
 
 
 @dataclass
 class Phase:
-    """A graph with one slot per placeholder and one per output, in order."""
+    """Graph with one slot for each placeholder and each output, in order."""
 
     module: GraphModule
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
 
     def clone(self) -> Phase:
-        """A copy of a phase before lowering, whose graph can be rewritten without touching this one's."""
+        """Return a copy with a separate graph; only before lowering."""
         return Phase(uncompiled(self.module, copy.deepcopy(self.module.graph)), self.inputs, self.outputs)
 
     @property
@@ -172,21 +175,21 @@ class Phase:
 
     @property
     def results(self) -> list[Any]:
-        """The values the graph returns: nodes, or constants such as None."""
+        """Values that the graph returns: nodes, or constants such as None."""
         (output,) = self.module.graph.find_nodes(op="output")
         return list(output.args[0])
 
     def set_results(self, results: list[Any]) -> None:
-        """Replace the values the graph returns."""
+        """Replace the values that the graph returns."""
         (output,) = self.module.graph.find_nodes(op="output")
         output.args = (tuple(results),)
 
     def slot_of(self) -> dict[Node, Slot]:
-        """Slots by placeholder node."""
+        """Return slots by placeholder node."""
         return dict(zip(self.placeholders, self.inputs, strict=True))
 
     def add_input(self, name: str, slot: Slot, like: torch.Tensor) -> Node:
-        """A new last input; `like` is its fake value."""
+        """Append an input with the fake value `like`; return its placeholder."""
         graph, others = self.module.graph, self.placeholders
         with graph.inserting_after(others[-1]) if others else graph.inserting_before(next(iter(graph.nodes))):
             node = graph.placeholder(name)
@@ -203,15 +206,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """One entry of the history: the program after a pass.
+    """Entry of a program's history: the program after a pass.
 
     Attributes:
-        name: the pass.
-        rewrites: how often it rewrote something.
-        seconds: time it took, without verification.
-        text: the whole program, see `graphshard.ir.printer`.
-        num_nodes: calls in all graphs.
-        exact: False if the pass says that it may change the numbers.
+        name: name of the pass.
+        rewrites: number of rewrites.
+        seconds: duration, without verification.
+        text: the program's text, see `graphshard.ir.printer`.
+        num_nodes: number of calls in all graphs.
+        exact: False if the pass may change numerics.
     """
 
     name: str
@@ -223,18 +226,18 @@ class Stage:
 
     @property
     def folded(self) -> str:
-        """The text with repeated blocks given once."""
+        """The text with repeated blocks collapsed."""
         return fold(self.text)
 
 
 @dataclass(frozen=True)
 class Size:
-    """A dynamic size.
+    """Dynamic size of an input.
 
     Attributes:
-        name: "s0", "s1" in the order in which inputs show them.
-        source: the index of an input of the step and the dimension whose size it is; -1 if the input is the number.
-        value: what stands for it in the fake values of the graphs.
+        name: "s0", "s1", in the order of inputs.
+        source: index of the input, and the dim with this size; dim -1 if the input is itself the number.
+        value: symbolic size in the fake values of the graphs.
     """
 
     name: str
@@ -247,13 +250,13 @@ class Size:
 
     @property
     def symbol(self) -> Any:
-        """The symbol in the expressions of other sizes; compilation may find out that `value` is one number."""
+        """The symbol in expressions of other sizes; stays a symbol when compilation specializes `value`."""
         return vars(self)["_symbol"]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A maximal run of compute between collectives, in canonical form; equal regions have equal keys."""
+    """Maximal run of compute between collectives, in canonical form; equal regions have equal keys."""
 
     key: str
     text: str
@@ -262,14 +265,14 @@ class Region:
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """What one unit saves for backward and computes again; "" is the root.
+    """Activations that one unit saves, and operators that it recomputes; "" is the root.
 
     Attributes:
-        unit: its name.
-        saved: how many values are saved, by the operator that made them. Inputs of the step, parameters and gathered
-            parameters that stay until backward are not activations and not counted.
-        saved_bytes: their size; at the sizes of the example inputs, if some are dynamic.
-        recomputed: how many operators run again in backward, by name; views are not counted.
+        unit: name of the unit.
+        saved: number of saved values, by the operator that made them. Inputs of the step, parameters and gathered
+            parameters are not activations and not counted.
+        saved_bytes: bytes of these; dynamic sizes count as in the example inputs.
+        recomputed: number of operators that run again in backward, by name, without views.
     """
 
     unit: str
@@ -279,7 +282,7 @@ class UnitMemory:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """As text: what is saved, how many bytes, what runs again."""
+        """Saved values, bytes and recomputed operators, as text."""
         saved, again = (
             ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
             for counts in (self.saved, self.recomputed)
@@ -293,38 +296,38 @@ class Program(Captured):
 
     Attributes:
         phases: {"joint"} until partition, then {"forward", "backward"}; {"forward"} for inference.
-        params: the parameter table.
-        mesh: the axes it communicates over, by their roles; process groups are bound at installation.
-        device: the kind of device it runs on, without an index.
-        constants: tensors the module holds outside parameters and buffers, by name.
+        params: parameter table.
+        mesh: axes that it communicates over, by role; process groups are bound at installation.
+        device: type of the device, without an index.
+        constants: tensors of the module that are not parameters or buffers, by name.
         out_spec: pytree structure of the module's output.
-        tangents: names of the outputs that autograd may differentiate through.
+        tangents: names of the differentiable outputs.
         plan: buckets and events; None until planned.
-        communication: one line per collective, in order; equal on all ranks.
-        peak_gathered: per phase, the units whose gathered parameters are alive at once, where they are most.
-        saved: what is saved for backward and computed again, by unit; see `saved_table`.
+        communication: one line for each collective, in order; equal on all ranks.
+        peak_gathered: units whose gathered parameters are alive at the peak, by phase.
+        saved: saved and recomputed values by unit; see `saved_table`.
         regions: distinct regions by key; empty until lowered.
-        region_calls: keys in execution order, one per call in a step.
-        lowering_seconds: time it took to compile regions and write the executors.
-        history: every earlier stage.
-        established: names of the rules of `graphshard.pipeline.rules` that passes have made to hold.
-        differentiated: parameters whose gradient the program computes.
-        rewritten: buffers that backward writes, each with the outputs through any of which it must go to do so.
-        model: name of the class that was captured.
-        sizes: dynamic sizes of the inputs; empty for a program of one shape.
-        shapes: shape and strides of every input of a program with dynamic sizes.
-        capture: how many programs of the module were captured before.
-        reason: why this program was captured.
-        next_number: number of the next value to be printed; numbers are kept from stage to stage.
-        checks: of the outputs of forward that follow those of the module.
-        offloaded: shards, gradients and so optimizer state live on the host; graphs copy them to and from the device.
-        on_host: names of what forward saves on the host until backward.
-        bound: seconds that a step takes at least, whatever else units save for backward, where that was decided
-            together with the plan; None where it was given.
-        trace: guards, and bytecode around the program, of the call that was traced; None if it comes from a file.
-        taken: which of the trace's graph inputs are the program's inputs, in order.
-        digest: of what was traced; "" if nothing was.
-        few: of many equal groups of blocks the graphs, and `params`, have few, and this says what all are; else None.
+        region_calls: keys of the region calls of a step, in order.
+        lowering_seconds: time to compile regions and write executors.
+        history: earlier stages.
+        established: names of the rules of `graphshard.pipeline.rules` that hold since a pass established them.
+        differentiated: names of the parameters whose gradient it computes.
+        rewritten: buffers that backward writes, if it passes through any of the given outputs.
+        model: name of the captured class.
+        sizes: dynamic sizes of the inputs; empty for static shapes.
+        shapes: shape and strides of every input, if sizes are dynamic.
+        capture: number of programs of the module that were captured before.
+        reason: why it was captured.
+        next_number: number of the next value; values keep their number from stage to stage.
+        checks: checks of the outputs of forward that follow the module's outputs.
+        offloaded: shards and gradients (hence optimizer state) live on the host; graphs copy them.
+        on_host: names of the values that forward saves on the host.
+        bound: lower bound of the step in seconds over all choices of saved activations, if these were chosen together
+            with the plan; else None.
+        trace: guards and bytecode of the traced call; None for a program from a file.
+        taken: indices of the program's inputs among the trace's graph inputs.
+        digest: digest of the traced graph; "" without a trace.
+        few: all groups of blocks, if the graphs and `params` have only the captured ones; else None.
     """
 
     phases: dict[str, Phase]
@@ -362,27 +365,27 @@ class Program(Captured):
 
     @property
     def all_params(self) -> ParamTable:
-        """The parameters of all blocks."""
+        """Parameter table of all blocks."""
         return self.params if self.few is None else self.few.params
 
     @property
     def title(self) -> str:
-        """Name of the program among those of its module: "Llama-0"."""
+        """Name of the program among its module's, such as "Llama-0"."""
         return f"{self.model}-{self.capture}"
 
     @property
     def forward(self) -> GraphModule:
-        """The forward graph that runs."""
+        """The forward graph."""
         return self.phases["forward"].module
 
     @property
     def backward(self) -> GraphModule | None:
-        """The backward graph that runs; None for a program without gradients."""
+        """The backward graph; None for a program without gradients."""
         phase = self.phases.get("backward")
         return phase.module if phase else None
 
     def saved_table(self) -> str:
-        """What forward saves for backward and what backward computes again, as a table with a line per unit."""
+        """Return saved and recomputed values as a table with a line for each unit."""
         lines = [("unit", "saved", "bytes", "computed again in backward")]
         lines += [(row.unit or "(root)", *row.cells) for row in self.saved]
         lines.append(("total", "", str(sum(row.saved_bytes for row in self.saved)), ""))
@@ -394,19 +397,19 @@ class Program(Captured):
 
     @property
     def region_names(self) -> dict[str, str]:
-        """Keys of the regions by the names the executors call them."""
+        """Keys of the regions by their names in executors."""
         return {f"region_{i}": key for i, key in enumerate(self.regions)}
 
     @property
     def num_regions(self) -> int:
-        """Region calls in one step."""
+        """Number of region calls in a step."""
         return len(self.region_calls)
 
     @property
     def num_distinct_regions(self) -> int:
-        """Regions that were compiled."""
+        """Number of compiled regions."""
         return len(self.regions)
 
 
-# What decides when collectives start and which travel together.
+# Decides the buckets, and when each starts and is waited for.
 Planner = Callable[[Program], Plan]

@@ -1,9 +1,9 @@
-"""Regions of a joint graph that backward computes again, as marks for the partitioner.
+"""Checkpointed regions of a joint graph, which backward recomputes, as marks for the partitioner.
 
-meta["ac_graph_id"]   the region a node of the forward belongs to
-meta["recompute"]     RECOMPUTE or SAVE, torch's own `CheckpointPolicy`
-meta["random_state"]  an input of backward is the state of a generator, with which it draws again
-meta["in_forward"]    forward computes a value that only backward needs
+meta["ac_graph_id"]   region of a forward node
+meta["recompute"]     RECOMPUTE or SAVE, torch's `CheckpointPolicy`
+meta["random_state"]  input of backward that is a generator state, to repeat random draws
+meta["in_forward"]    value that forward computes although only backward needs it
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from graphshard.ir.program import Phase, Slot
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 from graphshard.torch_compat.autograd_state import saved_tensors_hooks
 
-# How often eager mode runs a node again in backward.
+# Number of times that eager mode recomputes a node in backward.
 REPEATED = "graphshard_repeated"
-# To which region a node of backward belongs.
+# Region that a backward node belongs to.
 BACKWARD_OF = "graphshard_backward_of"
 RANDOM_STATE = "random_state"
 IN_FORWARD = "in_forward"
@@ -31,7 +31,7 @@ RECOMPUTE, SAVE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
 
 def leaving(graph: Graph, regions: Mapping[Node, int]) -> set[Node]:
-    """The operators of regions whose results other nodes of the forward read; `regions` adds to the marked ones."""
+    """Return the operators of regions whose results are read outside in forward; `regions` adds to the marked ones."""
 
     def region(node: Node) -> int | None:
         return node.meta.get("ac_graph_id", regions.get(node))
@@ -46,9 +46,9 @@ def leaving(graph: Graph, regions: Mapping[Node, int]) -> set[Node]:
 
 
 def save_leaving(graph: Graph) -> None:
-    """Save what leaves a region if backward needs it, so that no region is computed again for the sake of another.
+    """Mark values that leave a region as saved, so that one region is not recomputed for another.
 
-    The partitioner would take such a value as computed again anyway, and go back through region after region.
+    The partitioner would otherwise treat them as recomputed, and go back through region after region.
     """
     for maker in leaving(graph, {}):
         for node in with_parts(maker):
@@ -56,7 +56,7 @@ def save_leaving(graph: Graph) -> None:
 
 
 def maker_of(node: Node) -> Node:
-    """The operator that computes a value, behind views of it and the selection of one of several results."""
+    """Return the operator that computes a value, through views and `getitem`s."""
     node = base_of(node)
     while is_part(node):
         node = base_of(node.all_input_nodes[0])
@@ -64,23 +64,23 @@ def maker_of(node: Node) -> Node:
 
 
 def is_in_checkpoint() -> bool:
-    """Return whether a region of torch.utils.checkpoint runs now that backward will run again."""
+    """Return whether a region of torch.utils.checkpoint, which backward will recompute, is running."""
     return _saving_hook("_checkpoint_hook") is not None
 
 
 def is_recomputing() -> bool:
-    """Return whether backward runs such a region again now."""
+    """Return whether backward is recomputing such a region."""
     return _saving_hook("_recomputation_hook") is not None
 
 
 def checkpoint_region() -> Any:
-    """Torch's record of the region that runs now, whose `recompute_fn` backward calls; None outside of one."""
+    """Return torch's frame of the running region, whose `recompute_fn` backward calls; None outside of one."""
     hook = _saving_hook("_checkpoint_hook")
     return None if hook is None else inspect.getclosurevars(hook).nonlocals["frame"]
 
 
 def _saving_hook(owner: str) -> Callable[..., Any] | None:
-    """What is done with tensors that backward needs, if this class of torch.utils.checkpoint does it."""
+    """Return the pack hook for saved tensors if it belongs to this class of torch.utils.checkpoint."""
     hooks = saved_tensors_hooks() if torch.is_grad_enabled() else None
     return hooks[0] if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(owner) else None
 
@@ -91,17 +91,17 @@ aten = torch.ops.aten
 def write_again(
     phase: Phase, label: str, written_in_regions: Collection[str] | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Let backward write the buffers that a checkpointed region writes.
+    """Repeat in backward the writes of checkpointed regions to buffers, as eager mode does.
 
     Args:
-        written_in_regions: their names. None if they are not known: then a buffer that is written outside, and depends
-            through a region on what was in it before, is an error, as one that is written in both places.
+        written_in_regions: names of these buffers; None if unknown. Then a buffer that is written outside of regions,
+            but depends on its old value through a region, is an error.
 
     Returns:
-        Their names, each with the outputs through any of which backward must go to run the region.
+        The buffers, each with the outputs any of which leads backward through the region.
 
     Raises:
-        GraphBreak: what eager mode's backward makes of the buffer, or of gradients, would differ.
+        GraphBreak: the buffer, or gradients, would differ from eager mode.
     """
     sources = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer"}
     written: dict[str, Node] = {}
@@ -125,14 +125,14 @@ def write_again(
 
 
 def _late(phase: Phase, name: str, buffer: Node) -> Node:
-    """What backward finds in a buffer. Partitioners know an input of backward by its name."""
+    """Add the buffer as an input of backward; partitioners recognize it by its name."""
     node = phase.add_input(f"tangents_late_{name.replace('.', '_')}", Slot("late", name), buffer.meta["val"])
     node.meta["partitioner_tag"] = "is_backward"
     return node
 
 
 def _copied(path: Iterable[Node], late: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Nodes of forward as nodes of backward that read other buffers, where the backward of their regions begins."""
+    """Copy forward nodes to the start of their region's backward, reading `late` buffers; return the copies."""
     copied = dict(late)
     for node in path:
         first = next(n for n in node.graph.nodes if n.meta.get(BACKWARD_OF) == node.meta["ac_graph_id"])
@@ -145,7 +145,7 @@ def _copied(path: Iterable[Node], late: Mapping[Node, Node]) -> dict[Node, Node]
 
 
 def _through(phase: Phase, region: int) -> tuple[str, ...]:
-    """The outputs whose gradients reach a region."""
+    """Return the outputs whose gradients reach a region."""
     found = []
     for node, slot in phase.slot_of().items():
         if slot.kind == "tangent":
@@ -159,7 +159,7 @@ def _through(phase: Phase, region: int) -> tuple[str, ...]:
 
 
 def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[Node]:
-    """What lies between a buffer and its new value, if eager mode runs that again; otherwise nothing."""
+    """Return the nodes between a buffer and its new value, if eager mode repeats them; else nothing."""
     dependents = _dependents(source)
     path = {node for node in dependents if node is value or value in _dependents(node)}
     repeated = {node.meta.get(REPEATED, 0) for node in path}
@@ -167,23 +167,23 @@ def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[No
         return set()
     reason = None
     if len({node.meta.get("ac_graph_id") for node in path}) > 1:
-        reason = "several regions, or a region and code outside, write it, and backward repeats that in another order"
+        reason = "several regions, or a region and other code, write it, and backward repeats that in another order"
     elif repeated != {1}:
-        reason = "backward repeats only a part of what writes it, or repeats it several times"
+        reason = "backward repeats only a part of the write, or repeats it several times"
     elif any(_reads_in_backward(user) for node in dependents for user in node.users):
-        reason = "gradients depend on it, for which backward would read the new value"
+        reason = "gradients depend on it, and backward would read the new value"
     if reason is not None:
         raise GraphBreak(
             f"{label}.forward",
-            f"A region of torch.utils.checkpoint writes buffer {name}, which eager mode does again in backward, and "
+            f"A region of torch.utils.checkpoint writes buffer {name}. Eager mode repeats this in backward, and "
             f"{reason}.",
-            "Take what writes the buffer out of the checkpoint.",
+            "Move the write to the buffer out of the checkpoint.",
         )
     return path
 
 
 def _dependents(source: Node) -> list[Node]:
-    """Calls of forward that depend on a value, in order."""
+    """Return the forward calls that depend on a value, in order."""
     known, found = {source}, []
     for node in source.graph.nodes:
         depends = not known.isdisjoint(node.all_input_nodes)
@@ -194,12 +194,12 @@ def _dependents(source: Node) -> list[Node]:
 
 
 def _is_of_batch(node: Node) -> bool:
-    """A result of batch norm in training that does not depend on the running statistics."""
+    """Return whether a node is a result of batch norm in training that does not depend on running statistics."""
     maker = node.args[0] if is_part(node) else None
     functional = aten._native_batch_norm_legit_functional.default
     return isinstance(maker, Node) and maker.target is functional and node.args[1] in (0, 1, 2)
 
 
 def _reads_in_backward(node: Node) -> bool:
-    # In training, the backward of batch norm is given the running statistics and does not read them.
+    # In training, the backward of batch norm receives running statistics and does not read them.
     return is_backward(node) and node.target is not aten.native_batch_norm_backward.default

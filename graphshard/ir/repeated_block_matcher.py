@@ -1,4 +1,10 @@
-"""Where the nodes of equal groups of blocks stand in a graph: each group has a window, and they follow each other."""
+"""Matcher of repeated blocks: check that the captured groups are equal, so that they determine the missing ones.
+
+Each group has a window: the nodes from its first node to the first node of the next group. If the windows of groups 1,
+N-3 and N-2 are equal, the missing groups between them are copies of group 1. Two nodes are equal if their operators and
+metadata are, and each argument is either the same value in all windows, or the corresponding value of the same group or
+of a neighboring one. Otherwise `BlocksDifferError` is raised.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +27,13 @@ from graphshard.ir.repeats import CAPTURED, TEMPLATE, BlocksDifferError, Repeate
 
 
 def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node]], dict[str, Any]]) -> dict[str, Any]:
-    """FLOPs by dtype of the joint graph, or the only one, of all blocks.
+    """Return the FLOPs by dtype of a joint (or the only) graph, extrapolated to all blocks.
 
     Args:
-        flop_of: counts those of some nodes.
+        flop_of: counts the FLOPs of nodes.
 
     Raises:
-        BlocksDifferError: the groups are not equal.
+        BlocksDifferError: the groups differ.
     """
     nodes = [node for node in joint.module.graph.nodes if node.op not in ("placeholder", "output")]
     total = flop_of(nodes)
@@ -39,7 +45,7 @@ def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node
         order = in_order(begins, repeats, descending=descending)
         counts = [flop_of(part[begins[a] : begins[b]]) for a, b in itertools.pairwise(order[1:])]
         if counts[0] != counts[1] or counts[1] != counts[2]:
-            raise BlocksDifferError("blocks multiply differently")
+            raise BlocksDifferError("blocks have different numbers of FLOPs")
         for dtype, flop in counts[1].items():
             total[dtype] += flop * (repeats.groups - CAPTURED)
     return total
@@ -48,10 +54,10 @@ def flop_of_all(joint: Phase, repeats: Repeats, flop_of: Callable[[Iterable[Node
 def window_starts(
     nodes: Sequence[Node], repeats: Repeats, counts: Callable[[Node], bool] | None = None
 ) -> dict[int, int]:
-    """Where the first node of each group stands.
+    """Return the position of the first node of each group.
 
     Args:
-        counts: whether a node may be the first one; None is for any.
+        counts: whether a node may be the first; None accepts any.
     """
     begins: dict[int, int] = {}
     for at, node in enumerate(nodes):
@@ -62,16 +68,16 @@ def window_starts(
 
 
 def group_of(node: Node, repeats: Repeats) -> int | None:
-    """The group whose forward or backward made a node; None for what is in no block."""
+    """Return the group whose forward or backward made a node; None outside of blocks."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return next((place[0] for name, *_ in stack.values() if (place := repeats.place_of(name))), None)
 
 
 def in_order(begins: Mapping[int, int], repeats: Repeats, *, descending: bool) -> list[int]:
-    """The captured groups in the order in which they stand.
+    """Return the captured groups in the order of the graph.
 
     Raises:
-        BlocksDifferError: one is not there, or elsewhere.
+        BlocksDifferError: a group is missing or out of order.
     """
     order = [*repeats.captured[:: -1 if descending else 1]]
     starts = [begins.get(group, -1) for group in order]
@@ -81,21 +87,21 @@ def in_order(begins: Mapping[int, int], repeats: Repeats, *, descending: bool) -
 
 
 class Member(NamedTuple):
-    """One of corresponding inputs, nodes or outputs: of which they are, and of which group."""
+    """One of the corresponding inputs, nodes or outputs of all groups, which form a family."""
 
     family: Any
     group: int
 
 
 class Of(NamedTuple):
-    """An argument: that of a family, of the group at a distance."""
+    """Reference to the member of a family in the group `distance` groups away."""
 
     family: Any
     distance: int
 
 
 class Shared(NamedTuple):
-    """An argument that is the same in all groups."""
+    """Reference to a node that is the same for all groups."""
 
     node: Node
 
@@ -105,14 +111,14 @@ Ref: TypeAlias = Of | Shared
 
 @dataclass
 class Segment:
-    """Nodes in which each group has one window; the groups follow each other up or down.
+    """Run of nodes with one window for each group, in ascending or descending order of groups.
 
     Attributes:
-        nodes: in order.
-        begins: where the window of each captured group begins among them.
-        order: of the groups.
-        length: of a window.
-        refs: arguments of the nodes of a window.
+        nodes: the run.
+        begins: first position of each captured group's window.
+        order: the groups in the order of their windows.
+        length: number of nodes in a window.
+        refs: arguments of each node of a window.
     """
 
     nodes: list[Node]
@@ -123,10 +129,10 @@ class Segment:
 
     @classmethod
     def of(cls, nodes: list[Node], begins: dict[int, int], order: list[int], inner: Sequence[int]) -> Segment:
-        """Find the length of windows.
+        """Build a segment; find the length of its windows.
 
         Args:
-            inner: the groups whose windows must be equal, in their order.
+            inner: groups whose windows must be equal, in order.
         """
         ends = [begins[group] for group in (*inner, order[order.index(inner[-1]) + 1])]
         lengths = {b - a for a, b in itertools.pairwise(ends)}
@@ -135,14 +141,14 @@ class Segment:
         return cls(nodes, begins, order, lengths.pop())
 
     def window(self, group: int) -> list[Node]:
-        """The nodes of a group."""
+        """Return the nodes of a group."""
         return self.nodes[self.begins[group] : self.begins[group] + self.length]
 
     def aligned(self, inner: Sequence[int], key: Callable[[Node, int], Hashable]) -> Iterator[tuple[Node, int, int]]:
-        """Nodes with their groups and places in the window; of the windows beside them those that would be equal.
+        """Yield nodes with group and index in the window; outer windows are aligned as far as they are equal.
 
         Args:
-            key: equal for nodes of different groups that correspond.
+            key: equal for corresponding nodes of different groups.
         """
         for group in inner:
             yield from ((node, group, i) for i, node in enumerate(self.window(group)))
@@ -160,7 +166,7 @@ class Segment:
 
 
 def groups_of(segment: Segment) -> Iterator[tuple[Node, int]]:
-    """Every node with the group in whose window it is, or next to which."""
+    """Yield every node with the group whose window it is in or next to."""
     ends = [*(segment.begins[group] for group in segment.order[1:]), len(segment.nodes)]
     start = 0
     for group, end in zip(segment.order, ends, strict=True):
@@ -168,15 +174,15 @@ def groups_of(segment: Segment) -> Iterator[tuple[Node, int]]:
         start = end
 
 
-# What says nothing of what a node computes.
+# Metadata that does not affect what a node computes.
 _IGNORED = frozenset({"number", "seq_nr", "stack_trace", "desc"})
-# Module stacks, and texts, which name blocks.
+# Metadata that names blocks: module stacks, and texts.
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 TEXTS = ("bucket", "unit", "where")
 
 
 class Output(NamedTuple):
-    """What a phase returns; `ref` is what it is of its group."""
+    """Output of a phase; `ref` is the corresponding value relative to its group."""
 
     value: Any
     slot: Slot
@@ -186,12 +192,12 @@ class Output(NamedTuple):
 
 @dataclass
 class BlockMatcher:
-    """One phase whose groups are equal.
+    """Matcher of the groups of one phase.
 
     Attributes:
-        saved: what forward saves, by name: filled for backward.
-        descending: groups follow each other from the last to the first.
-        scheduled: collectives are where they start and are waited for: windows begin where parameters arrive.
+        saved: members that forward saves, by name; filled for backward.
+        descending: the last group comes first.
+        scheduled: collectives are scheduled, and windows start where parameters arrive.
     """
 
     phase: Phase
@@ -203,10 +209,10 @@ class BlockMatcher:
     by_member: dict[Member, Node] = field(default_factory=dict)
 
     def find(self) -> list[Output]:
-        """Compare the groups; what the phase returns is of which.
+        """Compare the groups; return the outputs with their groups.
 
         Raises:
-            BlocksDifferError: they are not equal.
+            BlocksDifferError: the groups differ.
         """
         nodes = [node for node in self.phase.module.graph.nodes if node.op not in ("placeholder", "output")]
         *others, last = self._begins(nodes)
@@ -218,7 +224,7 @@ class BlockMatcher:
         return self._found(nodes, last)
 
     def _found(self, nodes: list[Node], begins: dict[int, int]) -> list[Output]:
-        """Compare the groups whose windows begin there."""
+        """Compare the groups for given starts of their windows."""
         self.segments = self._segments(nodes, begins)
         self.group_at = {node: group for segment in self.segments for node, group in groups_of(segment)}
         for number, segment in enumerate(self.segments):
@@ -238,17 +244,17 @@ class BlockMatcher:
 
     @cached_property
     def few(self) -> Frame:
-        """The groups that are there."""
+        """Frame of the captured groups."""
         return Frame(self.repeats, self.repeats.captured)
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The groups whose windows must be equal."""
+        """Groups whose windows must be equal."""
         return self.repeats.captured[1:-1]
 
     @property
     def behind(self) -> int:
-        """The group behind those left out."""
+        """The group that follows the missing groups."""
         return self.repeats.captured[TEMPLATE + 1]
 
     def _enter(self, node: Node, member: Member) -> None:
@@ -257,14 +263,14 @@ class BlockMatcher:
     # --- where groups are ---
 
     def _begins(self, nodes: list[Node]) -> list[dict[int, int]]:
-        """Where windows may begin. Without gathers regions of backward are cut at reductions, inside of groups."""
+        """Return candidate starts of windows. Without gathers, backward is cut at reductions inside of groups."""
         begins = window_starts(nodes, self.repeats, is_gathered if self.scheduled else None)
         if begins or not (self.scheduled and self.descending):
             return [begins]
         return [_calls(nodes, self.repeats, behind=behind) for behind in (False, True)]
 
     def _segments(self, nodes: list[Node], begins: dict[int, int]) -> list[Segment]:
-        """One, or two in forward: at its end it may prepare what backward reads, from the last group to the first."""
+        """Return one segment, or two: forward may end by preparing inputs of backward, last group first."""
         order = in_order(begins, self.repeats, descending=self.descending)
         end = len(nodes)
         if not self.descending and not self.scheduled:
@@ -277,12 +283,12 @@ class BlockMatcher:
             begins, order = window_starts(rest, self.repeats), list(self.repeats.captured[3::-1])
             starts = [begins.get(group, -1) for group in order]
             if starts[0] != 0 or sorted(set(starts)) != starts:
-                raise BlocksDifferError("what forward prepares for backward is in no order")
+                raise BlocksDifferError("forward does not prepare inputs of backward group by group")
             found.append(Segment.of(rest, begins, order, order[:3]))
         return found
 
     def _inner(self, segment: Segment) -> list[int]:
-        """The groups whose windows must be equal, in their order."""
+        """Return the groups whose windows must be equal, in the order of the segment."""
         return [group for group in segment.order if group in self.inner]
 
     def _input_member(self, slot: Slot) -> Member | None:
@@ -294,7 +300,7 @@ class BlockMatcher:
     # --- comparing ---
 
     def _compare(self, segment: Segment, one: int, other: int) -> list[list[Ref]]:
-        """The arguments of the nodes of two windows, which must be the same but for the group."""
+        """Return the arguments of the nodes of two windows, which must correspond."""
         pairs = zip(segment.window(one), segment.window(other), strict=True)
         return [self._same_node(a, b, one, other) for a, b in pairs]
 
@@ -310,7 +316,7 @@ class BlockMatcher:
     def _same_ref(self, x: Node, y: Node, one: int, other: int) -> Ref:
         if x is y:
             if x in self.group_at and self.members.get(x, Member("", -1)).group in self.inner:
-                raise BlocksDifferError(f"{x} of a block is read by others")
+                raise BlocksDifferError(f"{x} of a block is read in another block")
             return Shared(x)
         if x in self.members and y in self.members:
             (family, group), (other_family, other_group) = self.members[x], self.members[y]
@@ -326,33 +332,33 @@ class BlockMatcher:
 
     @property
     def _near(self) -> int:
-        """How many groups away an argument may be.
+        """Largest distance, in groups, to an argument.
 
-        Where parameters arrive in backward, the group behind may be computed again already: of the input of its first
-        operators, which the group behind that one has made. There is none behind the first one.
+        Where parameters arrive in backward, the next group may already be recomputed, from the output of the group two
+        away. The first group has no such predecessor.
         """
         return 2 if self.scheduled and self.descending else 1
 
     def _is_outside(self, node: Node) -> bool:
-        """Whether it is given to the phase, and not of a group."""
+        """Return whether a node is an input of the phase outside of groups."""
         return node.op == "placeholder" and node not in self.members
 
     def _distance(self, group: int, window: int) -> int:
-        """How many captured groups lie between."""
+        """Return the distance from `window` to `group` in captured groups."""
         order = self.repeats.captured
         return order.index(group) - order.index(window)
 
     def _facts(self, node: Node, window: int) -> Any:
-        """What is known of a node and must be the same in all groups."""
+        """Return the facts about a node that must be the same in all groups."""
         values = [text for key in STACKS for text, *_ in (node.meta.get(key) or {}).values()]
         texts = self.few.relative((*values, *(str(node.meta[key]) for key in TEXTS if key in node.meta)), window)
         marks = sorted(key for key in node.meta if key not in _IGNORED)
         return texts, marks, str(node.meta.get("sizes")), _described(node.meta.get("val"))
 
     def _check_readers(self, nodes: Iterable[Node]) -> None:
-        """What lies on one side of the groups left out is read on the other by the groups next to them only.
+        """Check that only neighboring groups read across the gap where the missing groups go.
 
-        A value of the group before them stands for those of all groups left out.
+        A value of the group before the gap stands for the values of all missing groups.
         """
         for node in nodes:
             reader = self.group_at[node]
@@ -368,7 +374,7 @@ class BlockMatcher:
     # --- outputs ---
 
     def _outputs(self) -> list[Output]:
-        """What the phase returns; of groups, as corresponding outputs, with what those of the template return."""
+        """Return the outputs of the phase, each with its reference relative to its group."""
         found = [
             Output(value, slot, self._output_member(value, slot), None)
             for value, slot in zip(self.phase.results, self.phase.outputs, strict=True)
@@ -394,7 +400,7 @@ class BlockMatcher:
         return first if self._ref(output.value, output.member.group) == first else None
 
     def _ref(self, value: Node, group: int) -> Ref | None:
-        """What a value is from the window of a group; None for what is in none, or far away."""
+        """Return a value's reference relative to a group; None for a value outside of groups, or far away."""
         member = self.members.get(value)
         if member is None:
             return None if value in self.group_at else Shared(value)
@@ -402,7 +408,7 @@ class BlockMatcher:
         return Of(member.family, distance) if abs(distance) <= 2 else None
 
     def _key(self, node: Node, group: int) -> Hashable:
-        """Equal for nodes of windows of different groups that correspond, wherever they are there."""
+        """Return a key that is equal for corresponding nodes of different groups."""
         try:
             return node.op, str(node.target), *self._facts(node, group)[:1]
         except BlocksDifferError:
@@ -439,13 +445,13 @@ def _calls(nodes: list[Node], repeats: Repeats, *, behind: bool) -> dict[int, in
 
 
 def match_blocks(program: Program, repeats: Repeats, params: ParamTable) -> RepeatedBlocks:
-    """What a partitioned program of the captured groups says of all of them.
+    """Check that the captured groups of a partitioned program are equal; return the description of all groups.
 
     Args:
-        params: the parameters of all.
+        params: the parameters of all groups.
 
     Raises:
-        BlocksDifferError: the groups are not equal.
+        BlocksDifferError: the groups differ.
     """
     if any(map(repeats.place_of, program.rewritten)):
         raise BlocksDifferError("backward writes buffers of blocks")
@@ -459,7 +465,7 @@ _MISSING = object()
 
 
 def _without_nodes(value: Any, found: list[Node]) -> str:
-    """Arguments as text, with the nodes among them taken out in order."""
+    """Return arguments as text without nodes, which are appended to `found` in order."""
 
     def take(node: Node) -> str:
         found.append(node)
@@ -469,7 +475,7 @@ def _without_nodes(value: Any, found: list[Node]) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What a fake value is, as something to compare."""
+    """Return the properties of a fake value as a comparable object."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):

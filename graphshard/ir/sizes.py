@@ -1,4 +1,4 @@
-"""Dynamic sizes of a program: inputs of their own, one per symbol, from which every other size is computed.
+"""Dynamic sizes of a program: one input for each symbol, from which every other size is computed.
 
     %0: i64[s0, s1] = input:0
     %1: s0 = size:s0
@@ -6,8 +6,8 @@
     %3: s0*s1 = mul(%1, %2)
     %4: f32[s0*s1, 8] = view(%9, [%3, 8])
 
-Sizes are Python numbers and cost nothing: like views they are made again where they are used, in each phase and in
-each region, so that only `size` inputs cross borders.
+Sizes are Python numbers and free: like views they are recomputed in each phase and region, so only `size` inputs cross
+boundaries.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from graphshard.torch_compat.symbolic_sizes import PythonReferenceAnalysis, symp
 SymNumber: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 _SYM = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-# In `meta` of nodes: sizes with symbols, beside the numbers that the graph was captured with.
+# Key in the `meta` of nodes: symbolic sizes, in addition to the captured numbers.
 SYMBOLS = "symbolic_sizes"
 
 
 def expression(size: Any) -> Any:
-    """The sympy expression of a dynamic number; a number itself."""
+    """Return the sympy expression of a dynamic number; a plain number stays."""
     if not isinstance(size, _SYM):
         return size
     expr = size.node.expr
@@ -46,7 +46,7 @@ def _number(expr: Any) -> Any:
 
 
 def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, Any]) -> Any:
-    """An expression at given sizes; these may be numbers, or proxies that record the computation."""
+    """Evaluate an expression at given sizes, which are numbers, or proxies that record the computation."""
     return sympy_interp(PythonReferenceAnalysis, dict(sizes), expr) if isinstance(expr, sympy.Basic) else expr
 
 
@@ -60,17 +60,17 @@ def _given_size(tensor: torch.Tensor, dim: int) -> Any:
 
 
 def is_size(node: Node) -> bool:
-    """A node that makes a dynamic number, not a tensor."""
+    """Return whether a node is a dynamic number, not a tensor."""
     return isinstance(node.meta.get("val"), _SYM)
 
 
 def symbols_of(val: Any) -> set[sympy.Symbol]:
-    """The symbols in the shapes and strides of a value, or of several."""
+    """Return the symbols in the shapes and strides of a value, or of several."""
     return set().union(*(number.node.expr.free_symbols for number in numbers_in(val)))
 
 
 def numbers_in(val: Any) -> list[SymNumber]:
-    """The dynamic numbers among the shapes and strides of a value, or of several."""
+    """Return the dynamic numbers in the shapes and strides of a value, or of several."""
     if isinstance(val, (tuple, list)):
         return [number for each in val for number in numbers_in(each)]
     numbers = (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)
@@ -78,36 +78,36 @@ def numbers_in(val: Any) -> list[SymNumber]:
 
 
 def with_sizes(expr: Any, like: torch.Tensor, tensor: torch.Tensor) -> Any:
-    """An expression with the sizes that a tensor has in the place of what `like` says of them."""
+    """Substitute the sizes of a tensor for the symbolic sizes of `like` in an expression."""
     pairs = [(expression(size), found) for size, found in zip(like.shape, tensor.shape, strict=True)]
     known = {said: sympy.Integer(found) for said, found in pairs if isinstance(said, sympy.Basic)}
     return expr.xreplace(known) if isinstance(expr, sympy.Basic) else expr
 
 
 def sizes_in(like: torch.Tensor, tensor: torch.Tensor) -> dict[sympy.Symbol, int]:
-    """The dynamic sizes that a tensor has where `like` has nothing but their symbols."""
+    """Return the sizes of a tensor by symbol, for the dims of `like` that are single symbols."""
     pairs = ((expression(size), found) for size, found in zip(like.shape, tensor.shape, strict=True))
     return {symbol: found for symbol, found in pairs if isinstance(symbol, sympy.Symbol)}
 
 
 def rename(value: Any, names: Mapping[sympy.Symbol, str]) -> str:
-    """A number as text, with symbols under the names they have in the program: "s0*s1"."""
+    """Return a number as text, with the program's names of symbols: "s0*s1"."""
     expr = expression(value)
     return str(renamed(expr, names) if isinstance(expr, sympy.Basic) else expr)
 
 
 def renamed(expr: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> sympy.Basic:
-    """An expression with other names for its symbols."""
+    """Return an expression with renamed symbols."""
     return expr.xreplace({symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in names.items()})
 
 
 def size_inputs(graph: Graph) -> dict[sympy.Symbol, Node]:
-    """The `size` inputs of a graph by symbol."""
+    """Return the `size` inputs of a graph by symbol."""
     return {node.meta["val"].node.expr: node for node in graph.find_nodes(op="placeholder") if is_size(node)}
 
 
 def find_sizes(inputs: Mapping[int, torch.Tensor]) -> tuple[Size, ...]:
-    """The distinct symbols among the shapes of inputs, named in order; dimensions that are expressions are skipped."""
+    """Return the distinct symbols in input shapes, named in order; dims that are expressions are skipped."""
     found: dict[sympy.Symbol, Size] = {}
     for index, fake in inputs.items():
         for dim, size in enumerate(fake.shape):
@@ -118,7 +118,7 @@ def find_sizes(inputs: Mapping[int, torch.Tensor]) -> tuple[Size, ...]:
 
 
 class SizeBuilder:
-    """Computes sizes behind the inputs of a graph, each once, from the `size` inputs."""
+    """Builder that computes sizes from the `size` inputs, each once, right after the inputs of a graph."""
 
     def __init__(self, graph: Graph, placeholders: Mapping[sympy.Symbol, Node]) -> None:
         self._graph = graph
@@ -128,7 +128,7 @@ class SizeBuilder:
         self._made: dict[Any, Node] = dict(placeholders)
 
     def __call__(self, value: Any) -> Any:
-        """The node, or the number, for an argument that may be a dynamic number; others stay."""
+        """Return the node or number for a dynamic number; other arguments stay."""
         expr = expression(value.meta["val"]) if isinstance(value, Node) and is_size(value) else expression(value)
         if not isinstance(expr, sympy.Basic):
             return expr
@@ -149,7 +149,7 @@ class SizeBuilder:
         return not isinstance(expr, sympy.Basic) or expr.free_symbols <= self._env.keys()
 
     def keep(self, node: Node) -> bool:
-        """Use a node that is there, if it computes a size from sizes and is the first to do so."""
+        """Reuse a node if it is the first to compute this size, from known sizes; return whether it is."""
         expr = expression(node.meta["val"])
         known = node.op == "call_function" and expr not in self._made and isinstance(expr, sympy.Basic)
         if not known or not set(self._made.values()).issuperset(node.all_input_nodes):

@@ -1,7 +1,6 @@
-"""Other strides for a value of a graph, and for what is made of it.
+"""Restriding: change the strides of a value in a graph and propagate them to its users.
 
-Gradients have the strides of whatever autograd adds up or is given. Operators that sum add in the order of the memory,
-so that strides decide about the last bit.
+The strides of a gradient depend on what autograd sums. Reductions add in memory order, so strides affect the last bit.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from graphshard.ir.param_table import memory_order
 from graphshard.ir.sizes import expression
 from graphshard.torch_compat.operators import OpOverload
 
-# Besides views and elementwise operators, those that may be given any strides: their kernels look at them, and autograd
-# calls them with what it has. Others may rely on what autograd did to the strides before it called them: the kernel
-# behind native_group_norm_backward reads what it is given as contiguous. `tests/ir/test_strides.py` tries each of them.
+# Operators that accept any strides, in addition to views and pointwise operators. Others may rely on strides that
+# autograd guarantees: the kernel of native_group_norm_backward assumes contiguous input. `tests/ir/test_strides.py`
+# tries each.
 ANY_STRIDES = frozenset(
     {
         aten._adaptive_avg_pool2d_backward.default,
@@ -102,25 +101,25 @@ ANY_STRIDES = frozenset(
     }
 )
 
-# Reshaped, where the memory does not allow a view.
+# Replaced by reshape if the strides do not allow a view.
 _VIEWED = (aten.view.default, aten._unsafe_view.default)
 
 
 def strides_without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those of a copy of a tensor: its own if its memory is dense, and otherwise without the gaps of a slice."""
+    """Return the strides of a copy of a tensor: its own if it is dense, else without gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def restride(node: Node, value: torch.Tensor, free: Collection[Node] = ()) -> bool:
-    """Let a node have this fake value, which differs in strides, and what is computed of it those that follow.
+    """Give a node a fake value with other strides, and propagate these to its users.
 
-    What is communicated or returned keeps its strides: it is copied.
+    Communicated and returned values are copied to keep their strides.
 
     Args:
-        free: results that are returned with the strides that follow.
+        free: results that may be returned with the new strides.
 
     Returns:
-        Whether that is possible; otherwise nothing is changed.
+        Whether this is possible; otherwise nothing is changed.
     """
     values: dict[Node, Any] = {node: value}
     targets: dict[Node, Any] = {}
@@ -159,7 +158,7 @@ def restride(node: Node, value: torch.Tensor, free: Collection[Node] = ()) -> bo
 
 
 def laid_out(node: Node, order: Sequence[int]) -> Node:
-    """A copy of a value, behind it, with the dims in this order in memory; () is contiguous."""
+    """Insert a copy of a value with dims in this memory order; () is contiguous."""
     steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
         (aten.clone.default, [], {"memory_format": torch.contiguous_format})
     ]
@@ -174,17 +173,17 @@ def laid_out(node: Node, order: Sequence[int]) -> Node:
 
 
 def _takes_any_strides(node: Node) -> bool:
-    if node.target is aten.as_strided.default:  # a view whose arguments say where in the memory elements are
+    if node.target is aten.as_strided.default:  # its arguments depend on the memory layout
         return False
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     return pointwise or is_part(node) or is_view(node) or node.target in ANY_STRIDES or node.target in _VIEWED
 
 
 def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:
-    """What a call makes of these values; None if it cannot."""
+    """Return the result of a call for these fake values; None if it fails."""
     try:
         return target(*_given(node.args, values), **_given(node.kwargs, values))
-    except Exception:  # of whatever kind: operators may be anybody's
+    except Exception:  # custom operators may raise anything
         return None
 
 
@@ -193,7 +192,7 @@ def _given(arguments: Any, values: dict[Node, Any]) -> Any:
 
 
 def _alike(one: Any, other: Any, *, strides: bool = True) -> bool:
-    """Whether fake values have the same shapes and dtypes, and strides."""
+    """Return whether fake values have equal shapes, dtypes and (optionally) strides."""
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(_alike(a, b, strides=strides) for a, b in zip(one, other))
     if not isinstance(one, torch.Tensor):

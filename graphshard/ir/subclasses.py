@@ -1,4 +1,4 @@
-"""What is gathered of a parameter that decides it itself: see `graphshard.ir.subclasses`."""
+"""Tensor subclasses as parameters: FSDP2's protocol for custom all-gathers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from graphshard.errors import CaptureError
 from graphshard.torch_compat.fake_tensors import FakeTensor, FunctionalTensor
 from graphshard.torch_compat.operators import make_wrapper_subclass
 
-# Shape and dtype of a tensor.
+# Shape and dtype of a tensor that one rank sends.
 PieceLayout = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A parameter that decides itself what is gathered of it: by FSDP2's protocol.
+    """Tensors that a parameter with FSDP2's protocol (`fsdp_pre_all_gather`) gathers.
 
     Attributes:
-        sent: of each tensor that is gathered, what one rank sends.
-        stored_bytes: of all tensors that a padded shard holds.
+        sent: layout of each gathered tensor, as one rank sends it.
+        stored_bytes: bytes of all tensors in a padded shard.
     """
 
     sent: tuple[PieceLayout, ...]
@@ -34,7 +34,7 @@ class Extension:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What travels: the tensors' dtype if it is one, bytes otherwise."""
+        """Dtype of the gather: the tensors' common dtype, or uint8."""
         dtypes = {dtype for _, dtype in self.sent}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
@@ -44,15 +44,15 @@ class Extension:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.sent)
 
 
-# Those that stand for plain tensors while something is traced among them.
+# Plain tensors, including stand-ins of tracing.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor, FunctionalTensor)
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
-    """Whether operators on a tensor may do something else than on a plain one, so that its elements are not all of it.
+    """Return whether a tensor's class overrides operators, so that its elements are not all of its state.
 
-    A class derived from `nn.Parameter` that overrides no operators is a plain tensor with attributes.
+    A subclass of `nn.Parameter` that overrides no operators counts as a plain tensor.
     """
     cls = type(tensor)
     if cls in _PLAIN or nn.parameter.is_lazy(tensor):
@@ -72,12 +72,12 @@ def missing_methods(tensor: torch.Tensor) -> str:
 
 
 def shard_in(param: torch.Tensor) -> torch.Tensor:
-    """What a parameter holds: the rank's shard, or before it is sharded itself."""
+    """Return the local shard of a parameter, or the parameter itself before sharding."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def is_extended(param: torch.Tensor) -> bool:
-    """Whether a parameter follows the protocol, now: methods may have been set on its shard since."""
+    """Return whether a parameter follows the protocol, by its class or by methods set on its shard."""
     shard = shard_in(param)
     own = shard.__dict__
     set_on_shard = bool(own) and (PRE in own or POST in own)
@@ -85,14 +85,14 @@ def is_extended(param: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of: itself, or those that a subclass has as attributes."""
+    """Return the plain tensors of a tensor: itself, or recursively the tensor attributes of a subclass."""
     if not is_subclass(tensor):
         return [tensor]
     return [part for value in _tensors_in(tensor) for part in parts_of(value)]
 
 
 def rebuilt(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor like a given one, of other parts, on whose device it is."""
+    """Return a tensor like `like` with other parts, on the parts' device."""
     return _rebuilt(like, iter(parts))
 
 
@@ -116,7 +116,7 @@ def _tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Everything that was set on a tensor, in slots of its class or beside them."""
+    """Return all attributes of a tensor, from slots and `__dict__`."""
     slots = [name for cls in type(tensor).__mro__ for name in cls.__dict__.get("__slots__", ())]
     return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
 
@@ -127,31 +127,31 @@ def _set(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
 
 
 def method_of(shard: torch.Tensor, name: str, standing_in: torch.Tensor) -> Any:
-    """One of the protocol's methods of a shard, bound to what stands in for the shard.
+    """Return a protocol method of a shard, bound to the tensor that stands in for the shard.
 
     Raises:
-        CaptureError: it was set on the shard, and is not bound to it, so that it could only see the shard itself.
+        CaptureError: a function was set on the shard without being bound to it.
     """
     own = shard.__dict__.get(name)
     if own is None:
         return getattr(standing_in, name)
     if not (isinstance(own, MethodType) and own.__self__ is shard):
         raise CaptureError(
-            f"{name} was set on a shard and is no method of it. Set function.__get__(param._local_tensor), so that it "
-            "gets the shard as its first argument."
+            f"{name} was set on a shard and is not a method of it. Set function.__get__(param._local_tensor), so that "
+            "it receives the shard as its first argument."
         )
     return MethodType(own.__func__, standing_in)
 
 
 def identity_of(param: torch.Tensor) -> tuple[Any, ...] | None:
-    """What a program that was captured with a parameter relies on, to be compared; None for a plain parameter.
+    """Return the state of a parameter that a captured program relies on, for comparison; None for a plain parameter.
 
-    Methods, class and attributes; of parts dtype and strides, which are those of the whole parameter, too.
+    Class, methods and attributes; of tensor attributes, dtype and strides, which sharding does not change.
     """
     if not is_extended(param):
         return None
     shard = shard_in(param)
-    # torch marks a subclass that is a parameter by an attribute.
+    # torch sets this attribute on a subclass that is a parameter.
     attributes = tuple((name, _told(value)) for name, value in _attributes(shard).items() if name != "_is_param")
     cls = type(shard)
     return cls, getattr(cls, PRE, None), getattr(cls, POST, None), attributes
@@ -166,9 +166,9 @@ def _told(value: Any) -> Hashable | Any:
 
 
 def piece_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> torch.Tensor:
-    """A rank's piece of a tensor subclass: as much of a padded shard of its own as belongs to it.
+    """Return a rank's piece of a tensor subclass, as a narrowed padded shard.
 
-    By the operators that FSDP2 shards with, which is what subclasses implement.
+    It uses the operators that FSDP2 shards with, because subclasses implement these.
     """
     pieces = torch.chunk(tensor, num_shards, dim)
     padded = tensor.new_zeros(pieces[0].size())
@@ -179,7 +179,7 @@ def piece_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> tor
 
 
 def padded_to(shard: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """A shard with zeros behind it, up to a shape; itself if it has that shape."""
+    """Pad a shard with zeros to a shape; return the shard itself if it has the shape."""
     if tuple(shard.shape) == shape:
         return shard
     padded = shard.new_zeros(shape)
@@ -191,7 +191,7 @@ def padded_to(shard: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Te
 
 
 def carry_attributes(shard: torch.Tensor, made: torch.Tensor) -> None:
-    """Set on what was made of a shard by operators what was set on the shard since it was made, methods among it."""
+    """Copy attributes, including methods, from a shard to a tensor derived from it by operators."""
     known = _attributes(made)
     for name, value in _attributes(shard).items():
         if isinstance(value, MethodType) and value.__self__ is shard:

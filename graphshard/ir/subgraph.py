@@ -1,13 +1,13 @@
-"""Graphs that higher-order operators are given: `torch.cond`, `while_loop`, `scan`, `map`, `flex_attention`.
+"""Subgraphs: graph arguments of higher-order operators (`torch.cond`, `while_loop`, `scan`, `map`, `flex_attention`).
 
     %true = get_attr[true_graph_0]                      %8: (f32[4]) = cond(%5, graph_3f0c, graph_81aa, [%1, %2])
     %8 = cond(%5, %true, %false, (%1, %2))
                                                         graph_3f0c:  # argument of a call
                                                           %0: f32[4] = f32[4] (1)
 
-In FX they are attributes of a module. Here each is an argument of the node itself, so that a node can be copied into
-another graph, cut into a region or written to a file without a module that must have the attributes. Equal graphs have
-equal names. FX needs attributes where it makes Python code of a graph: `with_attributes` puts them there.
+In FX they are attributes of the module. Here each is an argument of the node, so a node can be copied to another graph,
+moved to a region or written to a file without its module. Equal graphs have equal names. FX needs attributes to
+generate Python code: `with_attributes` adds them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 
 from graphshard.torch_compat.operators import HigherOrderOperator
 
-# Operators with graphs that programs may have, by name; torch 2.11 lacks some.
+# Supported operators with graph arguments, by name; torch 2.11 lacks some.
 _NAMES = (
     *("cond", "while_loop", "while_loop_stack_output", "scan", "map_impl", "invoke_subgraph"),
     *("flex_attention", "flex_attention_backward"),
@@ -38,12 +38,12 @@ HIGHER_ORDER: dict[str, HigherOrderOperator] = {
 
 @dataclass(frozen=True, repr=False)
 class Subgraph:
-    """Graph that a higher-order operator is given; it is never changed.
+    """Immutable graph argument of a higher-order operator.
 
     Attributes:
-        name: an identifier, which equal graphs share.
-        text: as it is printed.
-        graph: its placeholders are what the operator passes; no node reads an attribute.
+        name: identifier; equal graphs have equal names.
+        text: printed graph.
+        graph: the operator passes its placeholders; no node reads an attribute.
     """
 
     name: str
@@ -61,15 +61,15 @@ class Subgraph:
 
     @functools.cached_property
     def module(self) -> GraphModule:
-        """The graph as a module, whose own subgraphs are attributes."""
+        """Module of the graph, with nested subgraphs as attributes."""
         return with_attributes(GraphModule(nn.Module(), copy.deepcopy(self.graph)))
 
 
 def subgraph_of(graph: Graph, print_graph: Callable[..., str]) -> Subgraph:
-    """Return a graph as an argument of a node.
+    """Return the subgraph of a graph.
 
     Args:
-        print_graph: makes text of graphs.
+        print_graph: prints graphs.
     """
     inputs = [_input(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
     results = graph.output_node().args[0]
@@ -87,19 +87,19 @@ def _input(value: Any) -> str:
 
 
 def is_higher_order(node: Node) -> bool:
-    """Return whether a node calls an operator with graphs."""
+    """Return whether a node calls an operator with subgraphs."""
     return isinstance(node.target, HigherOrderOperator) and any(True for _ in subgraphs_in(node))
 
 
 def subgraphs_in(node: Node) -> Iterator[Subgraph]:
-    """Yield the graphs that a node is given, in order; those within them are not among them."""
+    """Yield the subgraph arguments of a node, in order, without nested ones."""
     found: list[Subgraph] = []
     map_aggregate((node.args, node.kwargs), lambda arg: found.append(arg) if isinstance(arg, Subgraph) else arg)
     yield from found
 
 
 def subgraphs_of(graph: Graph) -> dict[str, Subgraph]:
-    """Return the graphs that nodes of a graph are given, by name, each before those that are within it."""
+    """Return the subgraphs of a graph by name, each before its nested ones."""
     found: dict[str, Subgraph] = {}
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
@@ -115,7 +115,7 @@ def calls_in(graph: Graph) -> list[Node]:
 
 
 def with_attributes(module: GraphModule) -> GraphModule:
-    """Return a module whose graph reads subgraphs as attributes; the module itself if there are none."""
+    """Return a module with subgraphs as attributes; the module itself if it has none."""
     if not subgraphs_of(module.graph):
         return module
     found = GraphModule(nn.Module(), copy.deepcopy(module.graph))
@@ -125,7 +125,7 @@ def with_attributes(module: GraphModule) -> GraphModule:
 
 
 def give_attributes(module: GraphModule) -> dict[str, Subgraph]:
-    """Let a graph read its subgraphs as attributes, in place; return them by name."""
+    """Turn subgraph arguments into attributes, in place; return them by name."""
     found: dict[str, Subgraph] = {}
     for node in list(module.graph.nodes):
         if isinstance(node.target, HigherOrderOperator):
@@ -147,10 +147,10 @@ def _read(module: GraphModule, node: Node, subgraph: Subgraph) -> Node:
 
 
 def take_attributes(module: GraphModule, known: Mapping[str, Subgraph]) -> None:
-    """Make attributes that are subgraphs arguments of the nodes that read them, in place.
+    """Turn attributes back into subgraph arguments, in place.
 
     Args:
-        known: subgraphs by the name of the attribute.
+        known: subgraphs by attribute name.
     """
     for node in list(module.graph.find_nodes(op="get_attr")):
         subgraph = known.get(str(node.target))

@@ -1,4 +1,4 @@
-"""Other entries into a compiled model: a submodule that is called on its own, a method that is no forward."""
+"""Entry points into a compiled model: submodules that are called directly, and methods other than forward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 from graphshard.utils.plain_values import MISSING
 
-# Where a unit of a compiled model keeps what belongs to graphshard.
+# Attributes of units of a compiled model that belong to graphshard.
 OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
 
 
 class EntryPoint:
-    """Stands in for a method of a module: runs a program captured for that method.
+    """Replacement of a module's method that runs a program captured for that method.
 
-    The compiled forward of the whole model never calls it, and it is taken away while a module is captured.
+    The compiled forward of the whole model never calls it, and it is removed while a module is captured.
 
     Attributes:
-        replaced: what stood in the method's place on this module; MISSING if it was the class's own.
+        replaced: the instance attribute that it replaces; MISSING if the method was the class's.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], method: str = "forward") -> None:
@@ -36,7 +36,7 @@ class EntryPoint:
 
     @property
     def __func__(self) -> Any:
-        """The function of the method, which Dynamo's guards look at where forward calls the method itself."""
+        """Function of the method, which Dynamo's guards inspect if forward calls the method."""
         found = getattr(type(self._module), self._method) if self.replaced is MISSING else self.replaced
         return getattr(found, "__func__", found)
 
@@ -45,7 +45,7 @@ class EntryPoint:
         return self._module
 
     def __getattr__(self, name: str) -> Any:
-        """Return what Dynamo's guards read of the function as well, such as its defaults."""
+        """Return attributes of the function that Dynamo's guards read, such as its defaults."""
         if name.startswith("__") and name.endswith("__"):
             return getattr(self.__func__, name)
         raise AttributeError(name)
@@ -58,12 +58,12 @@ class EntryPoint:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is a compiled model itself, and not a part of one."""
+    """Return whether a module is a compiled model, not a part of one."""
     return "_graphshard" in module.__dict__
 
 
 def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
-    """Let every submodule that has parameters be called on its own; `run` gets name, method, module and inputs."""
+    """Install an entry point on every submodule with parameters; `run` receives name, method, module and inputs."""
     for name, module in root.named_modules():
         found = module.__dict__.get("forward")
         implements_forward = type(module).forward is not nn.Module.forward or found is not None
@@ -71,11 +71,11 @@ def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:
             entry = EntryPoint(module, name, run)
             attributes = {key: value for key, value in module.__dict__.items() if key != "forward"}
             module.__dict__.clear()
-            # First, so that who copies the module meets it before the shards.
+            # First, so that copying the module fails here and not at a shard.
             module.__dict__.update({"forward": entry, **attributes})
 
 
 def without_entries(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes as they were before `install_entries`."""
+    """Return a module's attributes as they were before `install_entries`."""
     found = {name: value.replaced if type(value) is EntryPoint else value for name, value in module.__dict__.items()}
     return {name: value for name, value in found.items() if value is not MISSING and name not in OF_UNITS}

@@ -1,4 +1,4 @@
-"""How a row of the parameter table travels: in which dtype, where a gather lands, and how a sum becomes a mean."""
+"""Collectives of one parameter: its gather, the reduction of its gradient, and their prologues and epilogues."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.torch_compat.operators import OpOverload
 
-# Mark of the operators between a full gradient and what the graph returns of it.
+# Mark of the operators between a full gradient and the returned shard.
 OF_A_REDUCTION = "of_a_reduction"
-# Mark of a sum over shards of rows that ranks have sent each other: the name of the axis.
+# Mark of a sum of embedding rows that ranks have exchanged: the name of the axis.
 ROWS_REDUCED = "rows_reduced"
 
-# What both gloo and NCCL send as it is; other dtypes travel as these, bit by bit.
+# Dtypes, by item size, that gloo and NCCL both send; other dtypes are bitcast to these.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENDABLE = frozenset({*_BITS.values(), torch.float32, torch.float64, torch.bfloat16, torch.int8})
 
 
 def gather(graph: Graph, shard: Node, row: ParamSpec, axis: Axis) -> None:
-    """Make the placeholder a shard and replace its uses by the gathered parameter."""
+    """Turn the placeholder into a shard, and replace its uses by the gathered parameter."""
     users = list(shard.users)
     shard.meta["val"] = fake(shard).new_empty_strided(row.padded_shape, row.stride_of(row.padded_shape))
     if not users:
@@ -45,12 +45,12 @@ def gather(graph: Graph, shard: Node, row: ParamSpec, axis: Axis) -> None:
         user.replace_input_with(shard, node)
 
 
-# Operators one after the other: each with its arguments behind what is changed, and its keyword arguments.
+# Chain of operators: each with the arguments after the first, and keyword arguments.
 Steps = list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]
 
 
 def prologue(row: ParamSpec) -> Steps:
-    """How a shard in the compute dtype becomes what travels in a gather."""
+    """Return the operators from a shard in the compute dtype to the input of the gather."""
     steps: Steps = []
     if row.order:
         steps.append((aten.permute.default, (list(row.order),), {}))
@@ -60,9 +60,9 @@ def prologue(row: ParamSpec) -> Steps:
 
 
 def landing(row: ParamSpec) -> Steps:
-    """How a gathered buffer, the ranks' shards one behind another, becomes the parameter.
+    """Return the operators from the gathered buffer, the concatenated shards, to the parameter.
 
-    Nothing is known of it where the parameter decides itself what is gathered: see `passes/insert_collectives.py`.
+    Empty for a parameter with an extension: see `passes/insert_collectives.py`.
     """
     if row.extension:
         return []
@@ -79,7 +79,7 @@ def landing(row: ParamSpec) -> Steps:
         ]
     if not row.is_even:
         steps.append((aten.slice.Tensor, (dim, 0, row.shape[row.dim]), {}))
-        if dim > 0:  # what is cut off left gaps, which the captured parameter does not have
+        if dim > 0:  # remove the gaps that the slice leaves, as the captured parameter is dense
             steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
     if row.compute_dtype != carrier(row.compute_dtype):
         steps.append((aten.view.dtype, (row.compute_dtype,), {}))
@@ -89,30 +89,30 @@ def landing(row: ParamSpec) -> Steps:
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose bits travel in the place of one that gloo or NCCL cannot send."""
+    """Return the dtype to bitcast to for a collective, if gloo or NCCL cannot send `dtype`; else `dtype`."""
     return dtype if dtype in _SENDABLE else _BITS[dtype.itemsize]
 
 
 def reduced_over(row: ParamSpec, program: Program) -> tuple[Axis, ...]:
-    """The axes that a parameter's gradient is reduced over: the sharding one first."""
+    """Return the axes that a parameter's gradient is reduced over, the sharding axis first."""
     mesh = row.on(program.mesh)
     axes = (mesh.shard, mesh.replicate)
     return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
 
 
 def reduce(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
-    """Mean of a full gradient over the ranks in the reduce dtype, as this rank's padded shard."""
+    """Insert the mean of a full gradient over ranks in the reduce dtype; return this rank's padded shard."""
     if not axes and row.divide_factor is None and not (row.split and row.split.sums):
         return grad
     return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes)
 
 
 def over_shards(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
-    """The first half of `reduce`: this rank's padded shard of the sum over the ranks that share a parameter."""
+    """Insert the first half of `reduce`: this rank's padded shard of the sum over the sharding axis."""
     then = _Chain(graph, grad)
     how = division(row, axes)
-    for left in row.split.sums if row.split else ():  # after the sum over microbatches, which is in the reduce dtype
-        if left.num_pieces > 1:  # FSDP2 casts what one microbatch has behind it
+    for left in row.split.sums if row.split else ():  # follows the sum over microbatches, which is in the reduce dtype
+        if left.num_pieces > 1:  # with one microbatch, FSDP2 casts after it
             then(SCATTERED, left.operation, left.num_pieces, left.axis)
             continue
         _in_reduce_dtype(then, row)
@@ -130,7 +130,7 @@ def over_shards(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]
         then(aten.div.Tensor, how.before)
     shape = list(row.in_memory(row.padded_shape))
     if dim > 0:
-        # One shard behind another, as the reduction deals them out.
+        # Concatenate the shards, as reduce-scatter expects them.
         then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
         then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
     if not fake(then.node).is_contiguous():
@@ -149,7 +149,7 @@ def _in_reduce_dtype(then: _Chain, row: ParamSpec) -> None:
 
 
 def over_replicas(graph: Graph, shard: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
-    """The second half of `reduce`: the mean over all ranks of what the first half made."""
+    """Insert the second half of `reduce`: the all-reduce over replicas and the division."""
     then = _Chain(graph, shard)
     how = division(row, axes)
     for axis in axes[1:] if row.num_shards > 1 else axes:
@@ -164,7 +164,7 @@ def over_replicas(graph: Graph, shard: Node, row: ParamSpec, axes: tuple[Axis, .
 
 @dataclass
 class _Chain:
-    """A row of operators, each on the result of the one before; marked, so that its beginning is found again."""
+    """Chain of inserted operators, each on the result of the previous one, marked with `OF_A_REDUCTION`."""
 
     graph: Graph
     node: Node
@@ -177,12 +177,12 @@ class _Chain:
 
 @dataclass(frozen=True)
 class Division:
-    """How a sum over ranks becomes a mean.
+    """Scaling that turns a sum over ranks into a mean.
 
     Attributes:
-        scale: the gradient is multiplied by it first; None leaves it.
-        before, after: it is divided by these before the first and after the last reduction; 1 leaves it.
-        over_shards, over_replicas: "avg" or "sum".
+        scale: factor that the gradient is multiplied by first; None for none.
+        before, after: divisors before the first and after the last reduction; 1 for none.
+        over_shards, over_replicas: operation of the reduction, "avg" or "sum".
     """
 
     scale: float | None = None
@@ -193,10 +193,10 @@ class Division:
 
 
 def division(row: ParamSpec, axes: tuple[Axis, ...]) -> Division:
-    """FSDP2's rule: float32 and bfloat16 have the exponent range for a sum, so the collective averages.
+    """Return the scaling by FSDP2's rule: in float32 and bfloat16, whose range suffices, the collective averages.
 
-    Others are summed, with about sqrt(divisor) divided away before and the rest after, to keep float16 in range. A
-    divisor that is not the number of ranks is multiplied in first, unless the gradient is sharded over that many.
+    In other dtypes it sums, with a division by about sqrt(divisor) before and by the rest after, to keep float16 in
+    range. A divisor other than the number of ranks becomes a factor in front, unless it is the number of shards.
     """
     num_ranks = math.prod(axis.size for axis in axes)
     divisor = num_ranks if row.divide_factor is None else row.divide_factor

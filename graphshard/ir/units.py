@@ -1,7 +1,7 @@
-"""Which module's parameters are gathered together: the units.
+"""Units, whose parameters are gathered together, and the mixed-precision policy of each.
 
-A unit is what an FSDP2 user would call `fully_shard` on. The default finds the repeated blocks of a model; a
-parameter belongs to the innermost unit above it, and what lies in no unit belongs to the root, "".
+A unit is a module that an FSDP2 user would call `fully_shard` on; by default, each repeated block of the model. A
+parameter belongs to the innermost unit that contains it, or to the root, "".
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from graphshard.utils.text import brief
 MODULE_SEPARATOR = ", "
 
 
-# One entry of `units=`: a pattern of module names, a choice of modules, or several patterns that make one unit.
+# Entry of `units=`: a pattern of module names, a predicate, or several patterns that form one unit.
 UnitSpec = str | Callable[[str, nn.Module], bool] | tuple[str, ...]
 
 
 def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tuple[str, ...]:
-    """Names of the units in registration order; a unit of several modules is called after all: "norm, head".
+    """Return the names of the units in registration order; a unit of several modules is named "norm, head".
 
     Args:
         module: the root module.
-        specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; functions
-            of name and module that say whether it is a unit; tuples of patterns whose modules make one unit. None
-            finds the elements of the outermost `ModuleList`s and `ModuleDict`s and of the outermost `Sequential`s of
-            composite modules.
+        specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; predicates
+            of name and module; tuples of patterns whose modules form one unit. None finds the elements of the outermost
+            `ModuleList`s and `ModuleDict`s, and of the outermost `Sequential`s of composite modules.
 
     Raises:
-        ArgumentError: an entry matches no module that holds parameters, or is of another type, or two tuples share
-            a module.
+        ArgumentError: an entry matches no module with parameters or has a wrong type, or two tuples share a module.
     """
     if specs is None:
         return tuple(_blocks(module, ""))
@@ -58,12 +56,12 @@ def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tu
 
 
 def modules_of(unit: str) -> list[str]:
-    """Names of the modules of a unit."""
+    """Return the names of the modules of a unit."""
     return unit.split(MODULE_SEPARATOR)
 
 
 def unit_of(name: str, units: Sequence[str]) -> str:
-    """The innermost unit that contains the parameter or module `name`, or "" for the root."""
+    """Return the innermost unit that contains the parameter or module `name`; "" is the root."""
     known = _unit_by_module(tuple(units))
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -79,14 +77,14 @@ def _unit_by_module(units: tuple[str, ...]) -> dict[str, str]:
 
 
 def units_within(name: str, units: Sequence[str]) -> tuple[str, ...]:
-    """The units inside a submodule, by their names there."""
+    """Return the units inside a submodule, by their names there."""
     prefix = f"{name}."
     inside = [[m.removeprefix(prefix) for m in modules_of(unit) if m.startswith(prefix)] for unit in units]
     return tuple(MODULE_SEPARATOR.join(found) for found in inside if found)
 
 
 def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str]:
-    """Names of the modules that an entry of `units=` means."""
+    """Return the names of the modules that an entry of `units=` selects."""
     if callable(spec):
         found = [name for name, sub in named.items() if answer_of("units", spec, name, sub)]
         if not found:
@@ -123,9 +121,9 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _is_block(stack: nn.Module, child: nn.Module) -> bool:
-    # A bare Linear or BatchNorm in a Sequential is a layer of a block, not a block.
+    # A plain Linear or BatchNorm in a Sequential is a layer of a block, not a block.
     if isinstance(stack, nn.ModuleDict) and any(_blocks(child, "")):
-        return False  # a part of the model under a name, such as an encoder, whose own blocks are units
+        return False  # a named part of the model, such as an encoder, with blocks inside
     composite = isinstance(stack, (nn.ModuleList, nn.ModuleDict)) or any(True for _ in child.children())
     return composite and _holds_parameters(child) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
@@ -139,38 +137,38 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-# How many names of units a message lists.
+# Largest number of units that a message lists.
 _SHOWN = 20
 
-# From 2.15 on FSDP2 reduces in the parameter's own dtype where a policy names none; before, in that of the gradient.
+# If a policy has no reduce_dtype, FSDP2 reduces in the parameter's dtype since torch 2.15, in the gradient's before.
 _IN_OWN_DTYPE = TorchVersion(torch.__version__) >= "2.15"
 
-# What `mp_policy=` takes: one policy for all units, or policies by patterns of their names, "" being the root.
+# Value of `mp_policy=`: one policy for all units, or policies by patterns of unit names; "" is the root.
 PolicySpec = MixedPrecisionPolicy | Mapping[str, MixedPrecisionPolicy] | None
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The policy of each unit, and that of units which have none of their own."""
+    """Mixed-precision policies by unit, and a default."""
 
     default: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     by_unit: Mapping[str, MixedPrecisionPolicy] = field(default_factory=dict)
 
     def of(self, unit: str) -> MixedPrecisionPolicy:
-        """The policy of a unit by its name; "" is the root."""
+        """Return the policy of a unit; "" is the root."""
         return self.by_unit.get(unit, self.default)
 
     def within(self, module: str, units: Sequence[str]) -> Precision:
-        """The policies inside a submodule, by the names of the units there."""
+        """Return the policies inside a submodule, by the names of units there."""
         inside = {own: policy for unit, policy in self.by_unit.items() if unit for own in units_within(module, [unit])}
         return Precision(self.of(unit_of(module, units)), inside)
 
 
 def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
-    """What `mp_policy=` means for these units.
+    """Resolve `mp_policy=` for these units.
 
     Raises:
-        ArgumentError: a pattern is the name of no unit.
+        ArgumentError: a pattern matches no unit.
     """
     if isinstance(spec, Mapping):
         by_unit: dict[str, MixedPrecisionPolicy] = {}
@@ -188,11 +186,11 @@ def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
 
 
 def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype) -> torch.dtype:
-    """The dtype that a gradient is reduced in, as FSDP2 of the torch at hand does it.
+    """Return the dtype that a gradient is reduced in, as FSDP2 of the installed torch decides it.
 
     Args:
-        own: that of the parameter's shard.
-        grad: that of the gradient.
+        own: dtype of the parameter's shard.
+        grad: dtype of the gradient.
     """
     if _IN_OWN_DTYPE:
         return policy.reduce_dtype or own
@@ -200,16 +198,16 @@ def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype
 
 
 def keeps_wider_gradients(compute: torch.dtype, reduced: torch.dtype) -> bool:
-    """Whether a gradient that autograd has in a wider dtype than the parameter's is not cast to that first.
+    """Return whether a gradient in a wider dtype than the parameter's stays in it.
 
-    As FSDP2 of torch 2.15 does it, where gradients are reduced in a wider dtype anyway.
+    FSDP2 of torch 2.15 does this if gradients are reduced in a wider dtype.
     """
     floating = compute.is_floating_point and reduced.is_floating_point
     return _IN_OWN_DTYPE and floating and reduced.itemsize > compute.itemsize
 
 
 def check_policy(policy: object, name: str) -> None:
-    """Raise ArgumentError if the policy called `name` is none, UnsupportedError if it chooses by parameter."""
+    """Raise ArgumentError if `policy` is not a policy, UnsupportedError if it has an override for each parameter."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ArgumentError(
             f"{name} must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}. For policies "

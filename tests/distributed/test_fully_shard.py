@@ -278,7 +278,7 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     r"^module: Linear cannot be compiled: it is already compiled\. Compile the root module, once": _twice,
     r"^module: Block is a part of a compiled model": _inside,
     r"^module: up of Block was sharded together with modules that are not in it": _half_a_group,
-    r"^mesh has an axis 'shard', and the mesh that some parameters lie on has another one of this name": _two_meshes,
+    r"^mesh has an axis 'shard', and the mesh of expert parameters has another axis of this name": _two_meshes,
     r"^activation: blocks\.0 of Net was sharded with 'full', the whole is to be with 0\.5\. Give it in the outer": (
         _two_numbers
     ),

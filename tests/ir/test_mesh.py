@@ -108,11 +108,11 @@ def test_wrong_shapes(shape: Any, message: str) -> None:
     [
         (
             (Axis("dp", 2, "replicate"), Axis("dp", 4, "shard")),
-            "mesh has 2 axes with the name 'dp'. Give each a name of its own.",
+            "mesh has 2 axes with the name 'dp'. Give each a different name.",
         ),
         (
             (Axis("a", 2, "shard"), Axis("b", 4, "shard")),
-            "mesh has 2 axes with the role 'shard'. Give each a role of its own.",
+            "mesh has 2 axes with the role 'shard'. Give each a different role.",
         ),
         (
             (Axis("a", 2, "shard"), Axis("b", 4, "shrad")),
