@@ -27,9 +27,9 @@ from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
-from graphshard.foreign.report import ScheduledGraph
 from graphshard.ir.program import Phase
 from graphshard.runtime.gloo import gather_into_buffers
+from graphshard.schedule.schedule_graph import ScheduledGraph
 
 AXES = ("dp", "tp", "cp")
 SEQUENCE = 256

@@ -24,7 +24,7 @@ from benchmarks.shapes import MORE, SHAPES, Shape, problem
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.mesh import Mesh
-from graphshard.schedule.ways import Ways, link_of
+from graphshard.schedule.axis_links import Ways, link_of
 
 MACHINES = ("a100", "h100", "b200")
 RANKS = (8, 64, 256, 1024)

@@ -31,8 +31,9 @@ from benchmarks import rivals
 from benchmarks.shapes import LLAMA_8B, LLAMA_405B, SHAPES, Shape, joined, link_of, problem
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.schedule import Chain, Placement, Problem, Schedule, Solution, Solver, simulate
-from graphshard.schedule.build import Settings, build
+from graphshard.schedule import Chain, Placement, Problem, Schedule, Solution, Solver
+from graphshard.schedule.build_problem import Settings, build
+from graphshard.schedule.simulator import simulate
 from tests.helpers import captured, through
 
 SEQ = 8192

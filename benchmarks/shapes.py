@@ -14,7 +14,7 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.mesh import Axis
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule import Chain, Link, Problem, Transfer
-from graphshard.schedule.ways import make_link
+from graphshard.schedule.axis_links import make_link
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
         StageError,
         UnsupportedError,
     )
-    from graphshard.foreign.groups import Group
-    from graphshard.foreign.report import ScheduledGraph
-    from graphshard.foreign.schedule import schedule_graph
     from graphshard.ir.plan import Plan
     from graphshard.ir.program import Program
     from graphshard.module.compile_step import CompiledStep, compile_step
@@ -57,7 +54,9 @@ if TYPE_CHECKING:
     from graphshard.predict.search import Grid
     from graphshard.predict.step_profile import StepProfile
     from graphshard.predict.what_if import what_if
-    from graphshard.schedule.by_unit import PlanByUnit
+    from graphshard.schedule.fsdp2_order import PlanByUnit
+    from graphshard.schedule.graph_collectives import Group
+    from graphshard.schedule.schedule_graph import ScheduledGraph, schedule_graph
 
     __version__: str
 
@@ -132,9 +131,6 @@ _HOMES = {
     "predict.explanation": ("Explanation",),
     "predict.search": ("Grid",),
     "predict.what_if": ("what_if",),
-    "foreign.groups": ("Group",),
-    "foreign.report": ("ScheduledGraph",),
-    "foreign.schedule": ("schedule_graph",),
     "errors": (
         "ArgumentError",
         "ArtifactError",
@@ -161,7 +157,9 @@ _HOMES = {
     "module.uncompiled": ("uncompiled",),
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),
-    "schedule.by_unit": ("PlanByUnit",),
+    "schedule.fsdp2_order": ("PlanByUnit",),
+    "schedule.graph_collectives": ("Group",),
+    "schedule.schedule_graph": ("ScheduledGraph", "schedule_graph"),
 }
 _HOME = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
 

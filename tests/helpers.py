@@ -36,7 +36,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.units import find_units, precision_of
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.torch_compat.operators import pytree
 
 COALESCED = PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)

@@ -24,7 +24,7 @@ FLOORS = (
     ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats"),
     ("frontend", "passes", "cross"),
     ("schedule", "runtime"),
-    ("pipeline", "foreign"),
+    ("pipeline",),
     ("options", "codec"),
     ("module",),
     ("debug",),

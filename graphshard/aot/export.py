@@ -37,7 +37,7 @@ from graphshard.options.options import CompileArguments, Options, options_given,
 from graphshard.options.resolve import example_of, request_for, resolve_model
 from graphshard.options.simulated_mesh import Parallelize, shape_of
 from graphshard.options.validate import ModelContents, check_examples, check_model
-from graphshard.schedule.agreed import Share
+from graphshard.schedule.rank_consistent_planner import Share
 from graphshard.store.artifact_file import ArtifactWriter, MeshPrograms
 from graphshard.store.fingerprint import describe_options, environment, model_facts
 from graphshard.store.signing import signer_of

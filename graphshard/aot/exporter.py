@@ -36,7 +36,7 @@ from graphshard.pipeline.variants import rerun_backward
 from graphshard.predict.step_prediction import Bound, bound_of, explained
 from graphshard.predict.training_config import Training
 from graphshard.runtime.gradient_accumulation import Accumulation
-from graphshard.schedule.agreed import Share, agreed
+from graphshard.schedule.rank_consistent_planner import Share, agreed
 from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram
 from graphshard.store.artifact_manifest import BackwardEntry
 from graphshard.torch_compat.operators import pytree

@@ -29,7 +29,7 @@ from graphshard.options.resolve import find_axes, request_for
 from graphshard.options.simulated_mesh import Parallelize, options_for, simulated_mesh
 from graphshard.options.validate import ModelContents
 from graphshard.runtime.process_groups import make_groups, whole_mesh
-from graphshard.schedule.agreed import Share
+from graphshard.schedule.rank_consistent_planner import Share
 from graphshard.store.artifact_file import MeshPrograms
 
 

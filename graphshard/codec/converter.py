@@ -50,9 +50,9 @@ from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
-from graphshard.schedule.agreed import AgreedPlanner
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.rank_consistent_planner import AgreedPlanner
 from graphshard.torch_compat.operators import OpOverload, pytree
 from graphshard.utils.text import brief
 

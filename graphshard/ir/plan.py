@@ -1,6 +1,6 @@
 """Plans: buckets of collectives, and the positions where each starts and is waited for.
 
-A plan is plain data. A planner (such as `schedule/by_unit.py`) makes it, and the passes `bucket` and `reorder` apply
+A plan is plain data. A planner (such as `schedule/fsdp2_order.py`) makes it, and the passes `bucket` and `reorder` apply
 it. It round-trips through JSON, and equal plans of two ranks have equal hashes.
 
 Time in a plan is a position: the number of compute nodes of the phase that run before the event. Collectives and their

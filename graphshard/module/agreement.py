@@ -20,7 +20,7 @@ from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.peers import MAKES, Peers
-from graphshard.schedule.agreed import agreed
+from graphshard.schedule.rank_consistent_planner import agreed
 
 # What a rank says of its trace; ranks take the largest.
 _WHOLE, _RAISED, _BROKEN, _DIFFERENTIATES = range(4)

@@ -52,9 +52,9 @@ from graphshard.pipeline.variants import stamped
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.runtime.process_groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
-from graphshard.schedule.by_unit import PlanByUnit
-from graphshard.schedule.few import folded_plan
-from graphshard.schedule.known import within_one_plan
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.graph_facts import within_one_plan
+from graphshard.schedule.template_schedule import folded_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
 from graphshard.torch_compat.operators import pytree

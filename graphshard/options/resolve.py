@@ -56,9 +56,9 @@ from graphshard.passes import (
 )
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.shards import Storage
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from graphshard.utils.argument_validation import is_int
 from graphshard.utils.text import brief
 

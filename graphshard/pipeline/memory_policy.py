@@ -35,9 +35,8 @@ from graphshard.ir.plan import Prediction
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing, MakePlan, OffloadActivations, Pass
 from graphshard.passes.activation_checkpointing import mark, ranked, within_share
-from graphshard.schedule.agreed import AgreedPlanner
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.memory_limit import within
+from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.rank_consistent_planner import AgreedPlanner, within
 
 log = logging.getLogger(__name__)
 

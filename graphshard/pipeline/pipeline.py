@@ -29,7 +29,7 @@ from graphshard.passes import (
 )
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import decide, same_share
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.utils.progress import check_cancelled
 from graphshard.utils.text import brief
 

@@ -24,13 +24,13 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost
 from graphshard.predict.training_config import Training, training_cost
+from graphshard.schedule.axis_links import on_one_link, ways_of
 from graphshard.schedule.bounds import lower_bound
-from graphshard.schedule.build import PhaseMap, Settings, build
+from graphshard.schedule.build_problem import PhaseMap, Settings, build
 from graphshard.schedule.clock import HOST_LINKS, Call, Wait, run
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.problem import Chain
 from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
-from graphshard.schedule.ways import on_one_link, ways_of
 from graphshard.utils.text import format_bytes, format_seconds
 
 # Up to this share of communication on the critical path, compute is what limits a step.

@@ -67,9 +67,9 @@ from graphshard.predict.step_prediction import bound_of, explained
 from graphshard.predict.symbolic_cost import formulas_of, spread_ranks
 from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
-from graphshard.schedule.build import Settings, build
-from graphshard.schedule.few import folded_plan
-from graphshard.schedule.known import Known, while_unchanged, within_one_plan
+from graphshard.schedule.build_problem import Settings, build
+from graphshard.schedule.graph_facts import Known, while_unchanged, within_one_plan
+from graphshard.schedule.template_schedule import folded_plan
 from graphshard.torch_compat.operators import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused

@@ -1,37 +1,36 @@
-"""When collectives start and which travel together: the problem in the abstract, a simulator, bounds and solvers.
+"""Scheduling of collectives: when each starts and which travel together, from the abstract problem to plans.
 
-    problem     compute items in a chain, transfers that gate or follow them, links; what a schedule of it is
-    together    transfers in one bucket: what they cost, whether they may be packed, where they may start
-    simulate    a schedule's time, exposed communication and memory, event by event
-    own         what the model itself communicates: on the link, where it stands
-    rates       what no bucket beats, for bounds
-    deadlines   the least work of the link with which gathers alone, or reductions alone, keep to a step's time
-    legs        what is certain of reductions with two legs
-    bounds      what no schedule can beat
-    budget      what a search may do, in steps that are the same on all machines
-    simple      schedules that need no search
-    states      where a schedule of a small phase may stand, and what may happen next
-    exact       every schedule of a small phase, except those that another is no worse than
-    deep        buckets and the order on the link for a deep phase; exact without a limit, window and copies
-    coarse      fewer transfers: joined where latencies are long, or cut at given places only
-    place       launch positions of given buckets under a memory limit, as early as their order allows
-    delay       gathers moved behind, as late as costs nothing
-    phase       the best schedule of one phase that a budget finds, and what is proven of it
-    solve       which parameters stay gathered, and all phases
-    ways        which axes a phase's collectives run over, and what its link is
-    build       from a program to its problem, and from a schedule to buckets and events
-    shared      which values have the memory of others
-    footprint   what is alive in a program whatever the schedule
-    by_unit     PlanByUnit: FSDP2's order, which needs no costs
-    by_cost     PlanByCost: a program in, the plan that costs say is best out
-    peak        bytes that a program takes with a plan, which may be another rank's
-    agreed      plans that are the same on all ranks
-    clock       what a lowered program does, and when; the same for numbers and expressions
-    timeline    the same as steps to show
-    memory      what memory its values hold meanwhile
-    dag         the timeline as a graph: critical path, slack, what delays a wait
+    problem                  compute items in a chain, transfers that gate or follow them, links, schedules
+    bucketing                transfers in one bucket: costs, packing, where it may start
+    simulator                a schedule's time and memory, event by event
+    bounds                   seconds that no schedule beats
+    placement                schedules that need no search; positions of given buckets under a memory limit
+    dynamic_program          buckets and their order on the link
+    coarsening               smaller problems: given cuts, fewer blocks
+    solver                   the best schedule of a problem that a budget finds, and what is proven of it
 
-The first eighteen know neither graphs nor tensors.
+    graph_facts              layouts, collectives and other facts of graphs, kept while these do not change
+    template_schedule        chains and plans of all blocks, of programs that have few of many equal ones
+    fsdp2_order              PlanByUnit: FSDP2's order, which needs no costs
+    axis_links               axes of a phase's collectives, and the link that they make
+    program_memory           values that share memory, and bytes that are alive whatever the schedule
+    build_problem            from a program to its problem
+    planner                  PlanByCost: a program in, the plan with the shortest predicted step out
+    rank_consistent_planner  plans that are the same on all ranks
+    clock                    events of a lowered program and their times; the same for numbers and expressions; the
+                             timeline as a graph
+    timeline                 the same as steps to show
+    memory                   memory that its values hold meanwhile
+    stages                   turns of a pipeline's stages
+
+    graph_collectives        collectives and process groups of external graphs
+    reordering_windows       between which positions each may start, and where it is needed
+    foreign_graph            the problem of an external graph: items, legs and links
+    foreign_search           the shortest itinerary found, and the bound
+    graph_rewrite            from an itinerary to the graph, and the memory of an order of nodes
+    schedule_graph           `schedule_graph`
+
+The first eight know neither graphs nor tensors.
 
 Which plan is taken:
 
@@ -42,20 +41,20 @@ Which plan is taken:
 * **Without a limit, the peak of FSDP2's order is the limit**: a default must not take more memory than what it
   replaces.
 * **A known plan serves other sizes**, because a rank may capture one alone and could not ask the others. Its positions
-  are fitted to what that size computes; its buckets and the order of its events stay.
-* **Each phase has a link of its own, with up to two channels**: collectives whose axes share a node's link, or the
-  network, queue. Where parameters are replicated a reduction has a second leg, which carries what one bucket reduced: a
-  packed reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
-* **Transfers of experts have costs of their own**, on the same channels, and share no bucket with others. Where their
-  axes lie on another link, or a reduction has other legs, programs are planned by unit (with `memory_limit=` it is an
-  error).
-* **Of pieces of different sizes the first rank has the largest, and plans for all**: on an expert axis ranks with other
-  pieces gather parameters together, so they must run one order. Positions are fitted between the model's own
-  collectives, and under a limit every rank counts what it takes (`peak`). Programs that gather other parameters again,
-  as torch computes products with one expert in a way of its own, are planned by unit.
-* **What the model communicates is part of the problem, and not of the schedule.** It stays where it stands, takes the
-  channel of its axis and queues there. The dynamic program of deep phases counts it as compute; `place` tries to start
-  what would hold it up behind it, and the simulator and the exact search know all of it.
+  are fitted to the compute of that size; its buckets and the order of its events stay.
+* **Each phase has its link, with up to two channels**: collectives whose axes share a node's link, or the network,
+  queue. Where parameters are replicated a reduction has a second leg, which carries what one bucket reduced: a packed
+  reduction's buffer is all-reduced as it is. FSDP2's order continues a reduction when the next one starts.
+* **Transfers of experts have separate costs**, on the same channels, and share no bucket with others. Where their axes
+  lie on another link, or a reduction has other legs, programs are planned by unit; with `memory_limit=` that is an
+  error.
+* **For pieces of different sizes the first rank has the largest, and plans for all**: on an expert axis ranks with
+  other pieces gather parameters together, so they must run one order. Positions are fitted between the model's own
+  collectives, and under a limit every rank counts what it takes. Programs that gather other parameters again, as torch
+  computes products with one expert in another way, are planned by unit.
+* **The model's own collectives are part of the problem, and not of the schedule.** They stay where they stand, take the
+  channel of their axis and queue there. The dynamic program counts them as compute; `place` tries to start what would
+  hold one up after it, and the simulator knows all of it.
 * **Backwards for other tangents are planned by unit**, as a rank may need one alone and could not ask the others.
 * **A plan holds what it was made with** (name and hash of the profile, network), inside `Plan.hash`. Costs come from a
   file.
@@ -71,59 +70,67 @@ How it is found:
   and what stays gathered. A step captured whole, with the optimizer inside, would be one chain.
 * **Items are the compute between positions at which something is needed or ready.** Transfers are atoms: parameters of
   a unit are joined until they take as long as a latency. Neither is finer than what can gain.
-* **Exact where small, a dynamic program where deep.** `exact` explores every sequence of events with dominance, and
-  equals exhaustive search. `deep` keeps pairs of clocks (channel, compute) for each number of gathers and reductions
-  issued. That is exact without a limit and with copies on one channel: a past clock of compute can be replaced by "now
-  minus the items between", because if compute was held up in between, the channel is later anyway.
-* **Under a memory limit, positions decide.** `earliest_launches` gives each gather its first feasible position from
+* **One dynamic program** keeps pairs of clocks (channel, compute) for each number of gathers and reductions issued. It
+  is exact without a limit and without copies on one channel: a past clock of compute can be replaced by "now minus the
+  items between", because if compute was held up in between, the channel is later anyway. Of random
+  problems with up to six transfers 98 % are solved best without a limit, and 90 % under one, which are 1 % too long on
+  average. Searching every sequence of events of a dozen transfers took 390 lines more, and changed nothing on the table
+  of `benchmarks/gaps.py`.
+* **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths
+  of a second; around the cuts that were found it is repeated. A third search, of buckets of at most eight transfers cut
+  anywhere, changed no gap of the table.
+* **Under a memory limit, positions decide.** The dynamic program gives each gather its first feasible position from
   what every schedule needs. `place` then follows the order, and waits for reductions only when they have ended or
-  memory forces it. `delay` moves gathers behind where it costs nothing, so that an unlimited plan does not gather the
+  memory forces it. `delay` moves gathers later where it costs nothing, so that an unlimited plan does not gather the
   model at once.
 * **The bound asks each kind by itself how much work of the link keeps to a step's time.** For gathers alone that is
-  exact, for any concave cost, and what is shortest for one kind tells where buckets of both may be cut. One line below
-  the cost (a latency and a rate) made the bound 5 to 10 % loose on 1,024 ranks, where short and long messages have
-  other protocols. What gathers and reductions take from each other is not in it: up to 6 % for small models on 1,024
-  ranks. `deep` proves the rest, if its budget is enough: it looks for a schedule that is 2 %, 0.5 % and 0.1 % shorter,
-  with copies for nothing, and leaves out only what cannot be that short.
-* **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths
-  of a second; around the cuts that were found it is repeated. A window of eight transfers, as before, missed buckets of
-  half a model, which are best where latencies are long: plans were up to 7 % longer.
+  exact, for any concave cost, and the cuts that are shortest for one kind tell where buckets of both may be cut. One
+  line below the cost (a latency and a rate) made the bound 5 to 10 % loose on 1,024 ranks, where short and long
+  messages have other protocols. What gathers and reductions take from each other is not in it: up to 6 % for small
+  models on 1,024 ranks. The dynamic program proves the rest, if its budget is enough: it looks for a schedule that is
+  2 %, 0.5 % and 0.1 % shorter, with copies for nothing, and leaves out only what cannot be that short.
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan. What was found
   by then stands.
+* **Of two legs the dynamic program sees one at a time**: the first alone, the second alone, and both as one. None of
+  them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. While compute waits
+  for a gather, second legs of what ends before that start, and reductions are tried before gathers that are needed
+  later. The proof leaves second legs out, which is true and weak; the bound has second legs alone, each after the first
+  one of its bucket (`Jobs.lead`).
+* A packed reduction after the last item of a phase needs its buffer, too, under a memory limit.
 
-* **Of two legs `exact` knows all, the other searches one at a time**: the first alone, the second alone, and both as
-  one. None of them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. While
-  compute is held up by a gather, second legs of what ends before that start, and reductions are tried before gathers
-  that are needed later. The proof leaves second legs out, which is true and weak; `legs` has the rest of the bound: of
-  second legs alone, each behind the first one of its bucket (`Jobs.lead`).
+External graphs (`graphshard.schedule_graph`):
 
-Pitfalls:
-
-* Which of two states of `exact` is better depends on the buckets whose second legs are still to come, not on clocks
-  alone: those are part of what is compared.
-* A packed reduction behind the last item of a phase needs its buffer, too, under a memory limit.
+* **Compute keeps its order**, so random numbers, writes and assertions do, too. What moves is launches, waits, and what
+  is light: views, casts and copies that are made of inputs or follow from a wait.
+* **Windows say what is allowed, costs what is best.** A window holds the inputs of a leg, its readers, and writes of
+  the same memory. Everything after it searches freely.
+* **Coalesced, never packed.** A bucket is one grouped launch without copies. A packed one adds its tensors up in
+  another order on some libraries, and bits would change.
+* **The solver's problem is a part of this one.** Its gathers start from inputs and its reductions end with the graph,
+  on one link. Of a graph with more, each group's part is planned so, which gives buckets; the clock with all links
+  decides.
+* **Costs belong to nodes, not to positions**, so a schedule is not shorter for what it lets fuse.
 """
 
 from graphshard.schedule.bounds import lower_bound
-from graphshard.schedule.own import Own
 from graphshard.schedule.problem import (
     Bucketed,
     Chain,
     Link,
     Occurrence,
+    Own,
     Placement,
     Problem,
     Rate,
     Schedule,
     Transfer,
 )
-from graphshard.schedule.simulate import Exposed, Span, Timeline, simulate
-from graphshard.schedule.solve import Solution, Solver
+from graphshard.schedule.simulator import Simulation, simulate
+from graphshard.schedule.solver import Solution, Solver
 
 __all__ = [
     "Bucketed",
     "Chain",
-    "Exposed",
     "Link",
     "Occurrence",
     "Own",
@@ -131,10 +138,9 @@ __all__ = [
     "Problem",
     "Rate",
     "Schedule",
+    "Simulation",
     "Solution",
     "Solver",
-    "Span",
-    "Timeline",
     "Transfer",
     "lower_bound",
     "simulate",

@@ -1,20 +1,24 @@
 """The clock of a step: what the executors of a lowered program do, in order, and when that begins and ends.
 
 One compute stream, one channel for each link: in the node, beyond it, and to the host. A collective or a copy begins
-when it is launched and its link is free; compute waits where the program waits. What the model itself communicates is
-launched where the model has it; where compute waits for it at once, contention slows it down as it does compute.
+when it is launched and its link is free; compute waits where the program waits. The model's own collectives are
+launched where the model has them; where compute waits for one at once, contention slows it down as it does compute.
 Seconds and bytes may be numbers (then `timeline` shows the step) or sympy expressions (then `formulas` does): both are
-the result of this one clock.
+the result of this one clock. External graphs run through it, too. `simulator.py` runs schedules of the abstract
+problem, with items and positions instead of regions and waits, and the memory after every event.
 
-`simulate` has a clock of its own. It runs schedules of the abstract problem, before there is a program: with items and
-positions in place of regions and waits, copies of packed buckets on the compute stream, and the memory after every
-event. Only what contention costs is common to both, and is `graphshard.cost.scalars.slowed`.
+The timeline is a graph: a node is an event, by its index.
+
+    gather a ---> wait a ---> region_0 ---> wait b ---> region_1      program order
+        `---------------> gather b -----------^                      queue of the link, data
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from torch.fx import Node
@@ -35,13 +39,13 @@ LaunchKind = CollectiveKind | ModelKind | Literal["upload", "download"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that an executor does.
+    """An action of an executor.
 
     Attributes:
-        name: of the region or bucket, or of what is copied.
+        name: of the region, bucket or copied value.
         phase: "forward" or "backward".
         order: regions that were called before, in the phase.
-        node: of the graph; None for what follows the last one.
+        node: of the graph; None after the last one.
     """
 
     name: str
@@ -96,15 +100,15 @@ class Wait(Event):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What numbers and expressions differ in.
+    """Sizes and costs, which are numbers or expressions.
 
     Attributes:
         costs: seconds of collectives and copies.
         mesh: whose axes the collectives run over.
         region: seconds of one call of a region, by its name.
-        sent: bytes of a collective that carries parameters or gradients, from its node.
-        model: what a node sends if it is a collective of the model.
-        copied: bytes of a copy to or from the host, from its node.
+        sent: bytes of a collective that carries parameters or gradients, by its node.
+        copied: bytes of a copy to or from the host, by its node.
+        model: a node's collective if it is the model's own.
     """
 
     costs: Costs
@@ -116,7 +120,7 @@ class Sizes:
 
 
 def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
-    """What a lowered program does in a step, in the order of its executors.
+    """Return what a lowered program does in a step, in the order of its executors.
 
     Args:
         costs: on the program's own mesh, which says what link a collective takes.
@@ -140,7 +144,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
                 if sent.at_once:
                     events.append(Wait(sent.name, name, order, node, len(events) - 1))
             elif node.target is SETTLED and node.all_input_nodes[0] not in started:
-                pass  # of a collective of the model that is left out
+                pass  # of a model's collective that is left out
             elif node.target in (WAIT, ARRIVED, SETTLED):
                 launch = started[launch_of(node) if node.target is WAIT else node.all_input_nodes[0]]
                 events.append(Wait(events[launch].name, name, order, node, launch))
@@ -149,7 +153,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
                 seconds, alone = sizes.region[region], region not in measured
                 events.append(Call(region, name, order, node, module_of(node), seconds, alone))
                 order += 1
-        # What is saved is waited for where it is copied back.
+        # Saved values are waited for where they are copied back.
         saved = {node for node, slot in zip(phase.results, phase.outputs) if slot.kind == "saved"}
         ends = (i for node, i in started.items() if node.target is DOWNLOAD and node not in saved)
         events += [Wait(events[i].name, name, order, None, i) for i in ends]
@@ -206,18 +210,15 @@ class Times:
         return ends[-1] if ends else 0.0
 
 
-def _undefined(_: str, value: Scalar) -> Scalar:
-    return value
-
-
-def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scalar], Scalar] = _undefined) -> Times:
+def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scalar], Scalar] | None = None) -> Times:
     """Run events through the clock.
 
     Args:
         contention: share by which compute is slower while a link is busy.
-        define: gives what later times are made of a name, so that expressions stay short; takes a name and the value,
+        define: names a value that later times are made of, so that expressions stay short; takes a name and the value,
             and returns what to use for it.
     """
+    define = define or (lambda _, value: value)
     found = Times()
     compute: Scalar = 0.0
     free: dict[str, Scalar] = {}  # by link
@@ -246,3 +247,136 @@ def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scal
         found.begins.append(begin)
         found.ends.append(end)
     return found
+
+
+# Fraction of the step below which seconds are rounding.
+_ROUNDING = 1e-12
+
+# A node before all events.
+_BEGIN = -1
+
+
+class TimelineDag:
+    """The timeline as a graph: critical path, slack, and what delays a wait.
+
+    An event begins when all those before it have ended: the event of compute before it, the event on its link before
+    it, and, for a wait, the launch. So the longest path to the last event is as long as the step.
+
+    Contention: calls take as long as on the timeline. On a machine with contention, something longer also slows down
+    the calls next to it, and calls get faster without it, which no edge says: slack and gains leave that out. With it
+    nothing that runs next to compute would have any slack.
+
+    Attributes:
+        seconds: that each event takes; a wait takes none, it ends when its launch has. -1 is before all of them.
+        end: the last event of compute, where the step ends.
+    """
+
+    def __init__(self, events: Sequence[Event], times: Times) -> None:
+        self.seconds = {_BEGIN: 0.0}
+        # By event: the event of compute before it, and the launch that it queues behind or waits for, if any.
+        self._order: list[int] = []
+        self._other: list[int | None] = []
+        here, on_link = _BEGIN, dict[str, int]()
+        for index, event in enumerate(events):
+            length = times.ends[index] - times.begins[index]
+            self.seconds[index] = 0.0 if isinstance(event, Wait) else length
+            self._order.append(here)
+            if isinstance(event, Launch):
+                self._other.append(on_link.get(event.link))
+                on_link[event.link] = index
+            else:
+                self._other.append(event.launch if isinstance(event, Wait) else None)
+                here = index
+        self.end = here
+
+    def _before(self, event: int) -> tuple[int, ...]:
+        """Return the events that must end before an event begins, compute first."""
+        other = self._other[event]
+        return (self._order[event],) if other is None else (self._order[event], other)
+
+    def ends(self, seconds: Mapping[int, float] | None = None) -> dict[int, float]:
+        """Return when every event ends.
+
+        Args:
+            seconds: that some events take instead of their own.
+        """
+        seconds = {**self.seconds, **(seconds or {})}
+        found = {_BEGIN: seconds[_BEGIN]}
+        for event, (order, other) in enumerate(zip(self._order, self._other)):
+            begin = found[order] if other is None else max(found[order], found[other])
+            found[event] = begin + seconds[event]
+        return found
+
+    def step(self, seconds: Mapping[int, float] | None = None) -> float:
+        """Return how long the step takes; `seconds` as for `ends`."""
+        return self.ends(seconds)[self.end]
+
+    @cached_property
+    def critical_path(self) -> list[int]:
+        """Events that follow each other without a gap from the begin of the step to its end."""
+        return list(self._longest_path(self.end))[::-1]
+
+    @cached_property
+    def slack(self) -> dict[int, float]:
+        """Seconds by which an event may end later, because it begins later or takes longer, and the step does not."""
+        ends = self._ends
+        latest = dict.fromkeys(ends, ends[self.end])
+        for event in reversed(range(len(self._order))):
+            begin = latest[event] - self.seconds[event]
+            for before in self._before(event):
+                latest[before] = min(latest[before], begin)
+        rounding = _ROUNDING * ends[self.end]
+        return {n: late - ends[n] if late - ends[n] > rounding else 0.0 for n, late in latest.items()}
+
+    def gains(self, target: int) -> dict[int, float]:
+        """Return by event how much earlier another would end if the event took no time, if it would."""
+        behind = self._behind(target)
+        # Indices are a topological order, so a path around an event has one edge that goes over its index.
+        way = sorted(node for node in self._longest_path(target) if self.seconds[node])
+        found, open_edges, edge = {}, list[tuple[float, int]](), 0
+        for node in way:
+            while edge < len(self._edges) and self._edges[edge][0] < node:
+                before, after = self._edges[edge]
+                if after in behind:
+                    length = self._ends[before] + self.seconds[after] + behind[after]
+                    heapq.heappush(open_edges, (-length, after))
+                edge += 1
+            while open_edges and open_edges[0][1] <= node:
+                heapq.heappop(open_edges)
+            round_it = -open_edges[0][0] if open_edges else 0.0
+            found[node] = min(self.seconds[node], self._ends[target] - round_it)
+        return self._without_rounding(found)
+
+    def delays(self, wait: int) -> dict[int, float]:
+        """Return by event how much shorter a wait would be if the event took no time."""
+        before = self.gains(self._order[wait])
+        return self._without_rounding({n: gain - before.get(n, 0.0) for n, gain in self.gains(wait).items()})
+
+    @cached_property
+    def _ends(self) -> dict[int, float]:
+        return self.ends()
+
+    @cached_property
+    def _edges(self) -> list[tuple[int, int]]:
+        """Pairs of events of which one must end before the other begins, in order."""
+        return sorted((before, event) for event in range(len(self._order)) for before in self._before(event))
+
+    def _longest_path(self, target: int) -> Iterator[int]:
+        """Yield the longest path backwards from an event; of two that are equally long the one along compute."""
+        while target != _BEGIN:
+            yield target
+            target = max(self._before(target), key=self._ends.__getitem__)
+
+    def _behind(self, target: int) -> dict[int, float]:
+        """Return by the events that another depends on the longest path from their end to that one's."""
+        found = {target: 0.0}
+        for event in range(target, _BEGIN, -1):
+            if event in found:
+                length = found[event] + self.seconds[event]
+                for before in self._before(event):
+                    found[before] = max(found.get(before, 0.0), length)
+        return found
+
+    def _without_rounding(self, found: Mapping[int, float]) -> dict[int, float]:
+        least = _ROUNDING * self._ends[self.end]
+        return {node: seconds for node, seconds in found.items() if seconds > least}

@@ -1,4 +1,4 @@
-"""What memory the values of a lowered program hold while it runs on its predicted timeline."""
+"""Memory that the values of a lowered program hold while it runs on its predicted timeline."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from graphshard.ir.graph import GATHERS, WAIT, is_collective, is_on_host, launch
 from graphshard.ir.operators import RELOAD
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import LASTING, Phase, Program, Slot
-from graphshard.schedule.shared import Saved, owners, saved_memory
+from graphshard.schedule.program_memory import Saved, owners, saved_memory
 from graphshard.schedule.timeline import Estimate
 
-# What the tensors of a bucket are, by its kind.
+# Group of a bucket's tensors, by its kind.
 _OF_BUCKET = {"gather": "gathered parameters", "reduce": "gradients", "all_reduce": "gradients"}
 
-# What backward may have of forward, under one name.
+# Groups that backward may have from forward, under one name.
 _FROM_PHASE_TO_PHASE = ("shards", "saved for backward", "gathered parameters")
 
-# What the inputs of a phase are, by the kind of their slot.
+# Group of a phase's inputs, by the kind of their slot.
 _OF_SLOT = dict.fromkeys(("param", "part", "buffer", "late"), "shards") | {"input": "inputs"}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Memory that a value holds from `start` to `end` seconds."""
+    """Memory that a value holds from `start` to `end` seconds; `what` is the group it is counted in."""
 
     name: str
     what: str
@@ -65,7 +65,7 @@ class Memory:
 
 
 def memory_of(program: Program, found: Estimate) -> Memory:
-    """The memory curve of a step, and what is alive at its peak."""
+    """Return the memory curve of a step, and what is alive at its peak."""
     held, seconds = tensors(program, found), found.seconds
     changes: dict[float, int] = {}
     for tensor in held:
@@ -88,12 +88,12 @@ def memory_of(program: Program, found: Estimate) -> Memory:
 
 
 def tensors(program: Program, found: Estimate) -> list[Tensor]:
-    """What is alive between regions and inside them, and when."""
+    """Return what is alive between regions and inside them, and when."""
     held: dict[tuple[str, ...], Tensor] = {}
     saved = saved_memory(program)
     for phase_name, phase in program.phases.items():
         for tensor in _of_phase(program, phase, phase_name, found, saved):
-            # A shard, and the parameter that is gathered of it, go by one name.
+            # A shard and its gathered parameter have one name.
             key = (tensor.what, tensor.name)
             if tensor.what in _FROM_PHASE_TO_PHASE and key in held:
                 before = held[key]
@@ -114,13 +114,13 @@ def _of_phase(
     copied = found.copied
     for node in nodes:
         time = ended if node.op == "output" else found.node_times[node]
-        # What a collective is given is held until it is waited for; gloo's reduce-scatters hold a copy in its place.
+        # The input of a collective is held until it is waited for; gloo's reduce-scatters hold a copy instead.
         given = launch_of(node).all_input_nodes if node.target is WAIT else ()
         for source in (*node.all_input_nodes, *given):
             last[owner[source]] = max(time, copied.get(node, 0.0), last.get(owner[source], 0.0))
         last[owner[node]] = max(time, last.get(owner[node], 0.0))
     slots = phase.slot_of()
-    # By the node whose memory it is.
+    # Slots of saved values by the node whose memory they have.
     saved = {
         owner[n] if slot in memory else n: memory[slot].slot if slot in memory else slot
         for n, slot in zip(phase.results, phase.outputs)
@@ -128,7 +128,7 @@ def _of_phase(
     }
     results = {owner[n] for n in phase.results if isinstance(n, Node)}
     before = began
-    begins: dict[Node, float] = {}  # of what regions return, which is made inside, and of parts of collectives
+    begins: dict[Node, float] = {}  # of results of regions, which are made inside, and of parts of collectives
     for node in nodes:
         start, before = begins.get(node, before), found.node_times.get(node, ended)
         parts = [user for user in node.users if user.target is operator.getitem]
@@ -136,7 +136,7 @@ def _of_phase(
         if in_parts:
             begins.update(dict.fromkeys(parts, start))
         if node.op == "call_module" and (inside := found.workspace[node]):
-            what = "inside regions" if inside > 0 else "let go of inside regions"
+            what = "inside regions" if inside > 0 else "freed inside regions"
             yield Tensor(f"{node.name} {module_of(node)}", what, inside, start, before)
         if node.target in GATHERS and program.device.type == "cpu" and node.args[-2] != EXCHANGE_RANKS:
             sent = (node, *parts)
@@ -170,5 +170,5 @@ def _of_phase(
 
 
 def _saved(slot: Slot) -> str:
-    """What a value that forward leaves to backward is."""
+    """Return the group of a value that forward leaves to backward."""
     return "gathered parameters" if slot.is_full or slot.kind == "shown" else "saved for backward"

@@ -1,4 +1,4 @@
-"""The scheduling problem, and what a solution of it is, without graphs and tensors.
+"""The scheduling problem and its solutions, without graphs and tensors.
 
     items       0 |   1   |  2  | 3 |  4            one chain per phase, in a fixed order
     gathers     a..a  b.......b  c..c               a gather gates the first item that reads it (`at`), and
@@ -8,20 +8,20 @@
 A position is a number of items: what happens at position p happens before item p. A schedule cuts the transfers of a
 kind, whose order is fixed, into buckets, and says at which position each bucket is started and waited for. A bucket
 starts when compute has come to its position and everything started before on its channel has ended; a wait holds
-compute up until the bucket has ended. A phase waits for everything that it starts.
-While a channel is busy, items run slower by the link's contention.
+compute up until the bucket has ended. A phase waits for everything that it starts. While a channel is busy, items run
+slower by the link's contention.
 
-Where parameters are replicated a reduction has two legs: what a reduce-scatter made is all-reduced over the replicas,
-by a channel that may be another one. In between the schedule continues it: compute is held up until the first leg has
-ended, and the second one starts. What was scattered is there twice until the second one is waited for.
+Where parameters are replicated a reduction has two legs: the result of a reduce-scatter is all-reduced over the
+replicas, by a channel that may be another one. In between the schedule continues it: compute is held up until the first
+leg has ended, and the second one starts. The scattered gradients exist twice until the second leg is waited for.
 
-The model itself may communicate where it has it: such a collective starts with an item, behind what is started at its
-position, queues for its channel like everything else, and compute is held up by it at the same item or at a later one.
+The model's own collectives stay where the model has them. One starts with an item, after what is started at its
+position, queues for its channel like everything else, and holds compute up at the same item or at a later one.
 
-Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the
-item that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one
-buffer when it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its
-wait, a reduction's at its start (`together.py`).
+Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the item
+that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one buffer when
+it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its wait, a
+reduction's at its start (`bucketing.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,35 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from graphshard.cost.scalars import slowed
 from graphshard.ir.plan import CollectiveKind
-from graphshard.schedule.own import Own
 
 KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
+
+
+@dataclass(frozen=True)
+class Own:
+    """A collective of the model's own, which no schedule moves.
+
+    Attributes:
+        at: the item that it starts with.
+        until: the item that waits for it; `at` itself if compute waits at once.
+        seconds: on its channel.
+        channel: index of that.
+        name: shown in timelines.
+    """
+
+    at: int
+    until: int
+    seconds: float
+    channel: int = 0
+    name: str = ""
+
+    @property
+    def at_once(self) -> bool:
+        return self.until == self.at
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ class Transfer:
         small_bytes: bytes of those in full.
         packed: whether the small ones are packed; None leaves it to the planner.
         start: the only position at which it may start; None leaves it to the planner.
-        way: index of the costs that it has, see `Link.others`; transfers of a group have the same.
+        way: index of its costs, see `Link.others`; transfers of a group have the same.
     """
 
     name: str
@@ -72,7 +95,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Chain:
-    """One phase: items in order, and what gates and follows them, each kind in the order of `at`.
+    """One phase: items in order, and the transfers that gate and follow them, each kind in the order of `at`.
 
     Attributes:
         name: "forward", "backward", "optimizer".
@@ -80,7 +103,7 @@ class Chain:
         base: bytes alive during each item, apart from gathered tensors and gradients that wait for their reduction.
         gathers: by first use.
         reductions: by position at which they are ready.
-        own: what the model itself communicates, by its start.
+        own: the model's own collectives, by their start.
     """
 
     name: str
@@ -96,20 +119,20 @@ class Chain:
         assert len(self.base) == end, f"{self.name}: one base per item"
         assert all(0 <= g.at <= g.last < end for g in self.gathers), f"{self.name}: a gather is read by an item"
         assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
-        for transfers in (self.gathers, self.reductions):
-            assert all(a.at <= b.at for a, b in itertools.pairwise(transfers)), f"{self.name}: transfers out of order"
         assert all(0 <= o.at <= o.until < end for o in self.own), f"{self.name}: a collective is waited for by an item"
+        for ordered in (self.gathers, self.reductions):
+            assert all(a.at <= b.at for a, b in itertools.pairwise(ordered)), f"{self.name}: transfers out of order"
         assert all(a.at <= b.at for a, b in itertools.pairwise(self.own)), f"{self.name}: collectives out of order"
 
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
-        """Seconds before each position of compute, and of what the model communicates at once."""
+        """Seconds before each position of compute, and of the model's collectives that it waits for at once."""
         at_once = [sum(own.seconds for _, own in starting if own.at_once) for starting, _ in self.own_of]
         return (0.0, *itertools.accumulate(a + b for a, b in zip(self.seconds, at_once)))
 
     @cached_property
     def own_of(self) -> tuple[tuple[tuple[tuple[int, Own], ...], tuple[int, ...]], ...]:
-        """By item what of the model's own starts with it, and the indices of what it waits for that started before."""
+        """By item, the model's collectives that start with it, and the indices of earlier ones that it waits for."""
         starts: list[list[tuple[int, Own]]] = [[] for _ in self.seconds]
         waits: list[list[int]] = [[] for _ in self.seconds]
         for index, own in enumerate(self.own):
@@ -118,19 +141,76 @@ class Chain:
                 waits[own.until].append(index)
         return tuple((tuple(started), tuple(waited)) for started, waited in zip(starts, waits))
 
-    def own_seconds(self, channel: int, first: int = 0) -> float:
-        """Work of a channel for the model's own collectives from an item on."""
-        return sum(own.seconds for own in self.own if own.channel == channel and own.at >= first)
-
     @cached_property
     def boundary(self) -> tuple[int, ...]:
         """Base bytes at each position, between two items."""
         pairs = [min(a, b) for a, b in itertools.pairwise(self.base)]
         return (self.base[0], *pairs, self.base[-1])
 
+    @cached_property
+    def least_memory(self) -> tuple[int, ...]:
+        """Bytes that every schedule needs during each item: its base, what it reads, and the gradients it makes."""
+        change = [0] * (len(self.seconds) + 1)
+        for gather in self.gathers:
+            change[gather.at] += gather.num_bytes
+            change[gather.last + 1] -= gather.num_bytes
+        for reduction in self.reductions:
+            # The item that makes a gradient holds it; after it, a schedule may wait for the reduction at once.
+            change[reduction.at - 1] += reduction.num_bytes
+            change[reduction.at] -= reduction.num_bytes
+        return tuple(base + held for base, held in zip(self.base, itertools.accumulate(change)))
+
     def transfers(self, kind: CollectiveKind) -> tuple[Transfer, ...]:
-        """All transfers of a kind, in order."""
+        """Return all transfers of a kind, in order."""
         return self.gathers if kind == "gather" else self.reductions
+
+    def members(self, bucket: Bucketed) -> tuple[Transfer, ...]:
+        """Return the transfers of a bucket."""
+        return self.transfers(bucket.kind)[bucket.first : bucket.end]
+
+
+class Passed(NamedTuple):
+    """A collective of the model that an item starts or waits for.
+
+    Attributes:
+        number: index in `Chain.own`.
+        begin: when it begins on its channel; None if an earlier item has started it.
+        before, after: clocks of compute before and after the start or wait.
+    """
+
+    number: int
+    begin: float | None
+    before: float
+    after: float
+
+
+@dataclass
+class Clocks:
+    """Clocks of compute and of both channels; `pending` has ends of the model's collectives not yet waited for."""
+
+    compute: float = 0.0
+    channels: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    pending: dict[int, float] = field(default_factory=dict)
+
+    def begin_item(self, chain: Chain, item: int, contention: float = 0.0) -> list[Passed]:
+        """Wait for and start the model's own collectives at an item."""
+        starting, waited = chain.own_of[item]
+        passed = []
+        for index in waited:
+            before, self.compute = self.compute, max(self.compute, self.pending.pop(index))
+            passed.append(Passed(index, None, before, self.compute))
+        for index, own in starting:
+            before, begin = self.compute, max(self.compute, self.channels[own.channel])
+            seconds = own.seconds
+            if own.at_once:  # like compute, it is slower next to transfers on the other channel
+                seconds = slowed(seconds, self.channels[1 - own.channel] - begin, contention)
+            end = self.channels[own.channel] = begin + seconds
+            if own.at_once:
+                self.compute = max(self.compute, end)
+            else:
+                self.pending[index] = end
+            passed.append(Passed(index, begin, before, self.compute))
+        return passed
 
 
 @dataclass(frozen=True)
@@ -142,72 +222,66 @@ class Rate:
     per_tensor: float = 0.0
 
     def __call__(self, num_bytes: int, num_tensors: int) -> float:
-        """Seconds for tensors of `num_bytes` in full that travel as `num_tensors`."""
+        """Return the seconds of `num_bytes` in full that travel as `num_tensors`."""
         return self.latency + num_bytes * self.per_byte + (num_tensors - 1) * self.per_tensor
+
+
+# Seconds of a collective, for bytes of the full tensors and their number.
+Cost = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
 class Link:
-    """What transfers cost.
+    """Costs of transfers.
 
     Attributes:
         gather, reduce: seconds for (bytes in full, number of tensors); they must not fall with either.
         copy: seconds for a copy of so many bytes within device memory.
         num_shards: a shard is that part of a full tensor.
-        num_pieces: what is gathered of each rank is that part; 0 is for a shard.
         separate: gathers and reductions do not share a channel.
         contention: share of the compute that is lost while a channel is busy.
-        all_reduce: seconds of the second leg of a reduction for the same arguments, that is, for bytes of the full
-            tensors; None if there is none.
+        num_pieces: each rank gives that part of a full tensor to a gather; 0 means a shard.
+        all_reduce: seconds of the second leg of a reduction for the same arguments (bytes of the full tensors); None if
+            there is none.
         all_reduce_on: index of its channel.
-        lead: for bounds, seconds for the same arguments of what must have passed before a reduction starts, wherever
-            they are spent; None if nothing must.
+        lead: for bounds, seconds for the same arguments that pass before a reduction starts, wherever they are spent.
         others: costs over other axes on the same channels, for transfers with the ways 1, 2 and so on.
     """
 
-    gather: Callable[[int, int], float]
-    reduce: Callable[[int, int], float]
+    gather: Cost
+    reduce: Cost
     copy: Callable[[int], float]
     num_shards: int
     separate: bool = False
     contention: float = 0.0
     num_pieces: int = 0
-    all_reduce: Callable[[int, int], float] | None = None
+    all_reduce: Cost | None = None
     all_reduce_on: int = 0
-    lead: Callable[[int, int], float] | None = None
+    lead: Cost | None = None
     others: tuple[Link, ...] = ()
 
     def of(self, way: int) -> Link:
-        """What transfers cost that have a way."""
+        """Return the costs of transfers that have a way."""
         return self.others[way - 1] if way else self
 
-    def least(self, kind: CollectiveKind, num_bytes: int) -> float:
-        """Seconds that so many bytes take at the least, over whichever axes: costs are concave."""
-        return min(one.seconds(kind, num_bytes, 1) for one in (self, *self.others)) if num_bytes else 0.0
-
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
-        """Seconds of one collective."""
+        """Return the seconds of one collective."""
         if kind == "all_reduce":
             return self.all_reduce(num_bytes, num_tensors) if self.all_reduce else 0.0
         return self.gather(num_bytes, num_tensors) if kind == "gather" else self.reduce(num_bytes, num_tensors)
 
     def channel(self, kind: CollectiveKind) -> int:
-        """Index of the channel that a kind uses, 0 or 1."""
+        """Return the index of the channel that a kind uses, 0 or 1."""
         return self.all_reduce_on if kind == "all_reduce" else int(self.separate and kind == "reduce")
-
-    @property
-    def shares(self) -> bool:
-        """Whether second legs share their channel with others."""
-        return self.all_reduce_on in (self.channel("gather"), self.channel("reduce"))
 
     @cached_property
     def first_legs(self) -> Link:
-        """The same without second legs: no schedule takes longer."""
+        """The link without second legs: no schedule takes longer."""
         return replace(self, all_reduce=None, others=tuple(other.first_legs for other in self.others))
 
     @cached_property
     def second_legs(self) -> Link:
-        """Reductions are their second legs alone, and first legs are on no channel: no schedule takes longer."""
+        """The link on which reductions are their second legs, and first legs use no channel: no schedule is longer."""
         assert self.all_reduce is not None
         others = tuple(other.second_legs for other in self.others)
         separate, lead = self.all_reduce_on != 0, self.reduce
@@ -215,7 +289,7 @@ class Link:
 
     @cached_property
     def leading(self) -> Link | None:
-        """Reductions are what must have passed before they start."""
+        """The link on which reductions are what must have passed before they start."""
         if self.lead is None:
             return None
         others = tuple(other.leading or other for other in self.others)
@@ -223,20 +297,25 @@ class Link:
 
     @cached_property
     def both_legs(self) -> Link:
-        """Reductions take as long as both legs; where these share a channel, the work on it is the same."""
-        legs, others = (self.reduce, self.all_reduce), tuple(other.both_legs for other in self.others)
-        if all(isinstance(leg, Rate) for leg in legs):
-            sums = (sum(getattr(leg, name) for leg in legs) for name in ("latency", "per_byte", "per_tensor"))
-            return replace(self, reduce=Rate(*sums), all_reduce=None, others=others)
-        return replace(self, reduce=functools.cache(self._both), all_reduce=None, others=others)
-
-    def _both(self, num_bytes: int, num_tensors: int) -> float:
-        return self.reduce(num_bytes, num_tensors) + self.seconds("all_reduce", num_bytes, num_tensors)
+        """The link on which reductions take as long as both legs; the same work if these share a channel."""
+        first, second, others = self.reduce, self.all_reduce, tuple(other.both_legs for other in self.others)
+        assert second is not None
+        if isinstance(first, Rate) and isinstance(second, Rate):
+            summed: Cost = Rate(
+                first.latency + second.latency,
+                first.per_byte + second.per_byte,
+                first.per_tensor + second.per_tensor,
+            )
+        else:
+            summed = functools.cache(
+                lambda num_bytes, num_tensors: first(num_bytes, num_tensors) + second(num_bytes, num_tensors)
+            )
+        return replace(self, reduce=summed, all_reduce=None, others=others)
 
 
 @dataclass(frozen=True)
 class Bucketed:
-    """Transfers `first` to `end` (exclusive) of a kind travel as one; their small tensors in one buffer if `packed`."""
+    """Transfers `first` to `end` (exclusive) of a kind that travel as one; small tensors in one buffer if `packed`."""
 
     kind: CollectiveKind
     first: int
@@ -246,7 +325,7 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Bucket `bucket` of a placement is started, continued with its second leg, or waited for, at a position."""
+    """Start, second leg, or wait of bucket `bucket` of a placement, at a position."""
 
     action: Literal["start", "continue", "wait"]
     bucket: int
@@ -276,7 +355,7 @@ class Problem:
     Attributes:
         chains: forward, backward and optimizer, or fewer.
         link: costs of transfers.
-        links: those of chains in which they are others, by name.
+        links: costs of chains that have others, by name.
         keepable: names of forward gathers that may stay gathered until backward has read them, which then does not
             gather them again; each is the name of one gather in both chains.
     """
@@ -287,11 +366,11 @@ class Problem:
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
     def link_of(self, chain: Chain) -> Link:
-        """What transfers of a chain cost."""
+        """Return the costs of a chain's transfers."""
         return self.links.get(chain.name, self.link)
 
     def keep(self, names: frozenset[str]) -> Problem:
-        """The problem in which these parameters stay gathered."""
+        """Return the problem in which these parameters stay gathered."""
         if not names:
             return self
         forward, backward, *rest = self.chains
@@ -305,3 +384,32 @@ class Problem:
         again = tuple(g for g in backward.gathers if g.name not in names)
         kept = replace(backward, base=tuple(base), gathers=again)
         return replace(self, chains=(replace(forward, gathers=stay), kept, *rest), keepable=frozenset())
+
+
+@dataclass
+class Budget:
+    """Steps that a search may still take, about a microsecond each; the same on every machine.
+
+    Attributes:
+        left: steps; below zero if the last ones were more than there were.
+    """
+
+    left: float
+
+    def spend(self, steps: float) -> None:
+        """Count steps that are taken."""
+        self.left -= steps
+
+    @property
+    def ended(self) -> bool:
+        return self.left <= 0
+
+    def part(self, parts: int) -> Budget:
+        """Return one of so many equal parts of the rest; `take` gives back what it does not use."""
+        part = Budget(max(self.left, 0.0) / parts)
+        self.left -= part.left
+        return part
+
+    def take(self, rest: Budget) -> None:
+        """Add what is left of a part."""
+        self.left += rest.left

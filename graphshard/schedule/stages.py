@@ -1,4 +1,4 @@
-"""When the stages of a pipeline run: each rank's forwards and backwards in their order, and what waits for what.
+"""Times of a pipeline's stages: each rank's forwards and backwards in their order, and what waits for what.
 
     1F1B of two stages and three microbatches, backward as long as forward:
 
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a stage takes; each is a number, or an array of samples.
+    """Seconds of a stage; each is a number, or an array of samples.
 
     Attributes:
         first_forward: with the gathers of its parameters.
@@ -50,14 +50,14 @@ class StageSeconds:
     added: Scalar = 0.0
 
     def of(self, turn: Turn, microbatches: int) -> Scalar:
-        """Seconds of a turn."""
+        """Return the seconds of a turn."""
         if turn.backward:
             added = self.added if turn.microbatch else 0.0
             return added + (self.last_backward if turn.microbatch == microbatches - 1 else self.backward)
         return self.forward if turn.microbatch else self.first_forward
 
     def busy(self, microbatches: int) -> Scalar:
-        """Seconds of all its turns."""
+        """Return the seconds of all its turns."""
         again = microbatches - 1
         return self.first_forward + again * (self.forward + self.backward + self.added) + self.last_backward
 
@@ -65,7 +65,7 @@ class StageSeconds:
 def turns_of(
     schedule: PipelineSchedule, rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> list[Turn]:
-    """What a rank does, in order. It has every stage `rank + i * ranks`.
+    """Return the turns of a rank, in order. It has every stage `rank + i * ranks`.
 
     Args:
         microbatches: of "interleaved" a multiple of the rounds, see `rounds_of`.
@@ -90,14 +90,14 @@ def turns_of(
 
 
 def rounds_of(ranks: int, microbatches: int) -> int:
-    """In how many rounds interleaved stages take their microbatches; they must divide them."""
+    """Return the number of rounds in which interleaved stages take their microbatches, which it must divide."""
     return max(1, microbatches // ranks)
 
 
 def _sequence(
     rank: int, ranks: int, total: int, together: int, chunks: Sequence[int], backward: bool, start: int = 0
 ) -> Iterator[Turn]:
-    """Turns of one direction: so many microbatches together in one stage, then in the next one of the rank."""
+    """Yield turns of one direction: so many microbatches together in one stage, then in the next one of the rank."""
     for at in range(start, total):
         round_, place = divmod(at, together * len(chunks))
         yield Turn(rank + chunks[place // together] * ranks, round_ * together + place % together, backward)
@@ -122,13 +122,13 @@ def run_stages(
     sending: Sequence[tuple[Scalar, Scalar]],
     microbatches: int,
 ) -> StageTimes:
-    """Run a pipeline: a turn begins when its rank is free and what it is sent has arrived.
+    """Run a pipeline: a turn begins when its rank is free and its input has arrived.
 
     Args:
         turns: by rank.
         seconds: by stage.
-        sending: seconds from each stage to the next one, and those of gradients back, as many as there are borders.
-            One transfer after the other goes over a border in each direction, beside compute.
+        sending: by border, seconds from a stage to the next one, and of gradients back. One transfer after the other
+            goes over a border in each direction, next to compute.
     """
     ends: dict[Turn, Scalar] = {}
     arrived: dict[tuple[int, bool], Scalar] = {}  # the last one over a border
@@ -156,7 +156,7 @@ def run_stages(
 
 
 def _ready(turn: Turn, arrivals: Mapping[Turn, Scalar], ends: Mapping[Turn, Scalar], last: int) -> Scalar | None:
-    """When what a turn needs is there; None if that is not known yet."""
+    """Return when the inputs of a turn are there; None if that is not known yet."""
     if not turn.backward:
         return 0.0 if turn.stage == 0 else arrivals.get(turn)
     if turn.stage == last:
@@ -165,11 +165,11 @@ def _ready(turn: Turn, arrivals: Mapping[Turn, Scalar], ends: Mapping[Turn, Scal
 
 
 def most_alive(turns: Sequence[Turn], saved: Mapping[int, int], peaks: Mapping[int, int]) -> tuple[int, int, int]:
-    """The most bytes that a rank's microbatches hold at once; in which stage's turn, and how many are alive then.
+    """Return the most bytes that a rank's microbatches hold at once, in which stage's turn, and how many are alive.
 
     Args:
-        saved: by stage, what one microbatch leaves to its backward.
-        peaks: by stage, the most that one microbatch alone holds in its turns, what it has saved included.
+        saved: by stage, bytes that one microbatch leaves to its backward.
+        peaks: by stage, most bytes that one microbatch alone holds in its turns, saved ones included.
     """
     alive = dict.fromkeys(saved, 0)
     best = 0, turns[0].stage, 0
@@ -185,7 +185,7 @@ def most_alive(turns: Sequence[Turn], saved: Mapping[int, int], peaks: Mapping[i
 
 
 def even_counts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike.
+    """Return how many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike.
 
     Args:
         seconds: of each block.
@@ -194,7 +194,7 @@ def even_counts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     sums = [0.0, *itertools.accumulate(seconds)]
 
     def begins(cost: Callable[[float, float], float]) -> tuple[float, list[list[int]]]:
-        """What the best split costs, and by stages and blocks so far where the last stage begins."""
+        """Return the cost of the best split, and by stages and blocks so far where the last stage begins."""
         costs, found = [0.0, *[math.inf] * len(seconds)], []
         for _ in range(stages):
             ways = [

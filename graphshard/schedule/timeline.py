@@ -1,16 +1,16 @@
-"""Estimate when the regions and collectives of a lowered program run.
+"""Estimate of when the regions and collectives of a lowered program run: the clock's numbers as steps to show.
 
-What `clock` says in numbers, as steps to show. What compute waits is exposed communication.
+Seconds that compute waits are exposed communication.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.fx import Node
 
@@ -19,10 +19,12 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
-from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, Times, Wait, events_of, run
-from graphshard.schedule.dag import TimelineDag
-from graphshard.schedule.inside import workspaces
-from graphshard.schedule.simulate import Why, why_waits
+from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, TimelineDag, Times, Wait, events_of, run
+from graphshard.schedule.program_memory import workspaces
+
+# Reason of a wait of compute: it is for the phase's first or last collective; the link was busy; the launch was too
+# late, or is longer than the compute next to it; it is for a collective of the model.
+Why = Literal["head", "tail", "link", "late", "model"]
 
 # Why compute waits, in words.
 WHY: dict[Why, str] = {
@@ -33,7 +35,7 @@ WHY: dict[Why, str] = {
     "model": "the model's own collective, which runs where the model has it",
 }
 
-# What compute waits for before it computes, and not behind.
+# Kinds that compute waits for before it computes, and not after.
 _BEFORE = ("gather", "upload")
 
 # Waits that are explained: in a deep model all of them take seconds.
@@ -45,18 +47,18 @@ class Step:
     """One call of a region, one collective, or one wait that holds compute up.
 
     Attributes:
-        kind: "compute", "gather", "reduce", "all_reduce", "upload", "download" or "exposed"; of a collective of the
-            model "reduced", "joined", "scattered" or "exchanged".
-        name: of the region or bucket, or of what is copied.
+        kind: "compute", "gather", "reduce", "all_reduce", "upload", "download" or "exposed"; or the kind of a
+            collective of the model.
+        name: of the region, bucket or copied value.
         where: the modules a region computes, or the one that communicates.
         phase: "forward" or "backward".
         start, end: seconds from the start of the step.
         num_bytes: of the full tensors of a collective.
-        event: index of what it is in `Estimate.events`.
+        event: index in `Estimate.events`.
         order: regions that were called before, in the phase; for a collective when it is launched, for a wait when
             it waits.
         link: "node" or "network" of a collective, "host" of an upload, "to_host" of a download.
-        why: compute waits, see `graphshard.schedule.simulate.Exposed`.
+        why: reason of a wait.
         behind: the bucket that a collective had to queue behind, or "".
     """
 
@@ -83,12 +85,12 @@ class Estimate:
     """A step in time.
 
     Attributes:
-        events, times: what runs, and when.
-        compute: seconds that the regions take alone; with collectives beside them it may be more.
-        at_once: seconds that collectives of the model take once their link is free.
+        events, times: of the clock.
+        compute: seconds that the regions take alone; with collectives next to them it may be more.
+        at_once: seconds that the model's own collectives take once their link is free.
         phases: when each begins and ends.
-        node_times: where compute is behind each node.
-        workspace: by the call of a region, most bytes inside it beyond what goes in and what it returns.
+        node_times: compute's clock after each node.
+        workspace: by the call of a region, most bytes inside it beyond its inputs and results.
     """
 
     events: list[Event]
@@ -101,7 +103,7 @@ class Estimate:
     workspace: dict[Node, int]
 
     def total(self, *kinds: str) -> float:
-        """Seconds of all steps of the given kinds."""
+        """Return the seconds of all steps of the given kinds."""
         return sum(step.seconds for step in self.steps if step.kind in kinds)
 
     @cached_property
@@ -111,18 +113,18 @@ class Estimate:
 
     @cached_property
     def dag(self) -> TimelineDag:
-        """What must end before what begins: critical path and slack, by indices of events."""
+        """The timeline as a graph: critical path and slack, by indices of events."""
         return TimelineDag(self.events, self.times)
 
     @cached_property
     def critical(self) -> list[Step]:
-        """What the step consists of, from its begin to its end without a gap: calls, collectives and copies."""
+        """Calls, collectives and copies that follow each other without a gap from the begin of the step to its end."""
         by_event = {step.event: step for step in self.steps if step.kind != "exposed"}
         return [by_event[event] for event in self.dag.critical_path if self.dag.seconds[event]]
 
     @cached_property
     def delays(self) -> dict[int, dict[str, float]]:
-        """Of the longest waits, by their event: what each would be shorter by without what, the most first."""
+        """By event of the longest waits, and by name: how much shorter the wait would be without it, longest first."""
         found = {}
         for step in self.waits_for[:_DELAYS]:
             named = defaultdict[str, float](float)
@@ -154,12 +156,12 @@ class Estimate:
 
     @property
     def waits_for(self) -> list[Step]:
-        """What compute waits for, longest first."""
+        """Waits of compute, longest first."""
         return sorted((step for step in self.steps if step.kind == "exposed"), key=lambda step: -step.seconds)
 
     @property
     def ends(self) -> Ends:
-        """What of the waits lies at the ends of the step."""
+        """Waits at the ends of the step."""
         order = []
         for event, begin, end in zip(self.events, self.times.begins, self.times.ends):
             if isinstance(event, Call):
@@ -183,25 +185,20 @@ class Ends(NamedTuple):
 
 
 def ends_of(order: Sequence[tuple[str, float]]) -> Ends:
-    """What is exposed at the ends of a step.
+    """Return what is exposed at the ends of a step.
 
-    Casts of shards may run before the first gather, and casts of gradients behind the last reduction.
+    Casts of shards may run before the first gather, and casts of gradients after the last reduction.
 
     Args:
-        order: what compute does: "compute", or the kind of collective that it waits for, and for how long.
+        order: of compute's actions, each "compute" or the kind of collective that it waits for, and its seconds.
     """
-    first = itertools.takewhile(_waits, itertools.dropwhile(_calls, order))
-    last = itertools.takewhile(_waits, itertools.dropwhile(_calls, reversed(order)))
-    head = sum(seconds for kind, seconds in first if kind in _BEFORE)
-    return Ends(head, sum(seconds for kind, seconds in last if kind not in _BEFORE))
 
+    def first_waits(actions: Iterable[tuple[str, float]]) -> Iterator[tuple[str, float]]:
+        from_first = itertools.dropwhile(lambda action: action[0] == "compute", actions)
+        return itertools.takewhile(lambda action: action[0] != "compute", from_first)
 
-def _calls(did: tuple[str, float]) -> bool:
-    return did[0] == "compute"
-
-
-def _waits(did: tuple[str, float]) -> bool:
-    return did[0] != "compute"
+    head = sum(seconds for kind, seconds in first_waits(order) if kind in _BEFORE)
+    return Ends(head, sum(seconds for kind, seconds in first_waits(reversed(order)) if kind not in _BEFORE))
 
 
 def estimate(program: Program, costs: Costs) -> Estimate:
@@ -221,10 +218,10 @@ def estimate(program: Program, costs: Costs) -> Estimate:
 
 
 def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
-    """What the executors of a lowered program do.
+    """Return the events of a lowered program's executors.
 
     Args:
-        drawn: whose seconds they take: the same costs, or those of samples of the profile.
+        drawn: costs for their seconds: the same, or those of samples of the profile.
     """
     seconds = {key: drawn.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
@@ -232,12 +229,12 @@ def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
 
 
 def sent_bytes(node: Node) -> int:
-    """Bytes of the full tensors of a collective; an all-reduce has shards."""
+    """Return the bytes of the full tensors of a collective; an all-reduce has shards."""
     return num_bytes(node) if kind_of(node) == "gather" else sum(map(num_bytes, node.all_input_nodes))
 
 
 def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
-    """Events with their times; a wait only if it holds compute up."""
+    """Yield events with their times; a wait only if it holds compute up."""
     behind = _queued(events, times)
     launches = [event for event in events if isinstance(event, Launch)]
     collectives = [event for event in launches if event.link not in HOST_LINKS and event.kind not in MODEL_KINDS]
@@ -252,15 +249,20 @@ def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
             found = {"kind": event.kind, "num_bytes": event.num_bytes, "link": event.link}
             yield replace(step, **found, where=event.where, behind=behind[index])
         elif isinstance(event, Wait) and end > begin:
-            sent = events[event.launch]
+            sent, queued = events[event.launch], behind[event.launch]
             assert isinstance(sent, Launch)
-            ends = {"first": sent is first.get(sent.phase), "last": sent is last.get(sent.phase)}
-            why: Why = "model" if sent.kind in MODEL_KINDS else why_waits(sent.kind, behind[event.launch], **ends)
-            yield replace(step, kind="exposed", where=sent.where, why=why, behind=behind[event.launch])
+            why: Why = "link" if queued else "late"
+            if sent.kind in MODEL_KINDS:
+                why = "model"
+            elif sent.kind == "gather" and sent is first.get(sent.phase):
+                why = "head"
+            elif sent.kind != "gather" and sent is last.get(sent.phase):
+                why = "tail"
+            yield replace(step, kind="exposed", where=sent.where, why=why, behind=queued)
 
 
 def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:
-    """By the index of a launch: what it queues behind on its link, or ""."""
+    """Return by the index of a launch what it queues behind on its link, or ""."""
     found: dict[int, str] = {}
     before: dict[str, str] = {}
     now = 0.0
@@ -274,7 +276,7 @@ def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:
 
 
 def _phases(program: Program, events: Sequence[Event], times: Times) -> dict[str, tuple[float, float]]:
-    """When each phase begins and ends."""
+    """Return when each phase begins and ends."""
     found: dict[str, tuple[float, float]] = {}
     began = 0.0
     for name in program.phases:
@@ -285,7 +287,7 @@ def _phases(program: Program, events: Sequence[Event], times: Times) -> dict[str
 
 
 def _node_times(program: Program, events: Sequence[Event], times: Times) -> dict[Node, float]:
-    """Where compute is behind each node."""
+    """Return compute's clock after each node."""
     ends = {e.node: end for e, end in zip(events, times.ends) if e.node is not None and not isinstance(e, Launch)}
     found: dict[Node, float] = {}
     now = 0.0

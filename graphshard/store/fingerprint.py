@@ -35,8 +35,8 @@ from graphshard.ir.param_table import ParamTable, places_of
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, OffloadParameters, Pass
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from graphshard.store.artifact_manifest import Environment, ModelFacts, StoredOptions
 from graphshard.torch_compat.autograd_state import modes_of_functions
 from graphshard.torch_compat.operators import kernels_in_python

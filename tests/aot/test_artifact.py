@@ -23,7 +23,7 @@ import graphshard
 from graphshard import ArtifactError
 from graphshard.ir.archive import read_archive
 from graphshard.lower.aoti_package import check_package
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.store.artifact_file import read_artifact
 from tests.exported import Net, export_net, rewritten, zipped
 from tests.helpers import Blocks

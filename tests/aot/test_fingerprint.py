@@ -224,7 +224,7 @@ def test_ignored_params(net_file: Path, mesh: DeviceMesh) -> None:
 
 
 def test_plan_options(net_file: Path, mesh: DeviceMesh) -> None:
-    planner = graphshard.schedule.by_unit.PlanByUnit(pack_gathers_below=1)
+    planner = graphshard.schedule.fsdp2_order.PlanByUnit(pack_gathers_below=1)
     error = refused(net_file, mesh, passes=graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner)))
     assert error.field == "passes"
     assert "passes of plan was" in str(error)

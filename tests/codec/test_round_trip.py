@@ -44,9 +44,9 @@ from graphshard.ir.sizes import size_inputs
 from graphshard.lower.eager import compile_operators
 from graphshard.lower.regions import lower
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from graphshard.torch_compat.fake_tensors import new_fake_mode
 from graphshard.torch_compat.operators import OpOverload, pytree
 from graphshard.torch_compat.symbolic_sizes import new_size

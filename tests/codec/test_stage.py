@@ -30,7 +30,7 @@ from graphshard.passes import Bucketing, DropUnusedTangents, MakePlan, Pass
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.rules import verify
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.torch_compat.operators import pytree
 from tests.helpers import PACKED, Affine, Blocks, Tied, captured
 

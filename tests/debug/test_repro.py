@@ -40,8 +40,8 @@ from graphshard.passes import (
 )
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.planner import PlanByCost
 from tests.helpers import COALESCED, PACKED, Blocks, captured
 
 STAGES = ("capture", *(step.name for step in Pipeline()))

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
 from graphshard.passes import MakePlan
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.torch_compat.operators import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, AliveBytes, assert_same, filled, fsdp2, grads_of, world_mesh

@@ -14,7 +14,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.runtime.gloo import swap_halves
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 

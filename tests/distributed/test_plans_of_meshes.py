@@ -19,7 +19,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.passes import MakePlan
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.planner import PlanByCost
 from tests.distributed import expert_parallel
 from tests.distributed.expert_parallel import WIDTH
 from tests.distributed.tensor_parallel import data_of, llama, mesh_of, mlps, rows, tokens, train_alike

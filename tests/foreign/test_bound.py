@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.foreign.bound import lower_bound
-from graphshard.foreign.course import Course, Itinerary, Leg, run
-from graphshard.foreign.search import search, soon
-from graphshard.schedule.budget import Budget
+from graphshard.schedule.foreign_graph import Course, Itinerary, Leg, run
+from graphshard.schedule.foreign_search import course_bound, search, soon
+from graphshard.schedule.problem import Budget
 
 LINKS = ("network", "network", "node")
 
@@ -98,26 +97,26 @@ def _best(course: Course) -> float:
 @settings(max_examples=150, deadline=None)
 @given(_courses())
 def test_no_itinerary_beats_it(course: Course) -> None:
-    assert lower_bound(course) <= _best(course) * (1 + 1e-9)
+    assert course_bound(course) <= _best(course) * (1 + 1e-9)
 
 
 def test_a_link_that_has_much_to_carry_before_something_is_needed() -> None:
     """Neither is the longest path, nor all that the link carries, as long as three messages and what follows them."""
     legs = [_leg(number, 0, 1, 3) for number in range(3)]
     course = Course((1.0, 9.0), tuple(legs), ("network",), _cost, 0.0)
-    assert lower_bound(course) == _best(course) == pytest.approx(3 * 3.75 + 9)
+    assert course_bound(course) == _best(course) == pytest.approx(3 * 3.75 + 9)
 
 
 def test_a_link_that_has_much_to_carry_after_something_is_there() -> None:
     legs = [_leg(number, 1, 2, 3, kind="reduce") for number in range(3)]
     course = Course((5.0, 1.0), tuple(legs), ("network",), _cost, 0.0)
-    assert lower_bound(course) == _best(course) == pytest.approx(5 + 3 * 3.75)
+    assert course_bound(course) == _best(course) == pytest.approx(5 + 3 * 3.75)
 
 
 def test_messages_of_no_bytes() -> None:
     legs = [_leg(number, 1, 1, number, kind="reduce") for number in range(2)]
     course = Course((1.0,), tuple(legs), ("network",), _cost, 0.0)
-    assert lower_bound(course) == pytest.approx(_best(course))
+    assert course_bound(course) == pytest.approx(_best(course))
 
 
 def test_what_follows_from_a_message_starts_when_that_has_come() -> None:
@@ -132,4 +131,4 @@ def test_what_follows_from_a_message_starts_when_that_has_come() -> None:
 def test_packing_takes_compute_before_the_last_message_starts() -> None:
     first, last = _leg(0, 1, 2, 1, kind="reduce", packing=0.5), _leg(1, 2, 2, 3, kind="reduce")
     course = Course((2.0, 2.0), (first, last), ("network",), _cost, 0.0)
-    assert lower_bound(course) == _best(course) == pytest.approx(4 + 0.5 + 3.75)
+    assert course_bound(course) == _best(course) == pytest.approx(4 + 0.5 + 3.75)

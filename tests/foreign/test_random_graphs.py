@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from graphshard import schedule_graph
 from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
-from graphshard.foreign.bound import lower_bound
-from graphshard.foreign.groups import Group, check_groups
-from graphshard.foreign.schedule import _Task
+from graphshard.schedule.foreign_search import course_bound
+from graphshard.schedule.graph_collectives import Group, check_groups
+from graphshard.schedule.schedule_graph import _Task
 from tests.foreign import random_graphs
 from tests.foreign.emulation import results, same
 from tests.foreign.random_graphs import Step
@@ -64,4 +64,4 @@ def test_nothing_that_fits_beats_the_bound(chosen: list[Step], share: float, sha
         limit = error.smallest
         found = schedule_graph(gm, groups, memory_limit=limit, steps=50_000)
     task = _Task.of(gm, check_groups(groups), load_profile("h100"), "isolated", limit)
-    assert lower_bound(task._within_limit) <= found.seconds_after * (1 + 1e-9)
+    assert course_bound(task._within_limit) <= found.seconds_after * (1 + 1e-9)

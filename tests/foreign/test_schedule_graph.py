@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
 from graphshard import ArgumentError, Group, InfeasibleError, UnsupportedError, schedule_graph
-from graphshard.foreign.groups import Wire
+from graphshard.schedule.graph_collectives import Wire
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from tests.foreign.emulation import results, same
 from tests.foreign.planes import planes

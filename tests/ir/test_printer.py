@@ -13,7 +13,7 @@ from graphshard.ir import printer
 from graphshard.ir.graph import calls_of, replace_after
 from graphshard.ir.printer import Lines, describe, dtype_name, print_communication, print_graph, print_program
 from graphshard.ir.program import Program
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Affine, Blocks, captured, through
 
 

@@ -23,7 +23,7 @@ from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Phase, Program
 from graphshard.module import tracer
 from graphshard.module.tracer import VARIABLE
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.planner import PlanByCost
 from tests.conftest import FakeWorld
 from tests.predict.test_depth import Attends, Block, Experts, Normed, Skips, Stack, UsesItsIndex
 from tests.ranks import Ranks

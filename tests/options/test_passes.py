@@ -25,11 +25,10 @@ from graphshard.options.options import Options
 from graphshard.options.resolve import profile_here, with_planner
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.schedule.agreed import AgreedPlanner, communication, outline
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
-from graphshard.schedule.memory_limit import within
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.rank_consistent_planner import AgreedPlanner, communication, outline, within
 from tests.helpers import Blocks, captured, copied, through
 from tests.ranks import FakeWorld
 
@@ -186,7 +185,7 @@ def test_planning_can_be_interrupted(fake_world: FakeWorld, monkeypatch: pytest.
         model(*BATCH)
 
     with monkeypatch.context() as patched:
-        patched.setattr("graphshard.schedule.solve.simulate", mock.Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("graphshard.schedule.solver.simulate", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             compile_and_call()
     assert (type(model) is Blocks) == ahead

@@ -23,7 +23,7 @@ from graphshard.passes import Bucketing, MakePlan, Reorder
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.rules import verify
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import (
     COALESCED,
     PACKED,

@@ -18,8 +18,8 @@ from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
 from graphshard.passes import Bucketing, KeepGathered, MakePlan, Reorder
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.planner import PlanByCost
 from tests.helpers import COALESCED, Blocks, Scales, assert_gradients, captured, through
 
 # Kernels cost nothing but their bytes, so that communication is never hidden.

@@ -14,7 +14,7 @@ from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Blocks, captured, through
 
 

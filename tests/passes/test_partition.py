@@ -16,7 +16,7 @@ from graphshard.ir.program import Slot
 from graphshard.passes.partition import Partition
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.rules import verify
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import (
     COALESCED,
     PACKED,

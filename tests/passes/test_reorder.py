@@ -19,7 +19,7 @@ from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program
 from graphshard.passes import Reorder
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Blocks, Scales, assert_gradients, captured, copied, step, through
 
 PLANNERS = pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])

@@ -19,8 +19,8 @@ from graphshard.passes import ActivationCheckpointing, KeepGathered, MakePlan
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import PolicySearch
 from graphshard.pipeline.pipeline import Pipeline, run_pass, run_pipeline
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.planner import PlanByCost
 from tests.helpers import assert_gradients, captured, copied
 
 

@@ -26,7 +26,7 @@ from graphshard.errors import BatchError
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
 from graphshard.predict.study import Study
-from graphshard.schedule.build import Settings, build
+from graphshard.schedule.build_problem import Settings, build
 from graphshard.schedule.clock import Launch, Wait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole

@@ -142,8 +142,8 @@ def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) 
     refused = AssertionError("every block")
     with (
         mock.patch("graphshard.predict.study.instantiate_all_blocks", side_effect=refused),
-        mock.patch("graphshard.schedule.few.instantiate_all_blocks", side_effect=refused),
-        mock.patch("graphshard.schedule.by_cost.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.template_schedule.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.schedule.planner.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.predict.study.instantiate_blocks", side_effect=refused),
     ):
         assert compare(Stack([block() for _ in range(9)]), **options)

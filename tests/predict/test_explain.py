@@ -20,9 +20,9 @@ from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters
 from graphshard.predict.step_prediction import advise, critical_parts, limit_of
 from graphshard.predict.study import Study
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
 from graphshard.schedule.clock import Call, Launch, Wait, run
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.timeline import ends_of, steps_of
 from graphshard.utils.text import format_seconds
 

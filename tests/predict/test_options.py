@@ -23,7 +23,7 @@ from graphshard.passes import MakePlan, OffloadParameters, Reorder
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 from tests.ranks import FakeWorld
 

@@ -16,8 +16,8 @@ from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.runtime.gloo import add_own_half, exchange_reductions, swap_halves
 from graphshard.runtime.process_groups import on_gloo
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.ways import make_link
+from graphshard.schedule.axis_links import make_link
+from graphshard.schedule.planner import PlanByCost
 from tests.helpers import Blocks, captured
 from tests.ranks import FakeWorld, reset_distributed
 

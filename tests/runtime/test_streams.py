@@ -24,8 +24,8 @@ from graphshard.lower.executor import Executor, _with_frees
 from graphshard.lower.executor_lines import Call, Line, Start, Wait
 from graphshard.lower.line_rewrites import Taken, hand_over_gradients
 from graphshard.passes import MakePlan, OffloadActivations, OffloadParameters
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import BF16, FP32
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld

@@ -11,7 +11,7 @@ from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import base_of
 from graphshard.ir.plan import Bucket, Plan
 from graphshard.ir.program import Program
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Blocks, Scales, captured, through
 
 BATCH = (torch.ones(3, 4),)

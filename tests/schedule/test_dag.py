@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.schedule.clock import Call, Event, Launch, Times, Wait, run
-from graphshard.schedule.dag import TimelineDag
+from graphshard.schedule.clock import Call, Event, Launch, TimelineDag, Times, Wait, run
 
 EPSILON = 0.25
 CONTENTION = 0.5

@@ -10,9 +10,9 @@ import torch
 from graphshard.errors import InfeasibleError
 from graphshard.ir.program import Program
 from graphshard.passes.keep_gathered import keep_gathered
-from graphshard.schedule.build import Constraints
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.peak import peak_of
+from graphshard.schedule.build_problem import Constraints
+from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.rank_consistent_planner import peak_of
 from tests.helpers import Blocks, captured, copied, through
 from tests.schedule.test_ways import PROGRAMS, _planner
 

@@ -13,7 +13,8 @@ from benchmarks.schedule import planned
 from benchmarks.shapes import GEMMA, GPT, LLAMA_1B, QWEN, VIT, Shape, link_of, problem
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.schedule import Problem, Schedule, simulate
+from graphshard.schedule import Problem, Schedule
+from graphshard.schedule.simulator import simulate
 
 RIVALS = {
     "FSDP2, packed": {},

@@ -14,9 +14,8 @@ from graphshard.cost.kernels import num_bytes
 from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.program import Program
 from graphshard.pipeline.instrumentation import saved_by_unit
-from graphshard.schedule.footprint import base_bytes
 from graphshard.schedule.memory import tensors
-from graphshard.schedule.shared import owners, saved_memory
+from graphshard.schedule.program_memory import base_bytes, owners, saved_memory
 from tests.helpers import captured, through
 
 

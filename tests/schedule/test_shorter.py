@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from graphshard.schedule import Chain, Link, Problem, Rate, Transfer
-from graphshard.schedule.by_cost import _may_gain
-from graphshard.schedule.shorter import BLOCKS, shorter
-from graphshard.schedule.solve import Solver, one_ahead
+from graphshard.schedule.coarsening import BLOCKS, reduced
+from graphshard.schedule.planner import _may_gain
+from graphshard.schedule.solver import Solver, fsdp2_solution
 from tests.schedule.oracles import halves
 
 LINK = Link(Rate(5.0, 0.5), Rate(5.0, 0.7), halves, 8)
@@ -30,7 +30,7 @@ def stack(layers: int, *, seconds: float = 60.0) -> Problem:
 
 def test_what_is_left_is_the_problem_of_fewer_layers() -> None:
     """Times, transfers and what they gate are; memory stays that of the first and of the last layers."""
-    found = shorter(stack(40))
+    found = reduced(stack(40))
     assert found is not None
     assert found.share == BLOCKS / (BLOCKS + found.gone["forward"])
     expected = stack(40 - found.gone["forward"]).chains[:2]
@@ -40,19 +40,19 @@ def test_what_is_left_is_the_problem_of_fewer_layers() -> None:
         assert [r.at for r in chain.reductions] == [r.at for r in other.reductions]
     forward, whole = found.problem.chains[0], stack(40).chains[0]
     assert (forward.base[:5], forward.base[-5:]) == (whole.base[:5], whole.base[-5:])
-    assert one_ahead(found.problem).peak == one_ahead(stack(40)).peak
+    assert fsdp2_solution(found.problem).peak == fsdp2_solution(stack(40)).peak
 
 
 @pytest.mark.parametrize("problem", [stack(2 * BLOCKS - 3), replace(stack(40), keepable=frozenset({"w1"}))])
 def test_problems_that_stay_as_they_are(problem: Problem) -> None:
-    assert shorter(problem) is None
+    assert reduced(problem) is None
 
 
 def test_a_layer_that_differs_stays() -> None:
     problem = stack(60)
     (forward, *others) = problem.chains
     odd = replace(forward, seconds=(*forward.seconds[:81], 61.0, *forward.seconds[82:]))
-    found = shorter(replace(problem, chains=(odd, *others)))
+    found = reduced(replace(problem, chains=(odd, *others)))
     assert found is not None
     assert 61.0 in found.problem.chains[0].seconds
 
@@ -62,7 +62,7 @@ def test_a_layer_that_differs_stays() -> None:
 def test_what_gains_is_looked_for(layers: int, seconds: float) -> None:
     """Where a search of all layers finds a step that is so much shorter, one of few layers says so."""
     problem = stack(layers, seconds=seconds)
-    first = one_ahead(problem)
+    first = fsdp2_solution(problem)
     best = Solver(first.peak)(problem).step_seconds
     for share in (0.5, 0.9):
         gain = share * (first.step_seconds - best)
@@ -74,5 +74,5 @@ def test_what_gains_is_looked_for(layers: int, seconds: float) -> None:
 
 def test_what_cannot_gain_is_not_looked_for() -> None:
     problem = stack(40, seconds=500.0)
-    first = one_ahead(problem)
+    first = fsdp2_solution(problem)
     assert not _may_gain(problem, problem, 0.2 * first.step_seconds, Solver(first.peak))

@@ -17,9 +17,9 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.passes import RegatherInSubgroup
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.schedule.build import Settings, build
-from graphshard.schedule.by_cost import PlanByCost
-from graphshard.schedule.by_unit import PlanByUnit
+from graphshard.schedule.build_problem import Settings, build
+from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.planner import PlanByCost
 from tests.helpers import Blocks, captured, copied, through
 
 H100 = load_profile("h100")
@@ -123,7 +123,7 @@ def test_each_phase_has_the_link_of_its_axes() -> None:
     for name in ("replicas on other nodes", "all in a node", "all between nodes"):
         program = PROGRAMS[name]
         link = build(program, Costs(H100, mesh=program.mesh), Settings()).problem.links["backward"]
-        on[name] = link.all_reduce_on, link.shares
+        on[name] = link.all_reduce_on, link.all_reduce_on in (link.channel("gather"), link.channel("reduce"))
         assert link.all_reduce(8000 * program.mesh.shard.size, 1) == Costs(H100, mesh=program.mesh).collective(
             "all_reduce", 8000, 1, program.mesh.replicate
         )

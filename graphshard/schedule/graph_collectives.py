@@ -1,9 +1,9 @@
-"""The collectives of a foreign graph, known by kind and group, and what in a graph cannot be scheduled.
+"""Collectives of an external graph by kind and group, the ranks they run over, and what cannot be scheduled.
 
     %g = all_gather_into_tensor(%s, 4, "2")          a message of the group "2" with one wait
     %w = wait_tensor(%g)
 
-Everything that is wrong is found here, before anything is changed.
+All errors are found here, before anything is changed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,136 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.foreign.groups import Group, group_named
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT, c10d
+from graphshard.ir.mesh import MOST_RANKS, Axis, Mesh
+from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.operators import OpOverload, OpOverloadPacket
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.utils.argument_validation import check_count, is_int
+from graphshard.utils.text import brief
+
+_EXAMPLE = "{'group name': 8}, {'group name': graphshard.Group(8, apart=2)} or a DeviceMesh"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, as costs see it.
+
+    Attributes:
+        size: number of ranks.
+        apart: what neighbours' global ranks differ by: 1 for ranks 0, 1, 2, and 8 for ranks 0, 8, 16. It tells how many
+            ranks of the group share a node.
+        link: name of what carries its collectives; those of the same name queue for it. "" is "node" for a group
+            within one node, else "network".
+
+    Raises:
+        ArgumentError: a number is not positive, or the link is no text.
+    """
+
+    size: int
+    apart: int = 1
+    link: str = ""
+
+    def __post_init__(self) -> None:
+        check_count("size", self.size, most=MOST_RANKS, what="number of ranks")
+        check_count("apart", self.apart, most=MOST_RANKS, what="number of ranks")
+        if not isinstance(self.link, str):
+            raise ArgumentError(
+                f"link must be a name such as 'network', or '' for the machine's, got {brief(self.link)}."
+            )
+
+
+# Groups by the names that a graph has for them; None is those that exist in this process.
+GroupsLike = Mapping[str, int | Group] | DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Costs of one group's collectives.
+
+    Attributes:
+        group: the group.
+        profile, network: of the machine.
+    """
+
+    group: Group
+    profile: Profile
+    network: str
+
+    @cached_property
+    def _axis(self) -> Axis:
+        return Axis("group", self.group.size, "replicate")
+
+    @cached_property
+    def _costs(self) -> Costs:
+        # Ranks that lie between neighbors of the group are inside of the axis.
+        mesh = Mesh((self._axis, Axis("inside", self.group.apart, "shard")))
+        return Costs(self.profile, self.network, mesh)
+
+    @cached_property
+    def link(self) -> str:
+        """Name of its link."""
+        return self.group.link or self._costs.link(self._axis)
+
+    def seconds(self, kind: str, num_bytes: int, num_tensors: int) -> float:
+        """Return the seconds of one launch, as `Costs.collective` says."""
+        return float(self._costs.collective(kind, num_bytes, num_tensors, self._axis))
+
+
+def check_groups(groups: GroupsLike) -> dict[str, Group]:
+    """Return the groups that an argument names; raise ArgumentError for other values."""
+    if groups is None:
+        return {}
+    if isinstance(groups, DeviceMesh):
+        return {groups.get_group(dim).group_name: _existing(groups.get_group(dim)) for dim in range(groups.ndim)}
+    if not isinstance(groups, Mapping):
+        raise ArgumentError(f"groups must be {_EXAMPLE}, got {brief(groups)}.")
+    found = {}
+    for name, group in groups.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"groups must have names of process groups for keys, got {brief(name)}.")
+        if is_int(group):
+            check_count(f"groups[{brief(name)}]", group, most=MOST_RANKS, what="number of ranks")
+            group = Group(group)
+        if not isinstance(group, Group):
+            raise ArgumentError(f"groups must be {_EXAMPLE}, got {brief(group)} for {brief(name)}.")
+        found[name] = group
+    return found
+
+
+def group_named(name: str, node: str, given: Mapping[str, Group]) -> Group:
+    """Return a group that a node names: as it was given, or the one that exists.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if name in given:
+        return given[name]
+    try:
+        return _existing(process_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        known = f" The groups given are {', '.join(map(repr, given))}." if given else ""
+        raise ArgumentError(
+            f"groups: %{node} communicates over the group {name!r}, which does not exist in this process.{known} Name "
+            f"it, as in groups={{{name!r}: 8}}, with its number of ranks."
+        ) from None
+
+
+def _existing(group: dist.ProcessGroup) -> Group:
+    ranks = sorted(dist.get_process_group_ranks(group))
+    return Group(len(ranks), max(1, (ranks[-1] - ranks[0]) // max(1, len(ranks) - 1)))
+
 
 _EXCHANGE = c10d.all_to_all_single.default
 _KINDS: dict[Any, str] = {
@@ -30,7 +150,7 @@ _KINDS: dict[Any, str] = {
     _EXCHANGE: "all_to_all",
 }
 _PACKETS = {"gather": c10d.all_gather_into_tensor, "reduce": c10d.reduce_scatter_tensor, "all_reduce": c10d.all_reduce}
-# Namespaces of operators that communicate; what is not in `_KINDS` is not known here.
+# Namespaces of operators that communicate; operators that are not in `_KINDS` are refused.
 _COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 
 
@@ -42,9 +162,9 @@ class Message:
         index: its place among those of the graph.
         kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
         node: the launch.
-        tensors: what it is given.
-        arrivals: by tensor, what carries its result: the launch itself, or `getitem`s of it.
-        waits: all of them; there may be several for a tensor, and none for one that nobody reads.
+        tensors: its inputs.
+        arrivals: by tensor, the nodes of its result: the launch itself, or `getitem`s of it.
+        waits: all of them; there may be several for a tensor, and none for one that is not read.
         group: name of the process group.
         key: messages with equal keys may travel together; None travels alone.
         num_bytes: of the full tensors on each rank, as `Costs.collective` counts them.
@@ -67,12 +187,12 @@ class Message:
 
 
 def is_launch(node: Node) -> bool:
-    """A functional collective that is known here."""
+    """Return whether a node is a functional collective that can be scheduled."""
     return node.op == "call_function" and node.target in _KINDS
 
 
 def bytes_of(val: Any) -> int:
-    """Bytes of a value, of all tensors if there are several; at their hints where sizes are dynamic."""
+    """Return the bytes of a value, of all tensors if there are several; at their hints where sizes are dynamic."""
     if isinstance(val, torch.Tensor):
         count = 1
         for size in val.shape:
@@ -82,7 +202,7 @@ def bytes_of(val: Any) -> int:
 
 
 def messages(graph: Graph, given: Mapping[str, Group]) -> tuple[list[Message], dict[str, Group]]:
-    """The collectives of a graph in their order, and the groups that they run over.
+    """Return the collectives of a graph in their order, and the groups that they run over.
 
     Raises:
         ArgumentError: values are not known, a group is not, or a result is used without a wait.

@@ -1,4 +1,4 @@
-"""Make the plan that costs say is best: the planner that weighs, beside the one that follows FSDP2's order."""
+"""Planner by cost: a program in, the plan with the shortest predicted step out."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import functools
 import heapq
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks
-from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, Event, Plan, Prediction
+from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, CollectiveKind, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.passes.keep_gathered import keep_gathered
+from graphshard.schedule.axis_links import on_one_link, ways_of
 from graphshard.schedule.bounds import lower_bound
-from graphshard.schedule.buckets import to_buckets
-from graphshard.schedule.build import Built, Constraints, Settings, build
-from graphshard.schedule.by_unit import PlanByUnit, gathered_of, is_scalar, plan_scalars
-from graphshard.schedule.few import folded_plan, planned_in_short
-from graphshard.schedule.known import collectives_of, within_one_plan
-from graphshard.schedule.problem import Problem, Schedule
-from graphshard.schedule.shorter import shorter
-from graphshard.schedule.solve import STEPS, Solution, Solver, one_ahead, smallest_of
-from graphshard.schedule.ways import on_one_link, ways_of
+from graphshard.schedule.build_problem import Built, Constraints, PhaseMap, Settings, build
+from graphshard.schedule.coarsening import reduced
+from graphshard.schedule.fsdp2_order import PlanByUnit, gathered_of, is_scalar, plan_scalars
+from graphshard.schedule.graph_facts import collectives_of, within_one_plan
+from graphshard.schedule.problem import Chain, Placement, Problem, Schedule
+from graphshard.schedule.solver import STEPS, Solution, Solver, fsdp2_solution, smallest_of
+from graphshard.schedule.template_schedule import folded_plan, planned_in_short
 
 log = logging.getLogger(__name__)
 
 # So many times the bound or less, a search of few blocks says whether one of all pays. Where latencies take longer than
 # that, buckets of many blocks may gain what few blocks do not show.
 _CLOSE = 1.1
-# Of what FSDP2's order takes, as much more is no difference that predictions show (they are within 5 %). Where the peak
-# leaves no room for buckets that are larger by little, steps that wait for the link are up to a quarter longer.
+# More than FSDP2's order takes by so much is no difference that predictions show (they are within 5 %). Where the peak
+# leaves no room for buckets that are a little larger, steps that wait for the link are up to a quarter longer.
 _ABOUT = 1.01
 
 
@@ -53,14 +53,14 @@ class _Planned:
         return self.prediction.lower_bound
 
     def above(self, bound: float, stopped: bool) -> _Planned:
-        """With another lower bound, and whether a search ended at its budget."""
-        prediction = replace(self.prediction, lower_bound=bound, stopped=stopped)
+        """Return the plan with another lower bound, and whether a search ended at its budget."""
+        prediction = replace(self.prediction, lower_bound=min(bound, self.seconds), stopped=stopped)
         return _Planned(replace(self.plan, prediction=prediction), prediction)
 
 
 @dataclass(frozen=True)
 class PlanByCost:
-    """Buckets and launch positions with the shortest predicted step under a memory limit.
+    """Planner of buckets and launch positions with the shortest predicted step under a memory limit.
 
     The costs come from a profile file, never from what this rank measures while it plans: all ranks must make the
     same plan.
@@ -73,7 +73,7 @@ class PlanByCost:
         exact_reductions: gradients are reduced in FSDP2's buckets and packed in its order, which keeps its bits where
             the sum depends on the place in the buffer, as on gloo. None does so on CPUs.
         pack_below: bytes of a shard below which a tensor may be packed with others; None is what the profile says, and
-            on CPUs, where each tensor of a coalesced collective takes long, as many as are copied in that time.
+            on CPUs, where each tensor of a coalesced collective takes long, the bytes that are copied in that time.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
         worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
             from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
@@ -108,8 +108,18 @@ class PlanByCost:
         self._check_units(program)
         return planned_in_short(program, self._of_few, self._best)
 
+    def _check_units(self, program: Program) -> None:
+        lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
+        named = {name for ahead in lists for unit, units in ahead.items() for name in (unit, *units)}
+        unknown = sorted(named - set(program.all_params.units))
+        if unknown:
+            raise ArgumentError(
+                f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
+                f"{', '.join(map(repr, program.params.units[:8]))}."
+            )
+
     def _of_few(self, program: Program) -> Plan:
-        """The schedule is that of all blocks, and memory of parameters that of few, if it treats them alike."""
+        """Plan all blocks of a program that has few of them, and count gathered bytes on few if all are alike."""
         if any(is_scalar(program, c) for phase in program.phases.values() for c in collectives_of(phase)):
             raise BlocksDifferError("gradients of scalars are not reduced with their blocks")
         plan = self._best(program)
@@ -119,28 +129,29 @@ class PlanByCost:
             return replace(plan, gathered_bytes=gathered_of(plan, instantiate_all_blocks(program)))
 
     def _best(self, program: Program) -> Plan:
-        # Which ranks share a node is the program's mesh to say.
-        here = replace(self, costs=replace(self.costs, mesh=program.mesh))
+        here = self._on(program)
         if not all(on_one_link(here.costs, ways_of(program, phase)) for phase in program.phases.values()):
             return self._unplanned(program)
         settings = here._settings(program)
         search = here._worthwhile if self.worth or self.worth_seconds else here._shortest
         found = search(program, settings)
-        if program.bound is None:
-            return found.plan
-        return found.above(min(program.bound, found.seconds), found.prediction.stopped).plan
+        return (found if program.bound is None else found.above(program.bound, found.prediction.stopped)).plan
+
+    def _on(self, program: Program) -> PlanByCost:
+        # Which ranks share a node is the program's mesh to say.
+        return replace(self, costs=replace(self.costs, mesh=program.mesh))
 
     @within_one_plan()
     def least(self, program: Program) -> tuple[int, float]:
-        """The least bytes in which a partitioned program runs, and seconds that it takes with any memory at least."""
-        here = replace(self, costs=replace(self.costs, mesh=program.mesh))
+        """Return the least bytes in which a partitioned program runs, and the least seconds with any memory."""
+        here = self._on(program)
         settings = here._settings(program)
-        together = replace(settings, constraints=replace(self.constraints, units=True))
-        problems = [build(program, here.costs, attempt).problem for attempt in dict.fromkeys((settings, together))]
+        attempts = dict.fromkeys((settings, settings.by_units))
+        problems = [build(program, here.costs, attempt).problem for attempt in attempts]
         return min(map(smallest_of, problems)), lower_bound(problems[0])
 
     def _unplanned(self, program: Program) -> Plan:
-        """The plan by units, where transfers of a kind cost as on several links.
+        """Plan by units where transfers of a kind cost as on several links.
 
         Raises:
             ArgumentError: a memory limit was given.
@@ -167,35 +178,33 @@ class PlanByCost:
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _shortest(self, program: Program, settings: Settings) -> _Planned:
-        """The best plan of all, or of those in which units travel together: a search may be better at fewer buckets."""
-        together = replace(settings, constraints=replace(self.constraints, units=True))
+        """Return the best plan of all, or of those by units: a search may be better at fewer buckets."""
         found: dict[Settings, _Planned] = {}
         refused: list[InfeasibleError] = []
-        built = {attempt: build(program, self.costs, attempt) for attempt in (settings, together)}
+        built = {attempt: build(program, self.costs, attempt) for attempt in (settings, settings.by_units)}
         for attempt in built:
             try:
                 found[attempt] = self._planned(program, built[attempt], attempt, Solver(self._limit, steps=self.steps))
             except InfeasibleError as error:
                 refused.append(error)
         if not found:
-            raise _least_of(refused)
+            raise min(refused, key=lambda error: error.smallest)
         shortest = min(found.values(), key=lambda planned: planned.seconds)
         bound = found[settings].bound if settings in found else lower_bound(built[settings].problem, limit=self._limit)
-        stopped = any(planned.prediction.stopped for planned in found.values())
-        return shortest.above(min(bound, shortest.seconds), stopped)
+        return shortest.above(bound, any(planned.prediction.stopped for planned in found.values()))
 
     def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
-        """FSDP2's order, or the best of its buckets, or the best of all, if that beats what comes before by enough."""
-        together = replace(settings, constraints=replace(self.constraints, units=True))
-        ahead = functools.partial(one_ahead, limit=0 if self.memory_limit is None else self.memory_limit)
-        built = {attempt: build(program, self.costs, attempt) for attempt in (together, settings)}
-        best = self._planned(program, built[together], together, ahead)
+        """Return FSDP2's order, or the best of its buckets, or the best of all, each if it gains enough."""
+        by_units = settings.by_units
+        ahead = functools.partial(fsdp2_solution, limit=0 if self.memory_limit is None else self.memory_limit)
+        built = {attempt: build(program, self.costs, attempt) for attempt in (by_units, settings)}
+        best = self._planned(program, built[by_units], by_units, ahead)
         # Without a limit it is about what FSDP2's order takes.
         limit = self._limit if self.memory_limit is not None else _ABOUT * best.prediction.peak_bytes
         problems, first = {attempt: each.problem for attempt, each in built.items()}, best.seconds
         bound = min(best.bound, lower_bound(problems[settings], limit=limit))
         fits = best.prediction.peak_bytes <= limit
-        together_bound, stopped = best.bound, False
+        bound_by_units, stopped = best.bound, False
         change = self.worth_seconds * len(program.all_params.units)
         refused: list[InfeasibleError] = []
         for attempt in built:
@@ -205,7 +214,7 @@ class PlanByCost:
             solver = Solver(limit, exact_kept=0, steps=self.steps, below=below)
             try:
                 close = fits and best.seconds <= _CLOSE * bound
-                if close and not _may_gain(problems[attempt], problems[together], first - below, solver):
+                if close and not _may_gain(problems[attempt], problems[by_units], first - below, solver):
                     continue
                 found = self._planned(program, built[attempt], attempt, solver)
             except InfeasibleError as error:
@@ -213,12 +222,12 @@ class PlanByCost:
                 continue
             stopped |= found.prediction.stopped
             if attempt == settings:  # what is proven of all plans there, or by any of units
-                bound = max(bound, min(found.bound, together_bound))
+                bound = max(bound, min(found.bound, bound_by_units))
             if found.seconds < below:
                 best, fits = found, True
         if not fits:
-            raise _least_of(refused)
-        return best.above(min(bound, best.seconds), stopped)
+            raise min(refused, key=lambda error: error.smallest)
+        return best.above(bound, stopped)
 
     @property
     def _limit(self) -> float:
@@ -240,16 +249,8 @@ class PlanByCost:
             except InfeasibleError:  # it fitted by a hair's breadth
                 kept, built = (), build(program, self.costs, settings)
                 solution = solver(built.problem)
-        profile = self.costs.profile
-        prediction = Prediction(
-            solution.step_seconds,
-            bound,
-            solution.peak,
-            profile.name,
-            profile.hash,
-            self.costs.network,
-            solution.stopped,
-        )
+        profile, found = self.costs.profile, (solution.step_seconds, bound, solution.peak)
+        prediction = Prediction(*found, profile.name, profile.hash, self.costs.network, solution.stopped)
         plan = self._plan(program, built, solution.schedule, settings)
         return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
 
@@ -263,41 +264,81 @@ class PlanByCost:
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
         for chain, placement in zip(built.problem.chains, schedule.placements):
-            if chain.name not in program.phases:
-                continue
-            mapped = built.maps[chain.name]
-            made, placed = to_buckets(chain.name, chain, mapped, placement, settings.pack_below, exchange)
-            scalars, theirs = plan_scalars(program, chain.name, [event.at for event in placed])
-            buckets += [*made, *scalars]
-            placed = list(heapq.merge(placed, theirs, key=lambda event: event.at))
-            events[chain.name] = tuple(placed)
+            if chain.name in program.phases:
+                made, placed = _to_buckets(chain, built.maps[chain.name], placement, settings.pack_below, exchange)
+                scalars, of_scalars = plan_scalars(program, chain.name, [event.at for event in placed])
+                buckets += [*made, *scalars]
+                events[chain.name] = tuple(heapq.merge(placed, of_scalars, key=lambda event: event.at))
         plan = Plan(tuple(buckets), events)
         return plan if program.few is not None else replace(plan, gathered_bytes=gathered_of(plan, program))
 
-    def _check_units(self, program: Program) -> None:
-        lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
-        named = {name for ahead in lists for unit, units in ahead.items() for name in (unit, *units)}
-        unknown = sorted(named - set(program.all_params.units))
-        if unknown:
-            raise ArgumentError(
-                f"prefetch names {unknown[0]!r}, which is no unit with parameters. The units are "
-                f"{', '.join(map(repr, program.params.units[:8]))}."
-            )
 
-
-def _may_gain(problem: Problem, together: Problem, seconds: float, solver: Solver) -> bool:
-    """Whether a search may gain so many seconds on FSDP2's order, as far as a problem with fewer blocks says.
+def _may_gain(problem: Problem, by_units: Problem, seconds: float, solver: Solver) -> bool:
+    """Return whether a search may gain so many seconds on FSDP2's order, as far as a problem with fewer blocks says.
 
     Args:
-        together: the problem in which units travel together.
+        by_units: the problem in which units travel together.
     """
-    short, ahead = shorter(problem), shorter(together)
+    short, ahead = reduced(problem), reduced(by_units)
     if short is None or ahead is None or short.gone != ahead.gone:
         return True
-    below = one_ahead(ahead.problem).step_seconds - short.share * seconds
-    return replace(solver, below=below, exact_transfers=0)(short.problem).step_seconds < below
+    below = fsdp2_solution(ahead.problem).step_seconds - short.share * seconds
+    return replace(solver, below=below)(short.problem).step_seconds < below
 
 
-def _least_of(refused: list[InfeasibleError]) -> InfeasibleError:
-    """Of what no plan fits in, the error with the least bytes that one needs."""
-    return min(refused, key=lambda error: error.smallest)
+def _to_buckets(
+    chain: Chain, mapped: PhaseMap, placement: Placement, pack_below: float, exchange: Callable[[int], bool]
+) -> tuple[list[Bucket], list[Event]]:
+    """Return a placement as the plan's buckets and events; a reduction with two legs is two buckets.
+
+    Args:
+        exchange: returns whether a reduction of one tensor of so many bytes is cheaper as all-to-all.
+    """
+    first: list[Bucket] = []
+    second: list[Bucket] = []  # the same where there is one leg
+    taken: Counter[str] = Counter()
+
+    def named(kind: CollectiveKind, where: str) -> str:
+        name = f"{kind} {where}"
+        taken[name] += 1
+        return f"{name} {taken[name]}" if taken[name] > 1 else name
+
+    for bucket in placement.buckets:
+        atoms = mapped.atoms[bucket.kind][bucket.first : bucket.end]
+        transfers = chain.members(bucket)
+        rows = [row for atom in atoms for row in atom.rows]
+        exact = all(t.num_small == t.num_tensors for t in transfers)
+        small = [row.name for row in rows if exact or row.piece_bytes(bucket.kind) < pack_below]
+        packed = tuple(small) if bucket.packed else ()
+        units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
+        where = f"{' to '.join(dict.fromkeys((units[0], units[-1])))} in {chain.name}"
+        ways = mapped.ways.of(rows[0])
+        kind = ways.reduction if bucket.kind == "reduce" else bucket.kind
+        num_bytes = sum(t.num_bytes for t in transfers)
+        alone = len(rows) - len(packed) + bool(packed) == 1
+        made = Bucket(
+            name=named(kind, where),
+            kind=kind,
+            phase=chain.name,
+            params=tuple(row.name for row in rows if row.name not in packed),
+            packed=packed,
+            axis=ways.axis(kind).name,
+            num_bytes=num_bytes,
+            exchanged=kind == "reduce" and alone and not rows[0].expert and exchange(num_bytes),
+        )
+        first.append(made)
+        second.append(made)
+        if kind == "reduce" and ways.replicas is not None:
+            shards = sum(row.sent_bytes("all_reduce") for row in rows)
+            axis, name = ways.replicas.name, named("all_reduce", where)
+            second[-1] = replace(made, name=name, kind="all_reduce", axis=axis, num_bytes=shards, exchanged=False)
+    events: list[Event] = []
+    for event in placement.events:
+        at = mapped.cuts[event.at]
+        if event.action == "start":
+            events.append(Event("start", first[event.bucket].name, at))
+        elif event.action == "continue":
+            events += [Event("wait", first[event.bucket].name, at), Event("start", second[event.bucket].name, at)]
+        else:
+            events.append(Event("wait", second[event.bucket].name, at))
+    return list(dict.fromkeys((*first, *second))), events

@@ -1,9 +1,9 @@
-"""The schedule of all of many equal blocks, of a program that has few of them (`Program.few`).
+"""Chains and plans of all of many equal blocks, for a program that has few of them (`Program.few`).
 
     program of few -> chain of few -> chain of all -> plan of all -> plan of few -> buckets and order of few
 
-A chain has few numbers for each block, so those of all blocks are made, and searches see the whole. Passes apply the
-plan to the few blocks if it treats all of them alike, which is found out by unfolding what was folded.
+A chain has few numbers for each block, so the chain of all blocks is made, and searches see the whole. Passes apply the
+plan to the few blocks if it treats all of them alike, which is checked by unfolding what was folded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
 from graphshard.ir.repeated_block_matcher import in_order, window_starts
 from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, RepeatedBlocks
-from graphshard.schedule.known import layout_of
+from graphshard.schedule.graph_facts import layout_of
 from graphshard.schedule.problem import Chain, Transfer
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _KINDS = 3
 
 
 def unfolding_of(program: Program, phase_name: str) -> RepeatExpansion:
-    """Where the groups are among the compute of a phase."""
+    """Return where the groups are among the compute of a phase."""
     assert program.few is not None
     repeats, descending = program.few.repeats, phase_name == "backward"
     begins = window_starts(layout_of(program.phases[phase_name]).compute, repeats)
@@ -45,7 +45,7 @@ def unfolding_of(program: Program, phase_name: str) -> RepeatExpansion:
 
 @dataclass(frozen=True)
 class Part:
-    """A transfer and what it is: the unit and the names of its parameters."""
+    """A transfer, with the unit and the names of its parameters."""
 
     transfer: Transfer
     unit: str
@@ -56,13 +56,13 @@ class Part:
         return self.transfer.at
 
     def rows(self, params: ParamTable) -> tuple[ParamSpec, ...]:
-        """Its parameters."""
+        """Return its parameters."""
         return tuple(params[name] for name in self.params)
 
 
 @dataclass(frozen=True)
 class Unfolded:
-    """The chain of all blocks, the positions of its items, and what its transfers are."""
+    """The chain of all blocks, the positions of its items, and its transfers."""
 
     chain: Chain
     cuts: tuple[int, ...]
@@ -73,12 +73,12 @@ class Unfolded:
 def unfolded_chain(
     chain: Chain, cuts: Sequence[int], gathers: Iterable[Part], reductions: Iterable[Part], program: Program
 ) -> Unfolded:
-    """The chain of all blocks.
+    """Return the chain of all blocks.
 
     Args:
-        chain: that of few.
+        chain: of few blocks.
         cuts: positions of its items, and the end.
-        gathers, reductions: what its transfers are.
+        gathers, reductions: its transfers.
 
     Raises:
         BlocksDifferError: the blocks differ.
@@ -99,10 +99,10 @@ def unfolded_chain(
 
 
 def _items(chain: Chain, cuts: Sequence[int], among: RepeatExpansion) -> RepeatExpansion:
-    """Where the groups are among the items of a chain.
+    """Return where the groups are among the items of a chain.
 
     A window begins with the first item of its group. Where items are cut inside of groups, as at reductions alone, the
-    last item of the group before may be as different as that group is: then windows begin with what is cut before.
+    last item of the group before may be as different as that group is: then windows begin with that item.
     """
 
     def items(bisect: Callable[[Sequence[int], int], int], back: int) -> RepeatExpansion:
@@ -139,7 +139,7 @@ def _cuts(cuts: Sequence[int], items: RepeatExpansion, among: RepeatExpansion) -
 
 
 def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterable[int]:
-    """Bytes alive by item, which grow evenly from block to block.
+    """Yield bytes alive by item, which grow evenly from block to block.
 
     Args:
         of_group: bytes of the inputs of a group, which are alive before it.
@@ -157,7 +157,7 @@ def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterabl
 
 
 def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -> int:
-    """Bytes of the inputs of one of the equal groups, and of what other phases alone are given of it."""
+    """Return the bytes of the inputs of one of the equal groups, and of those that only other phases have."""
     assert program.few is not None
     phase, total = program.phases[phase_name], 0
     index = layout_of(phase).index
@@ -167,7 +167,7 @@ def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -
             while stack:
                 for user in stack.pop().users:
                     last = max(last, index.get(user, -1))
-                    if user not in index or is_view(user):  # or is what gathers a piece
+                    if user not in index or is_view(user):  # or it gathers a piece
                         stack.append(user)
             if last < among.begins[among.inner[0]]:
                 raise BlocksDifferError(f"{node} is not read by a block")
@@ -183,7 +183,7 @@ def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -
 
 
 def _inputs(phase: Phase, few: RepeatedBlocks) -> Iterator[tuple[Node, Slot]]:
-    """Those of the group that those left out are copies of."""
+    """Yield the inputs of the group of which the groups left out are copies."""
     for node, slot in phase.slot_of().items():
         if few.is_of_template(slot.name, saved=slot.kind == "saved" and slot.of is None):
             yield node, slot
@@ -193,7 +193,10 @@ Of = tuple[CollectiveKind, str, str]
 
 
 def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name: str) -> tuple[dict[Of, int], int]:
-    """Where collectives, by kind, axis and first parameter, are needed or ready among the compute of all, and its end.
+    """Return where collectives are needed or ready among the compute of all blocks, and its end.
+
+    Args:
+        at: the same of few blocks, by kind, axis and first parameter.
 
     Raises:
         BlocksDifferError: windows of blocks differ.
@@ -216,7 +219,7 @@ def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name
 
 
 def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan:
-    """The plan of all blocks, of a program of few, or where there is none, or it cannot be told from these, of all."""
+    """Return the plan of all blocks, made with `of_few` of few blocks, or with `of_all` where few do not tell it."""
     if program.few is None:
         return of_all(program)
     try:
@@ -227,7 +230,7 @@ def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan
 
 
 def unfolded_plan(plan: Plan, program: Program) -> Plan:
-    """The plan of all blocks, of that of few.
+    """Return the plan of all blocks for the plan of few.
 
     Raises:
         BlocksDifferError: it treats blocks differently.
@@ -236,7 +239,7 @@ def unfolded_plan(plan: Plan, program: Program) -> Plan:
 
 
 def folded_plan(plan: Plan, program: Program) -> Plan:
-    """The plan of few blocks, of that of all.
+    """Return the plan of few blocks for the plan of all.
 
     Raises:
         BlocksDifferError: it treats blocks differently.
@@ -254,7 +257,7 @@ def _moved(plan: Plan, program: Program, *, fold: bool) -> Plan:
     events: dict[str, tuple[Event, ...]] = {}
     for name in program.phases:
         among = unfolding_of(program, name)
-        if name == "backward":  # where two reductions are under way behind the first group
+        if name == "backward":  # where two reductions are under way after the first group
             among = replace(among, ends=2)
         of_phase = [bucket for bucket in plan.buckets if bucket.phase == name]
         buckets += _buckets(of_phase, replace(among, begins={}), fold=fold)
@@ -264,7 +267,7 @@ def _moved(plan: Plan, program: Program, *, fold: bool) -> Plan:
 
 
 def unfolded_buckets(buckets: list[Bucket], program: Program, phase_name: str) -> list[Bucket]:
-    """The buckets of a phase of all blocks."""
+    """Return the buckets of a phase of all blocks."""
     return _buckets(buckets, replace(unfolding_of(program, phase_name), begins={}, ends=2), fold=False)
 
 
@@ -278,6 +281,6 @@ def _buckets(buckets: list[Bucket], by_name: RepeatExpansion, *, fold: bool) -> 
 
 
 def _parts(buckets: list[Bucket]) -> list[list[Bucket]]:
-    """The kinds, where they follow each other; else all as they are."""
+    """Return the buckets by kind, if the kinds follow each other; else all as they are."""
     parts = [list(part) for _, part in itertools.groupby(buckets, lambda bucket: bucket.kind)]
     return parts if len(parts) <= _KINDS else [buckets]

@@ -1,4 +1,4 @@
-"""From an itinerary to the graph: the order of its nodes, what memory they take, and messages that travel as one."""
+"""From an itinerary to the graph: the order of its nodes, their memory, and messages that travel as one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from graphshard.foreign.course import Course, Itinerary, Outcome
-from graphshard.foreign.effects import shared
-from graphshard.foreign.messages import Message, bytes_of
-from graphshard.foreign.windows import Windows, asked_for, parts
 from graphshard.ir.graph import is_view, start_together
+from graphshard.schedule.foreign_graph import Course, Itinerary, Outcome
+from graphshard.schedule.graph_collectives import Message, bytes_of
+from graphshard.schedule.reordering_windows import Windows, asked_for, parts, shared
 from graphshard.torch_compat.operators import OpOverload
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A graph, and what was found of it.
+    """A graph, and its collectives.
 
     Attributes:
         graph: whose nodes the others name.
@@ -41,11 +40,11 @@ class Writer:
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
     def order(self, course: Course, itinerary: Itinerary, outcome: Outcome) -> list[Node]:
-        """The nodes between inputs and output in the order of an itinerary; those of a bucket side by side."""
+        """Return the nodes between inputs and output in the order of an itinerary; a bucket's side by side."""
         return _Order(self, course, itinerary, outcome).nodes()
 
     def write(self, order: Sequence[Node], itinerary: Itinerary) -> dict[Node, tuple[str, ...]]:
-        """Put the graph's nodes into an order, and let buckets travel as one; launches that were, by those that are."""
+        """Put the graph's nodes into an order, and join buckets; return former launches by the new ones."""
         assert set(order) == set(self.given), "an order has every node"
         anchor = next(iter(self.graph.find_nodes(op="output")))
         for node in order:
@@ -59,7 +58,7 @@ class Writer:
         return names
 
     def _join(self, members: list[Message]) -> Node:
-        """Replace launches that stand side by side with one, and what carries their results."""
+        """Replace launches that stand side by side with one, and their results with its parts."""
         first = members[0]
         tensors = [tensor for member in members for tensor in member.tensors]
         vals = [val for m in members for val in _vals(m.node.meta["val"])]
@@ -79,7 +78,7 @@ class Writer:
         return launch
 
     def peak(self, order: Sequence[Node], itinerary: Itinerary = ()) -> int:
-        """Most bytes alive at once, if nodes run in an order; what a bucket is given lives to its last wait."""
+        """Return the most bytes alive at once, if nodes run in an order; a bucket's inputs live to its last wait."""
         owner, size, sources, results, always = self._memory
         given: dict[Node, list[Node]] = {}
         for _, legs in itinerary:
@@ -105,10 +104,10 @@ class Writer:
         return peak
 
     def earliest(self, limit: float) -> list[int]:
-        """By message the number of compute nodes that must have run before it starts, if all orders keep to a limit.
+        """Return by message the number of compute nodes that must run before it starts, if all orders keep to a limit.
 
-        Beside a compute node there is in any order what was computed before and is read by it or behind it, and what
-        has arrived and is read before and behind it. What a message leaves comes on top until it is read.
+        Next to a compute node there is in any order what was computed before and is read by it or later, and what has
+        arrived and is read before and after it. The results of a message come on top until they are read.
         """
         owner, size, sources, results, always = self._memory
         place = {node: index for index, node in enumerate(self.windows.compute)}
@@ -135,7 +134,7 @@ class Writer:
 
     @cached_property
     def _memory(self) -> tuple[dict[Node, Node], dict[Node, int], dict[Node, list[Node]], set[Node], int]:
-        """By node whose memory it has, its bytes, whose memory must be there; bytes of inputs and results."""
+        """By node its owner, bytes, and the owners that it reads; owners of results; bytes of inputs."""
         owner: dict[Node, Node] = {}
         for node in self.graph.nodes:
             tells = is_view(node) if node.target is operator.getitem else isinstance(node.target, OpOverload)
@@ -176,7 +175,7 @@ class _Order:
                 self.due.setdefault(min(due, window.due[wait]), []).append(wait)
 
     def _ended(self, number: int, outcome: Outcome) -> int:
-        """The number of compute nodes after which a bucket has ended, with some time to spare."""
+        """Return the number of compute nodes after which a bucket has ended, with some time to spare."""
         position, _ = self.itinerary[number]
         if self.course.prompt:
             return self.writer.cuts[position]
@@ -185,7 +184,7 @@ class _Order:
         return self.writer.cuts[max(position, min(reached, self.course.end))]
 
     def nodes(self) -> list[Node]:
-        """Buckets and waits where they are due, and compute in its order."""
+        """Return buckets and waits where they are due, and compute in its order."""
         compute, upcoming = self.writer.windows.compute, 0
         starts = [self.writer.cuts[position] for position, _ in self.itinerary]
         for position in range(len(compute) + 1):
@@ -202,7 +201,7 @@ class _Order:
         return list(self.placed)
 
     def _start(self, legs: tuple[int, ...]) -> None:
-        """What the messages of a bucket are made of, then all of them."""
+        """Place the inputs of a bucket's messages, then all of these."""
         members = [self.writer.messages[index] for index in legs]
         for member in members:
             self._ask(member.node)
@@ -218,7 +217,7 @@ class _Order:
                 self.placed.setdefault(placed, None)
 
     def _ask(self, node: Node) -> None:
-        """Run what is light, and wait for what must be there, for a node."""
+        """Place the light nodes and waits that a node asks for."""
 
         def asked(source: Node) -> bool:
             return source not in self.placed and (source in self.writer.windows.light or source in self.waits)

@@ -1,31 +1,146 @@
-"""Between which positions each collective of a foreign graph may start, and at which it must have arrived.
+"""Positions between which each collective of an external graph may start, and at which it must have arrived.
 
     %c = _to_copy(%p)                light: made of inputs alone, it runs when it is first needed
-    %g = all_gather(%c)              ready at 0, as nothing that computes comes before it
+    %g = all_gather(%c)              ready at 0, as no compute comes before it
     %y = mm(%x, %x)                  compute, position 0
     %w = wait_tensor(%g)
     %v = view(%w)                    light: it follows from a wait
     %z = mm(%y, %v)                  compute, position 1: %g must have arrived here
 
-Compute keeps its order, so a position is a number of compute nodes that have run. What moves and makes nothing new
-(views, casts, copies, sizes) is light: it runs when something first asks for it. So is what follows from waits and
-inputs and goes to outputs alone, such as the scaling of a gradient.
+Compute keeps its order, so a position is a number of compute nodes that have run. Nodes that move values and make
+nothing new (views, casts, copies, sizes) are light: they run when something first asks for them. So are nodes that
+follow from waits and inputs and go to outputs alone, such as the scaling of a gradient.
+
+Effects stay in place:
+
+    %v = view(%x)          shares the memory of %x
+    %a = add_(%v, 1)       writes it: earlier readers of %x or %v stay before it, and later ones after it
+    %p = print(...)        no collective crosses it
+    %r = rand(...)         stays in its place among compute, which keeps its order
 """
 
 from __future__ import annotations
 
+import builtins
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from graphshard.cost.flops import is_multiplication
-from graphshard.foreign.effects import Memory, is_barrier, is_pure, written
-from graphshard.foreign.messages import Message
-from graphshard.ir.graph import aten, is_view
+from graphshard.ir.graph import WAIT, aten, is_random, is_view
 from graphshard.ir.sizes import is_size
+from graphshard.schedule.graph_collectives import Message
+from graphshard.torch_compat.fake_tensors import FakeTensor
+from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload
+
+# Shares its input's memory, though its schema does not say so.
+_SHARES = frozenset({aten._unsafe_view.default, WAIT})
+# Modules whose functions compute numbers, and those of them that do something else.
+_NUMBERS = {module.__name__.lstrip("_") for module in (operator, math, builtins)}
+_DOING = {"print", "setitem", "delitem", "setattr", "delattr", "exec", "eval", "open", "input"}
+_IN_PLACE = {name for name in vars(operator) if name.startswith("i") and name[1:] in {*vars(operator), "concat"}}
+
+
+def is_pure(node: Node) -> bool:
+    """Return whether a call makes a value and does nothing else, so that it may run elsewhere."""
+    return node.op == "call_function" and not (is_barrier(node) or written(node) or is_random(node))
+
+
+def written(node: Node) -> list[Node]:
+    """Return the arguments that a call writes."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    found: list[Node] = []
+    for argument, given in _arguments(node, node.target):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            torch.fx.map_arg(given, found.append)
+    return found
+
+
+def is_barrier(node: Node) -> bool:
+    """Return whether a call's effect is not known from its schema: a print, an assertion, a module or a method."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        effect = not target._schema.returns or node.is_impure(impure_random=False)
+        return effect and not written(node)
+    if isinstance(target, HigherOrderOperator):
+        return node.is_impure(impure_random=False) or target.name() == "with_effects"
+    name, module = str(getattr(target, "__name__", "")), str(getattr(target, "__module__", "")).lstrip("_")
+    number = module in _NUMBERS and name not in _DOING | _IN_PLACE
+    return not (number or name.startswith("sym_"))
+
+
+class Memory:
+    """Values that may share memory.
+
+    Two inputs may be the same memory. Fake tensors of one mode tell; where each has a separate mode (`make_fx` of real
+    tensors), all inputs are taken for one memory.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._up: dict[Node, Node] = {}
+        inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+        tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+        vals = [node.meta["val"] for node in tensors]
+        modes = {id(val.fake_mode) for val in vals if isinstance(val, FakeTensor)}
+        told = len(modes) == 1 and all(isinstance(val, FakeTensor) for val in vals)
+        first: dict[Any, Node] = {}
+        for node in inputs:
+            val = node.meta.get("val")
+            memory = val.untyped_storage()._cdata if told and isinstance(val, torch.Tensor) else None
+            self._join(node, first.setdefault(memory, node))
+        for node in graph.nodes:
+            for source in shared(node):
+                self._join(node, source)
+
+    def of(self, node: Node) -> Node:
+        """Return the same node for all values that may share memory."""
+        while (up := self._up.get(node, node)) is not node:
+            node = up
+        return node
+
+    def _join(self, one: Node, other: Node) -> None:
+        one, other = self.of(one), self.of(other)
+        if one is not other:
+            self._up[one] = other
+
+
+def shared(node: Node) -> list[Node]:
+    """Return the inputs whose memory the results of a call may have."""
+    if node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
+        return node.all_input_nodes
+    if node.op != "call_function":
+        return []
+    if not isinstance(node.target, OpOverload) or node.target in _SHARES:
+        return node.all_input_nodes
+    if is_view(node) or written(node):
+        found: list[Node] = []
+        for argument, given in _arguments(node, node.target):
+            if argument.alias_info is not None:
+                torch.fx.map_arg(given, found.append)
+        return found
+    return []
+
+
+def _arguments(node: Node, target: OpOverload) -> list[tuple[Any, Any]]:
+    """Return the schema's arguments of a call, with their values."""
+    found = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name in node.kwargs:
+            found.append((argument, node.kwargs[argument.name]))
+        elif index < len(node.args):
+            found.append((argument, node.args[index]))
+    return found
+
 
 _MOVEMENT = frozenset(
     {
@@ -45,15 +160,15 @@ _MOVEMENT = frozenset(
 
 @dataclass(frozen=True)
 class Window:
-    """When a message may start and must be there, in positions.
+    """Positions at which a message may start and must be there.
 
     Attributes:
         first, last: between which it may start.
         due: by wait, the position at which it must be waited for; the number of compute nodes for the end.
         not_before: by wait, the position before which it must not be.
         after: indices of messages that it is made of.
-        start: where the graph has it; a wait's place is in `waited`.
-        waited: by wait, where the graph has it.
+        start: position in the graph.
+        waited: by wait, its position in the graph.
     """
 
     first: int
@@ -75,8 +190,8 @@ class Windows:
     """A graph's nodes by role, and the windows of its messages.
 
     Attributes:
-        compute: in order; positions count these. Parts of a node's result come right behind it.
-        light: what runs when it is first asked for.
+        compute: in order; positions count these. Parts of a node's result come right after it.
+        light: nodes that run when they are first asked for.
         of: by message.
     """
 
@@ -86,12 +201,12 @@ class Windows:
 
 
 def windows(graph: Graph, found: list[Message]) -> Windows:
-    """Find the windows of all messages; each holds the place that the graph has."""
+    """Return the windows of all messages; each holds the position in the graph."""
     return _Finder(graph, found).find()
 
 
 def parts(node: Node) -> list[Node]:
-    """The selections of a node's results, and theirs, which come right behind it."""
+    """Return the selections of a node's results, and theirs, which come right after it."""
     picked = [user for user in node.users if user.target is operator.getitem and user.args[0] is node]
     return [part for user in picked for part in (user, *parts(user))]
 

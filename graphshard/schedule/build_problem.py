@@ -1,7 +1,15 @@
 """From a partitioned program to its scheduling problem.
 
-A transfer of the problem is one or several parameters of a unit: small ones join their neighbours, as nothing would be
+A transfer of the problem is one or several parameters of a unit: small ones join their neighbors, as nothing would be
 gained by sending them alone. Items are the compute between the positions at which a transfer is needed or ready.
+
+Values that forward saves may be copied to the host and back, next to the compute of a phase:
+
+    to the host     a0..a0 a1..a1         launched where a unit ends; the value is held until its copy has ended
+    compute         item | item | wait item
+    from the host          a1..a1         launched where the unit before begins, after all copies to the host
+
+Collectives that hold compute up give copies more time, and are not counted: waits are no shorter than predicted here.
 """
 
 from __future__ import annotations
@@ -10,30 +18,31 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from graphshard.cost.collectives import computing
 from graphshard.cost.costs import Costs
-from graphshard.cost.kernels import Work, work_of
+from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
 from graphshard.ir.graph import with_parts
+from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
-from graphshard.schedule.by_unit import first_use, is_scalar, last_input, next_boundary
-from graphshard.schedule.copies import copied, copy_positions
-from graphshard.schedule.few import Part, unfolded_chain
-from graphshard.schedule.footprint import base_bytes, item_at, lasting_beside
-from graphshard.schedule.known import collectives_of, layout_of, remembered
-from graphshard.schedule.own import Own
-from graphshard.schedule.problem import KINDS, Chain, Link, Problem, Transfer
-from graphshard.schedule.shared import saved_memory
-from graphshard.schedule.ways import Sent, Ways, link_of, own_collectives, ways_of
+from graphshard.schedule.axis_links import Sent, Ways, link_of, own_collectives, ways_of
+from graphshard.schedule.fsdp2_order import first_use, is_scalar, last_input, next_boundary
+from graphshard.schedule.graph_facts import collectives_of, layout_of, remembered
+from graphshard.schedule.problem import KINDS, Chain, Link, Own, Problem, Transfer
+from graphshard.schedule.program_memory import base_bytes, item_at, lasting_beside, saved_memory
+from graphshard.schedule.template_schedule import Part, unfolded_chain
+
+# Copies to the host that a phase has left: bytes, and seconds from its end on.
+Left = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user fixes.
+    """Constraints by the user.
 
     Attributes:
         units: the collectives of a unit travel together, apart from other units', as FSDP2's do.
@@ -48,7 +57,7 @@ class Constraints:
     keep: bool = False
 
     def prefetch(self, phase_name: str) -> Mapping[str, Sequence[str]]:
-        """The prefetch lists of a phase."""
+        """Return the prefetch lists of a phase."""
         return self.forward_prefetch if phase_name == "forward" else self.backward_prefetch
 
     @property
@@ -58,12 +67,12 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a problem is made of a program.
+    """Choices of how a problem is made of a program.
 
     Attributes:
-        constraints: what the user fixes.
-        exchange: reductions of one tensor may be sent as all-to-all.
+        constraints: of the user.
         exact_reductions: reductions are packed by unit and dtype, so that they have the bits of FSDP2's on gloo.
+        exchange: reductions of one tensor may be sent as all-to-all.
         pack_below: bytes of a shard below which a tensor may be packed.
         optimizer_states: tensors that the optimizer keeps for each parameter.
     """
@@ -73,6 +82,11 @@ class Settings:
     exchange: bool = False
     pack_below: int = 64 * 1024
     optimizer_states: int = 2
+
+    @property
+    def by_units(self) -> Settings:
+        """The same with units that travel together."""
+        return replace(self, constraints=replace(self.constraints, units=True))
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class PhaseMap:
-    """What a chain's numbers mean: the compute position of each item, the atoms of each kind in order, their axes."""
+    """A chain's numbers in the program: compute position of each item, atoms of each kind in order, their axes."""
 
     cuts: tuple[int, ...]
     atoms: dict[CollectiveKind, tuple[Atom, ...]]
@@ -95,19 +109,19 @@ class PhaseMap:
 
 @dataclass(frozen=True)
 class Built:
-    """A problem and what its parts are in the program."""
+    """A problem, and its parts in the program."""
 
     problem: Problem
     maps: dict[str, PhaseMap]
 
     def kept(self, names: frozenset[str]) -> tuple[str, ...]:
-        """The parameters of transfers that stay gathered, as far as backward gathers them."""
+        """Return the parameters of transfers that stay gathered, as far as backward gathers them."""
         atoms = self.maps["backward"].atoms["gather"] if names else ()
         return tuple(row.name for atom in atoms if atom.name in names for row in atom.rows)
 
 
 def build(program: Program, costs: Costs, settings: Settings) -> Built:
-    """The scheduling problem of a program; experts that are not `on_one_link` with others count as if they were.
+    """Return the scheduling problem of a program; experts not `on_one_link` with others count as if they were.
 
     Raises:
         BlocksDifferError: the program has few of many equal blocks, and those are not equal here.
@@ -115,7 +129,7 @@ def build(program: Program, costs: Costs, settings: Settings) -> Built:
     first, *rest = (phase.module.graph for phase in program.phases.values())
     key = ("problems", *rest, program.mesh, program.few is None, settings)
     known: list[tuple[Costs, Built]] = remembered(first, key, list)  # costs have no hash
-    found = next((built for those, built in known if those == costs), None)
+    found = next((built for others, built in known if others == costs), None)
     if found is None:
         found = _build(program, costs, settings)
         known.append((costs, found))
@@ -123,35 +137,31 @@ def build(program: Program, costs: Costs, settings: Settings) -> Built:
 
 
 def _build(program: Program, costs: Costs, settings: Settings) -> Built:
-    maker = _Maker(program, costs, settings)
-    chains = [maker.chain(name, phase) for name, phase in program.phases.items()]
+    builder = _Builder(program, costs, settings)
+    chains = [builder.chain(name, phase) for name, phase in program.phases.items()]
     if program.few is not None:
-        chains = [maker.unfolded(chain) for chain in chains]
+        chains = [builder.unfolded(chain) for chain in chains]
     trained = [row for row in program.all_params if row.trainable]
     if "backward" in program.phases and trained:
-        chains.append(optimizer_chain(program, costs, settings.optimizer_states, trained))
+        # One item reads the shard, its gradient and the states, and writes all but the gradient.
+        moved = sum(row.shard_bytes(row.dtype) for row in trained)
+        held = sum(row.stored_bytes for row in program.all_params)
+        seconds = float(costs.optimizer(moved, settings.optimizer_states))
+        chains.append(Chain("optimizer", (seconds,), (held + moved,)))
     keepable: frozenset[str] = frozenset()
-    # What is gathered again among neighbours is there in part anyway.
+    # What is gathered again among neighbors is there in part anyway.
     keep = settings.constraints.keep and program.mesh.regather is None
     if keep and {"forward", "backward"} <= set(program.phases):
         names = [{t.name for t in chain.gathers} for chain in chains[:2]]
         keepable = frozenset(names[0] & names[1])
     state = settings.optimizer_states * sum(row.shard_bytes(row.dtype) for row in trained)
     chains = [replace(chain, base=tuple(b + state for b in chain.base)) for chain in chains]
-    # Phases without collectives, as the optimizer, have any link.
-    return Built(Problem(tuple(chains), maker.link, keepable, maker.links), maker.maps)
-
-
-def optimizer_chain(program: Program, costs: Costs, states: int, trained: Iterable[ParamSpec]) -> Chain:
-    """One item: reads the shard, its gradient and the states, and writes all but the gradient."""
-    moved = sum(row.shard_bytes(row.dtype) for row in trained)
-    seconds = float(costs.optimizer(moved, states))
-    held = sum(row.stored_bytes for row in program.all_params)
-    return Chain("optimizer", (seconds,), (held + moved,))
+    # Phases without collectives, such as the optimizer, have any link.
+    return Built(Problem(tuple(chains), builder.link, keepable, builder.links), builder.maps)
 
 
 def seconds_between(graph: Graph, layout: CollectiveRegions, start: int, end: int, costs: Costs) -> float:
-    """Of the compute between two positions of a phase."""
+    """Return the seconds of the compute between two positions of a phase."""
 
     def kernels() -> list[Work]:
         nodes = computing(n for node in layout.compute[start:end] for n in with_parts(node))
@@ -160,7 +170,7 @@ def seconds_between(graph: Graph, layout: CollectiveRegions, start: int, end: in
     return float(costs.kernels(remembered(graph, (start, end, costs.fused), kernels)))
 
 
-class _Maker:
+class _Builder:
     def __init__(self, program: Program, costs: Costs, settings: Settings) -> None:
         self.program, self.costs, self.settings = program, costs, settings
         self.maps: dict[str, PhaseMap] = {}
@@ -169,15 +179,14 @@ class _Maker:
         self.ways: Ways  # of the phase at hand, and the link there
         self.link: Link
         self.gathered: dict[str, str] = {}  # by parameter, its atom's name in the phase before
-        self.left: tuple[tuple[int, float], ...] = ()  # copies to the host that the phase before has left
+        self.left: Left = ()
 
     def chain(self, phase_name: str, phase: Phase) -> Chain:
-        """One phase as a chain."""
+        """Return one phase as a chain."""
         graph = phase.module.graph
-        ways = ways_of(self.program, phase)
-        link = self.made.get(ways) or link_of(self.costs, ways, exchange=self.settings.exchange)
-        self.ways, self.link = ways, link
-        self.made[ways] = self.links[phase_name] = link
+        self.ways = ways = ways_of(self.program, phase)
+        self.link = self.made.get(ways) or link_of(self.costs, ways, exchange=self.settings.exchange)
+        self.made[ways] = self.links[phase_name] = self.link
         layout = layout_of(phase)
         position = {**layout.index, graph.output_node(): len(layout.compute)}
         found = collectives_of(phase)
@@ -194,9 +203,9 @@ class _Maker:
             readies = [next_boundary(at, needs) for at in readies]
         end = max(len(layout.compute), 1)
         own = remembered(graph, "own", lambda: tuple(own_collectives(layout)))
-        # What is started at a position comes before what the model communicates there.
+        # What is started at a position comes before the model's own collectives there.
         model = {at for sent in own for at in (sent.at, sent.at + 1, sent.until)}
-        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end), *copy_positions(layout)}))
+        cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end), *_copy_positions(layout)}))
 
         def gather(atom: Atom, need: int) -> Transfer:
             waits = [w for row in atom.rows for w in of_row["gather", row.name].waits]
@@ -209,30 +218,34 @@ class _Maker:
         reduced.sort(key=lambda t: t.at)
         transfers = self._pinned(phase_name, transfers, order)
         at = {row.name: t.at for t in reduced for row in order[t.name].rows}
-        beside = lasting_beside(self.program, phase)
         ends = {c.node: at[c.params[0]] for c in launches}
         rows = {c.node: self.program.params[c.params[0]] for c in launches}
         sent = {node: row.sent_bytes(self._sent("reduce", row)) for node, row in rows.items()}
         items = [seconds_between(graph, layout, a, b, self.costs) for a, b in itertools.pairwise(cuts)]
-        copies = copied(layout, cuts, items, self.costs, self.left)
+        copies = host_copies(layout, cuts, items, self.costs, self.left)
         self.left, until = copies.left, copies.until
         alive = remembered(
             graph,
             ("bytes", cuts, *ends.values(), *sent.values(), *until.values()),
             lambda: base_bytes(phase, layout, cuts, launches, ends, sent, until, saved_memory(self.program)),
         )
-        base = [beside + n + left for n, left in zip(alive, copies.beside)]
+        beside = lasting_beside(self.program, phase)
         self.maps[phase_name] = PhaseMap(
             cuts,
             {"gather": tuple(order[t.name] for t in transfers), "reduce": tuple(order[t.name] for t in reduced)},
             ways,
         )
-        seconds = tuple(a + b for a, b in zip(items, copies.waits))
-        owns = tuple(self._own(sent, cuts) for sent in own)
-        return Chain(phase_name, seconds, tuple(base), tuple(transfers), tuple(reduced), owns)
+        return Chain(
+            phase_name,
+            seconds=tuple(a + b for a, b in zip(items, copies.waits)),
+            base=tuple(beside + n + left for n, left in zip(alive, copies.beside)),
+            gathers=tuple(transfers),
+            reductions=tuple(reduced),
+            own=tuple(self._own(sent, cuts) for sent in own),
+        )
 
     def unfolded(self, chain: Chain) -> Chain:
-        """The chain of all blocks, of one of few of them."""
+        """Return the chain of all blocks for the chain of few of them."""
         mapped, params = self.maps[chain.name], self.program.all_params
         parts = {
             kind: [
@@ -253,14 +266,14 @@ class _Maker:
         return self.ways.of(self.program.params[collective.params[0]]).reduction
 
     def _own(self, sent: Sent, cuts: Sequence[int]) -> Own:
-        """What the model communicates, on the channel of its axis."""
+        """Return a collective of the model's own, on the channel of its axis."""
         axis = self.program.mesh.named(sent.collective.axis)
         channel = int(self.costs.link(axis) != self.costs.link(self.ways.gather))
         seconds = float(sent.collective.seconds(self.costs, axis))
         return Own(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
-        """Parameters of a unit and dtype in order of use, cut where they are worth a collective of their own."""
+        """Yield parameters of a unit and dtype in order of use, cut where they are worth a collective."""
         whole = self.settings.constraints.by_unit or (kind == "reduce" and self.settings.exact_reductions)
         groups: dict[tuple[str, ...], list[ParamSpec]] = {}
         order = [row for row in self.program.params.in_packing_order if row.name in at]
@@ -269,40 +282,37 @@ class _Maker:
             before = "" if whole or kind == "reduce" else self.gathered.get(row.name, "")
             groups.setdefault((row.unit, str(row.sent_dtype(kind)), before, str(row.expert)), []).append(row)
         for (unit, _, before, _), rows in groups.items():
-            parts = [rows] if whole or before else self._parts(kind, rows)
-            for part in parts:
+            for part in [rows] if whole or before else self._parts(kind, rows):
                 name = f"{'gradient of ' if kind == 'reduce' else ''}{part[0].name}"
                 if kind == "gather":
                     name = before or name
                     self.gathered.update({row.name: name for row in part})
                 # Packed tensors, and their gradients' bits, follow the parameter table.
-                table = tuple(sorted(part, key=lambda row: place[row.name]))
-                yield Atom(name, unit, table)
+                yield Atom(name, unit, tuple(sorted(part, key=lambda row: place[row.name])))
 
     def _parts(self, kind: CollectiveKind, rows: list[ParamSpec]) -> list[list[ParamSpec]]:
+        link = self.link.of(self._way(rows[0]))
+        latency = link.seconds(kind, 0, 1)
+
+        def moving(part: list[ParamSpec]) -> float:
+            num_bytes = sum(row.sent_bytes(self._sent(kind, row)) for row in part)
+            return link.seconds(kind, num_bytes, 1) - latency
+
         parts: list[list[ParamSpec]] = [[]]
-        latency = self._link(rows[0]).seconds(kind, 0, 1)
         for row in rows:
-            if parts[-1] and self._moving(kind, parts[-1], latency) >= latency:
+            if parts[-1] and moving(parts[-1]) >= latency:
                 parts.append([])
             parts[-1].append(row)
-        if len(parts) > 1 and self._moving(kind, parts[-1], latency) < latency:
+        if len(parts) > 1 and moving(parts[-1]) < latency:
             rest = parts.pop()
             parts[-1] += rest
         return parts
-
-    def _moving(self, kind: CollectiveKind, rows: list[ParamSpec], latency: float) -> float:
-        num_bytes = sum(row.sent_bytes(self._sent(kind, row)) for row in rows)
-        return self._link(rows[0]).seconds(kind, num_bytes, 1) - latency
-
-    def _link(self, row: ParamSpec) -> Link:
-        return self.link.of(self._way(row))
 
     def _way(self, row: ParamSpec) -> int:
         return int(row.expert and bool(self.link.others))
 
     def _sent(self, kind: CollectiveKind, row: ParamSpec) -> CollectiveKind:
-        """What transfers of a kind are in the plan."""
+        """Return the kind in the plan of transfers of a kind."""
         return self.ways.of(row).reduction if kind == "reduce" else kind
 
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
@@ -324,17 +334,87 @@ class _Maker:
         )
 
     def _pinned(self, phase_name: str, gathers: list[Transfer], atoms: Mapping[str, Atom]) -> list[Transfer]:
-        """Gathers with the start that the user's prefetch lists give them."""
+        """Return gathers with the start that the user's prefetch lists give them."""
         first: dict[str, int] = {}
         for gather in gathers:
             first.setdefault(atoms[gather.name].unit, gather.at)
         start: dict[str, int] = {}
         for unit, ahead in self.settings.constraints.prefetch(phase_name).items():
-            for other in ahead:
-                if unit in first:
-                    start[other] = min(first[unit], start.get(other, first[unit]))
+            for other in ahead if unit in first else ():
+                start[other] = min(first[unit], start.get(other, first[unit]))
         pinned = []
         for gather in gathers:
             at = start.get(atoms[gather.name].unit)
             pinned.append(gather if at is None else replace(gather, start=min(at, gather.at)))
         return pinned
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Costs of a phase's copies to and from the host.
+
+    Attributes:
+        waits: by item the seconds that compute waits for copies from the host before it.
+        beside: by item the bytes of an earlier phase's copies.
+        until: by the node that starts a copy to the host, the last position at which the value is held for it.
+        left: copies that have not ended when the phase has.
+    """
+
+    waits: tuple[float, ...]
+    beside: tuple[int, ...]
+    until: Mapping[Node, int] = field(default_factory=dict)
+    left: Left = ()
+
+
+def host_copies(
+    layout: CollectiveRegions, cuts: Sequence[int], seconds: Sequence[float], costs: Costs, left: Left = ()
+) -> HostCopies:
+    """Run the copies of a phase next to its compute.
+
+    Args:
+        cuts: positions at which items begin, at copies among others, and the end of the phase.
+        seconds: of the items.
+        left: copies that an earlier phase has left.
+    """
+    if not left and not any(_copies(layout.compute)):
+        return HostCopies((0.0,) * len(seconds), (0,) * len(seconds))
+    now, up = 0.0, 0.0
+    down = max((end for _, end in left), default=0.0)
+    ends: dict[Node, float] = {}
+    waits, begins = [], []
+    for (start, end), taken in zip(itertools.pairwise(cuts), seconds):
+        wait = 0.0
+        for node in layout.compute[start:end]:
+            if node.target is DOWNLOAD:
+                ends[node] = down = max(now + wait, down) + float(costs.host_copy(num_bytes(node)))
+            elif node.target is RELOAD:
+                ends[node] = up = max(now + wait, up, down) + float(costs.host_copy(num_bytes(node)))
+            elif node.target is ARRIVED and node.all_input_nodes[0] in ends:
+                wait = max(wait, ends[node.all_input_nodes[0]] - now)
+        waits.append(wait)
+        begins.append(now + wait)
+        now += wait + taken
+    until = {}
+    for node in (node for node in ends if node.target is DOWNLOAD):
+        item = sum(begin < ends[node] for begin in begins) - 1
+        until[node] = cuts[max(item, 0) + 1] - 1
+    rest = tuple((int(num_bytes(n)), end - now) for n, end in ends.items() if n.target is DOWNLOAD and end > now)
+    beside = tuple(sum(size for size, end in left if end > begin) for begin in begins)
+    return HostCopies(tuple(waits), beside, until, rest)
+
+
+def _copy_positions(layout: CollectiveRegions) -> Iterable[int]:
+    """Yield where copies are launched or waited for, the first of neighbors."""
+    compute = layout.compute
+    return (
+        at
+        for at, is_copy in enumerate(_copies(compute))
+        if is_copy and (at == 0 or compute[at - 1].target not in COPIES)
+    )
+
+
+def _copies(compute: Sequence[Node]) -> Iterator[bool]:
+    """Yield whether each node copies a value that forward saves; copies of parameters have an upload."""
+    for node in compute:
+        reloaded = node.target is ARRIVED and node.all_input_nodes[0].target is RELOAD
+        yield node.target in (DOWNLOAD, RELOAD) or reloaded

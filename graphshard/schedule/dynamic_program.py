@@ -1,12 +1,12 @@
-"""Buckets and their order on the link for a deep phase: a dynamic program over (gathers issued, reductions issued).
+"""Buckets and their order on the link: a dynamic program over (gathers issued, reductions issued).
 
-Between two entries of the channel, compute has come to the first use of the next gather, and what matters of the past
-are two clocks, the channel's and compute's there. When a bucket starts at an earlier position, compute was there at
-most the seconds of the items between earlier: if it was held up in between, then by something that ended on the
+Between two entries of the channel, compute has come to the first use of the next gather. Two clocks tell all that
+matters of the past: the channel's, and compute's there. When a bucket starts at an earlier position, compute was there
+at most the seconds of the items between earlier: if it was held up in between, then by something that ended on the
 channel before, so the channel is later than either. States keep the clocks that no other pair beats. Without a memory
 limit, without copies and with one channel this is exact; the number of states is linear in depth.
 
-With contention c what is found is the least of c W + T', which no step beats (`bounds`): a bucket of w seconds puts
+With contention c the result is the least of c W + T', which no step beats (`bounds.py`): a bucket of w seconds puts
 both clocks forward by c w, and takes (1 - c) w on the channel. The step takes just that if the link is busy from the
 first wait of compute to the last.
 """
@@ -17,7 +17,6 @@ import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -25,12 +24,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphshard.ir.plan import CollectiveKind
-from graphshard.schedule.beginnings import Beginning, Beginnings, Numbers
-from graphshard.schedule.budget import Budget
-from graphshard.schedule.coarse import coarsen
-from graphshard.schedule.latest import Latest
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Link
-from graphshard.schedule.together import load
+from graphshard.schedule.bounds import Jobs, jobs
+from graphshard.schedule.bucketing import Beginning, Beginnings, Numbers, load
+from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Link
+
+ANY = 1 << 30
+
+# Steps of a budget for each transfer, for the buckets that begin with it, and for each of these.
+_TRANSFER, _BEGINNING, _BUCKET = 40, 30, 0.2
+# For a state, and for each of its labels with each bucket; one that is kept is a step.
+_VISIT, _LOOK = 40, 0.03
+
+# Two clocks, the channel's and compute's, the last bucket, and the label before it.
+_Label = tuple[float, float, "Bucketed | None", Any]
+_CHANNEL = itemgetter(0)
 
 
 @dataclass(frozen=True)
@@ -38,48 +45,27 @@ class Effort:
     """How far the dynamic program looks.
 
     Attributes:
-        window: most transfers in a bucket.
-        lag: most reductions that are ready and not issued.
+        window: most transfers in a bucket, and most reductions that are ready and not issued.
         labels: most pairs of clocks per state.
         most_bytes: largest bucket of several transfers.
         reserve: bytes of gradients that wait for their reduction, for which room is left.
         below: seconds that the result must stay below to be of interest.
-        coarse: neighbours are joined first until they take so many latencies.
     """
 
     window: int = 8
-    lag: int = 8
     labels: int = 4
     most_bytes: float = math.inf
     reserve: float = 0.0
     below: float = math.inf
-    coarse: float = 0.0
-
-
-_CHANNEL = itemgetter(0)
-
-_EXACT = Effort(window=1 << 30, lag=1 << 30, labels=1 << 30)
-
-
-# Steps of a budget for what is found out about each transfer, and about the buckets that begin with it.
-_TRANSFER, _BEGINNING, _BUCKET = 40, 30, 0.2
-# For a state, and for each of its labels with each bucket; one that is kept is a step.
-_VISIT, _LOOK = 40, 0.03
-
-# Two clocks, the channel's and compute's, the last bucket, and the label before it.
-_Label = tuple[float, float, "Bucketed | None", Any]
 
 
 def channel_order(
     chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float = math.inf
 ) -> list[Bucketed] | None:
-    """The buckets of a chain in the order of their starts; None if none is of interest, or the budget ends."""
-    if effort.coarse and (coarse := coarsen(chain, link, effort.coarse)) is not None:
-        found = channel_order(coarse.joined, link, replace(effort, coarse=0.0), budget, limit)
-        return None if found is None else coarse.original(found)
+    """Return a chain's buckets in the order of their starts; None if none is of interest, or the budget ends."""
     if link.separate and chain.gathers and chain.reductions:
         # Reductions on a channel of their own never delay a gather. Gathers delay reductions only by holding compute
-        # up. So gathers come first, and what they cost compute is counted as items that take longer.
+        # up. So gathers come first, and the compute they cost is counted as longer items.
         gathers = channel_order(replace(chain, reductions=()), link, effort, budget, limit)
         if gathers is None:
             return None
@@ -91,86 +77,63 @@ def channel_order(
 
 
 def shortest_order(chain: Chain, link: Link, budget: Budget, below: float) -> tuple[float, list[Bucketed]] | None:
-    """The shortest schedule of a chain without copies on one channel, and its seconds; None as for `channel_order`.
+    """Return the shortest schedule without copies on one channel, and its seconds; None as for `channel_order`.
 
     With contention no schedule beats the seconds, and this one may take longer.
     """
-    found = _Program(chain, link, replace(_EXACT, below=below), budget, math.inf).run()
+    found = _Program(chain, link, Effort(ANY, ANY, below=below), budget, math.inf).run()
     return None if found is None else (max(found[:2]), _path(found))
 
 
 def _held_up(chain: Chain, link: Link, gathers: list[Bucketed]) -> tuple[float, ...]:
-    """Seconds of the items, each with what compute waits before it when gathers start as early as they can."""
+    """Return the seconds of the items, each with compute's wait before it when gathers start as early as they can."""
     waits = [0.0] * len(chain.seconds)
     channel = held = 0.0
     for bucket in gathers:
-        members = chain.gathers[bucket.first : bucket.end]
-        at = members[0].at
-        channel += load(link, "gather", members, bucket.packed).seconds
-        # Compute comes to its use at what has elapsed undisturbed and what it has been held up by then.
+        at = chain.members(bucket)[0].at
+        channel += load(chain, link, bucket).seconds
+        # Compute comes to its use after the undisturbed seconds and the waits so far.
         late = max(0.0, channel - chain.elapsed[at] - held)
         waits[at] += late
         held += late
     return tuple(second + wait for second, wait in zip(chain.seconds, waits))
 
 
+def _path(label: _Label) -> list[Bucketed]:
+    found = []
+    step: _Label | None = label
+    while step is not None:
+        _, _, bucket, step = step
+        if bucket is not None:
+            found.append(bucket)
+    return found[::-1]
+
+
 class _Program:
     def __init__(self, chain: Chain, link: Link, effort: Effort, budget: Budget, limit: float) -> None:
         self.chain, self.link, self.effort, self.budget = chain, link, effort, budget
-        end = len(chain.seconds)
-        self.use = np.array([chain.elapsed[at] for at in (*(g.at for g in chain.gathers), end)])
-        self.used_at = [*(g.at for g in chain.gathers), end]
-        self.launch = np.array([chain.elapsed[p] for p in earliest_launches(chain, limit, effort.reserve)])
+        self.used_at = [*(g.at for g in chain.gathers), len(chain.seconds)]
+        self.use = np.array([chain.elapsed[at] for at in self.used_at])
+        self.launch = np.array([chain.elapsed[p] for p in _earliest_launches(chain, limit, effort.reserve)])
         self.ready = np.array([chain.elapsed[r.at] for r in chain.reductions])
-        self.latest = Latest(chain, link, effort.below)
+        self.latest = _Latest(chain, link, effort.below)
         self.beginnings = {kind: Beginnings(chain, link, kind) for kind in KINDS}
         self.options: dict[tuple[CollectiveKind, int], _Options] = {}
         budget.spend(_TRANSFER * (len(chain.gathers) + len(chain.reductions)))
 
-    def _gathers(self, first: int) -> _Options:
-        """Every bucket of gathers that begins with one; `back` is from its launch to its use, `ahead` to the next."""
-        use, begin = self.use[first], self.beginnings["gather"]
-        end = min(begin.end_of_group(first), first + self.effort.window)
-        sizes = begin.num_bytes(first, end)
-        # What does not fit when its first transfer is needed, or does not end in time. Nor does what is longer.
-        late = ~self.latest.may_gather(first, end) | (self.launch[first:end] > use)
-        found = begin.of(first, self._last(first, late | (sizes > self.effort.most_bytes)))
-        ahead = self.use[found.ends] - use + found.copy_in + found.copy_out
-        return _Options.of(found, use - self.launch[found.ends - 1], ahead, self.link.contention)
-
-    def _reductions(self, first: int) -> _Options:
-        """Every bucket of reductions that begins with one; `back` is when it is ready, `ahead` its copies."""
-        begin = self.beginnings["reduce"]
-        end = min(begin.end_of_group(first), first + self.effort.window)
-        found = begin.of(first, self._last(first, begin.num_bytes(first, end) > self.effort.most_bytes))
-        return _Options.of(found, self.ready[found.ends - 1], found.copy_in, self.link.contention)
-
-    def _last(self, first: int, not_in: NDArray[np.bool_]) -> int:
-        """The end of the longest bucket before one that is left out; a transfer by itself is never left out."""
-        left_out = not_in[1:].nonzero()[0]
-        num = int(left_out[0]) + 1 if left_out.size else len(not_in)
-        self.budget.spend(_BEGINNING + _BUCKET * num)
-        return first + num
-
-    def _of(self, kind: CollectiveKind, first: int) -> _Options:
-        if (kind, first) not in self.options:
-            self.options[kind, first] = self._gathers(first) if kind == "gather" else self._reductions(first)
-        return self.options[kind, first]
-
     def run(self) -> _Label | None:
-        """The label with which everything has come first; None if none is of interest, or the budget ends."""
-        chain = self.chain
-        num_gathers, num_reductions = len(chain.gathers), len(chain.reductions)
+        """Return the label with which everything has come first; None if none is of interest, or the budget ends."""
+        num_gathers, num_reductions = len(self.chain.gathers), len(self.chain.reductions)
         states: list[dict[int, list[_Label]]] = [{} for _ in range(num_gathers + 1)]
         if self.use[0] >= self.latest.compute[0, 0] or self.latest.channel[0, 0] <= 0:
             return None
         states[0][0] = [(0.0, self.use[0], None, None)]
-        ready_at = [bisect.bisect_right([r.at for r in chain.reductions], at) for at in self.used_at]
+        ready_at = [bisect.bisect_right([r.at for r in self.chain.reductions], at) for at in self.used_at]
         for gathered in range(num_gathers + 1):
             ready = ready_at[gathered]
             here = states[gathered]
-            # A bucket leads to more gathers, or to as many and more reductions. So in this order a state has all its
-            # labels when its turn comes.
+            # A bucket leads to more gathers, or to the same number and more reductions. So in this order a state has
+            # all its labels when its turn comes.
             for reduced in range(min(here, default=0), num_reductions + 1):
                 if reduced not in here:
                     continue
@@ -179,7 +142,7 @@ class _Program:
                     return None
                 if reduced < ready:
                     self._reduce(labels, gathered, reduced, ready, here)
-                if gathered < num_gathers and ready - reduced <= self.effort.lag:
+                if gathered < num_gathers and ready - reduced <= self.effort.window:
                     self._gather(labels, gathered, reduced, states)
             if gathered < num_gathers:
                 states[gathered] = {}
@@ -220,7 +183,7 @@ class _Program:
         latest_channel: Numbers,
         latest_compute: Numbers,
     ) -> Iterator[tuple[Bucketed, _Label]]:
-        """What the labels lead to, by bucket and label, if the step can still end below the best."""
+        """Yield the buckets and the labels they lead to, if the step can still end below the best."""
         good = (channel < latest_channel[:, None]) & (compute < latest_compute[:, None])
         which, of = (index.tolist() for index in good.nonzero())
         self.budget.spend(_VISIT + good.size * _LOOK + len(which))
@@ -229,7 +192,7 @@ class _Program:
             yield bucket, (link, here, bucket, labels[label])
 
     def _best(self, labels: list[_Label]) -> list[_Label]:
-        """Those whose clocks no other has both as early; evenly among them if they are too many."""
+        """Return the labels whose clocks no other has both as early; evenly spread if they are too many."""
         # No label before one in this order has a later channel. So it is beaten if any of them has compute as early,
         # and `earliest` is the earliest of theirs.
         labels.sort(key=_CHANNEL)
@@ -245,6 +208,28 @@ class _Program:
             found = [found[i * (len(found) - 1) // (most - 1)] for i in range(most)]
         return found
 
+    def _of(self, kind: CollectiveKind, first: int) -> _Options:
+        """Return the buckets of a kind that begin with a transfer."""
+        key = kind, first
+        if key not in self.options:
+            begin = self.beginnings[kind]
+            end = min(begin.end_of_group(first), first + self.effort.window)
+            left_out = begin.num_bytes(first, end) > self.effort.most_bytes
+            if kind == "gather":
+                # What does not fit when its first transfer is needed, or does not end in time. Nor does what is longer.
+                left_out |= ~self.latest.may_gather(first, end) | (self.launch[first:end] > self.use[first])
+            longer = left_out[1:].nonzero()[0]  # a transfer by itself is never left out
+            num = int(longer[0]) + 1 if longer.size else len(left_out)
+            self.budget.spend(_BEGINNING + _BUCKET * num)
+            found = begin.of(first, first + num)
+            if kind == "gather":
+                back = self.use[first] - self.launch[found.ends - 1]
+                ahead = self.use[found.ends] - self.use[first] + found.copy_in + found.copy_out
+            else:
+                back, ahead = self.ready[found.ends - 1], found.copy_in
+            self.options[key] = _Options.of(found, back, ahead, self.link.contention)
+        return self.options[key]
+
 
 @dataclass(frozen=True)
 class _Options:
@@ -253,8 +238,9 @@ class _Options:
     Attributes:
         ends: of the buckets, in order.
         seconds: on the channel.
-        lost: what contention takes.
-        back, ahead: see `_Program`.
+        lost: to contention.
+        back: of a gather from its launch to its use; of a reduction when it is ready.
+        ahead: of a gather from its use to the next, with its copies; of a reduction its copies.
     """
 
     beginning: Beginning
@@ -266,57 +252,70 @@ class _Options:
 
     @staticmethod
     def of(beginning: Beginning, back: Numbers, ahead: Numbers, contention: float) -> _Options:
-        """Of buckets, and what lies back and ahead."""
         seconds = beginning.seconds[:, None]
         return _Options(beginning, beginning.ends, seconds, contention * seconds, back[:, None], ahead[:, None])
 
     def until(self, end: int) -> _Options:
-        """Those that end there or before."""
+        """Return the buckets that end there or before."""
         num = int(np.searchsorted(self.ends, end, side="right"))
         seconds, lost, back, ahead = (c[:num] for c in (self.seconds, self.lost, self.back, self.ahead))
         return _Options(self.beginning, self.ends[:num], seconds, lost, back, ahead)
 
 
 def _clocks(labels: list[_Label]) -> tuple[Numbers, Numbers]:
-    """The channel's and compute's, as rows."""
+    """Return the channel's and compute's, as rows."""
     return np.array([label[0] for label in labels]), np.array([label[1] for label in labels])
 
 
-def _path(label: _Label) -> list[Bucketed]:
-    found = []
-    step: _Label | None = label
-    while step is not None:
-        _, _, bucket, step = step
-        if bucket is not None:
-            found.append(bucket)
-    return found[::-1]
+class _Latest:
+    """Latest clocks, by gathers and reductions issued, with which the step can end before so many seconds.
+
+    Attributes:
+        channel, compute: the clocks, of compute at the use of the next gather.
+    """
+
+    def __init__(self, chain: Chain, link: Link, below: float) -> None:
+        gathers, reductions = jobs(chain, link)
+        self.together = gathers.together.tolist()
+        self.seconds = [gathers.between(first) for first in range(len(gathers.behind))]
+        self.use = [*(below - gathers.behind).tolist(), below]
+        # What is left of gathers as one bucket, and of reductions in buckets that keep to the end of the step.
+        gathering = np.array([*(float(times[-1]) for times in self.seconds), 0.0])
+        work = gathering[:, None] + reductions.work(below)[::-1]
+        self.channel, self.compute = self._clocks(gathers, below, 1.0)
+        if link.contention:
+            # The same next to the link, before what contention takes for the work that is left.
+            share, lost = 1 - link.contention, link.contention * np.where(np.isfinite(work), work, 0.0)
+            beside = self._clocks(jobs(chain, link, share)[0], below, share)
+            self.channel = np.minimum(self.channel, beside[0] - lost)
+            self.compute = np.minimum(self.compute, beside[1] - lost)
+        self.channel = np.minimum(below - work, self.channel)
+        self.compute = np.broadcast_to(self.compute, work.shape)
+
+    def _clocks(self, gathers: Jobs, below: float, share: float) -> tuple[Numbers, Numbers]:
+        """Return as columns the link's clock if the rest of the gathers comes next, and compute's at the next use."""
+        latest = (below - gathers.behind[i:] - share * self.seconds[i] for i in range(len(self.seconds)))
+        channel = [*(float(times.min()) for times in latest), math.inf]
+        return np.array(channel)[:, None], np.append(below - gathers.behind, below)[:, None]
+
+    def may_gather(self, first: int, end: int) -> NDArray[np.bool_]:
+        """Return by length whether a bucket that begins with a gather can end in time, if all before travel as one."""
+        found: NDArray[np.bool_] = self.together[first] + self.seconds[first][: end - first] <= self.use[first]
+        return found
 
 
-def earliest_launches(chain: Chain, limit: float, reserve: float = 0.0) -> list[int]:
-    """Per gather, the earliest position from which it, and all before it, fit beside what must be there."""
+def _earliest_launches(chain: Chain, limit: float, reserve: float) -> list[int]:
+    """Return by gather the earliest position from which it, and all before it, fit next to what must be there."""
     if limit == math.inf:
         return [0] * len(chain.gathers)
-    used = np.array(least_memory(chain), dtype=np.float64)
+    used = np.array(chain.least_memory, dtype=np.float64)
     found: list[int] = []
     for gather in chain.gathers:
         first = found[-1] if found else 0
         # No gather starts before the one in front of it. Those in front hold what they took here already, so what fits
-        # now fits beside all of them.
+        # now fits next to all of them.
         full = (used[first : gather.at] + (gather.num_bytes + reserve) > limit).nonzero()[0]
         position = first + int(full[-1]) + 1 if full.size else min(first, gather.at)
         used[position : gather.at] += gather.num_bytes
         found.append(position)
     return found
-
-
-def least_memory(chain: Chain) -> list[int]:
-    """Bytes that every schedule needs during each item: its base, what it reads, and the gradients it makes."""
-    change = [0] * (len(chain.seconds) + 1)
-    for gather in chain.gathers:
-        change[gather.at] += gather.num_bytes
-        change[gather.last + 1] -= gather.num_bytes
-    for reduction in chain.reductions:
-        # The item that makes a gradient holds it; after it, a schedule may wait for the reduction at once.
-        change[reduction.at - 1] += reduction.num_bytes
-        change[reduction.at] -= reduction.num_bytes
-    return [base + held for base, held in zip(chain.base, accumulate(change))]

@@ -1,10 +1,10 @@
-"""Which axes the collectives of a phase run over, and what that makes of the link: its costs and its channels.
+"""Axes that a phase's collectives run over, and the link that they make: its costs and its channels.
 
     forward     gathers over the sharding axis
     backward    gathers over it, or among neighbours on it; reduce-scatters over it, then all-reduces over the replicas
 
-Collectives share a channel if their axes share a link: within a node, or beyond it. What the model communicates itself
-is among the compute of a phase, and has the channel of its axis.
+Collectives share a channel if their axes share a link: within a node, or beyond it. The model's own collectives are
+among the compute of a phase, and have the channel of their axis.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from graphshard.ir.operators import SETTLED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
-from graphshard.schedule.by_unit import is_scalar
-from graphshard.schedule.known import collectives_of
+from graphshard.schedule.fsdp2_order import is_scalar
+from graphshard.schedule.graph_facts import collectives_of
 from graphshard.schedule.problem import Link
 
 
@@ -34,8 +34,8 @@ class Ways:
     Attributes:
         gather, reduce: the axes that parameters are gathered over, and gradients reduced.
         replicas: the axis of the all-reduce that follows a reduction; None if none does.
-        reduction: what a reduction is: an all-reduce if parameters are replicated only.
-        experts: those of parameters on the experts' mesh, if there are such.
+        reduction: kind of a reduction: an all-reduce if parameters are replicated only.
+        experts: the axes of parameters on the experts' mesh, if there are such.
     """
 
     gather: Axis
@@ -45,18 +45,18 @@ class Ways:
     experts: Ways | None = None
 
     def of(self, row: ParamSpec) -> Ways:
-        """The axes of a parameter."""
+        """Return the axes of a parameter."""
         return self.experts if row.expert and self.experts is not None else self
 
     def axis(self, kind: CollectiveKind) -> Axis:
-        """That of the plan's buckets of a kind."""
+        """Return the axis of the plan's buckets of a kind."""
         if kind == "gather":
             return self.gather
         return self.replicas if kind == "all_reduce" and self.replicas is not None else self.reduce
 
 
 def ways_of(program: Program, phase: Phase) -> Ways:
-    """The axes of a phase."""
+    """Return the axes of a phase."""
     found: tuple[dict[CollectiveKind, str], dict[CollectiveKind, str]] = {}, {}
     for each in collectives_of(phase):
         if not is_scalar(program, each):
@@ -76,7 +76,7 @@ def _ways(mesh: Mesh, found: Mapping[CollectiveKind, str]) -> Ways:
 
 
 def on_one_link(costs: Costs, ways: Ways) -> bool:
-    """Whether collectives of experts have the legs and the channels of others, so that they are planned with them."""
+    """Return whether experts' collectives have the legs and channels of others, so that they are planned with them."""
     if ways.experts is None:
         return True
     one, other = (_link(costs, each, exchange=False) for each in (ways, ways.experts))
@@ -86,7 +86,7 @@ def on_one_link(costs: Costs, ways: Ways) -> bool:
 
 
 def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
-    """What collectives over these axes cost; those of experts, if `on_one_link`, are the way 1."""
+    """Return the costs of collectives over these axes; those of experts, if `on_one_link`, are the way 1."""
     link = _link(costs, ways, exchange=exchange)
     if ways.experts is None or not on_one_link(costs, ways):
         return link
@@ -111,7 +111,7 @@ def _link(costs: Costs, ways: Ways, *, exchange: bool) -> Link:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the model communicates, and the compute positions at which it is launched and waited for."""
+    """A collective of the model's own, and the compute positions at which it is launched and waited for."""
 
     collective: ModelCollective
     at: int
@@ -119,7 +119,7 @@ class Sent:
 
 
 def own_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
-    """What the model communicates among the compute of a phase, in order."""
+    """Yield the model's own collectives among the compute of a phase, in order."""
     for at, node in enumerate(layout.compute):
         for part in with_parts(node):
             sent = model_collective(part)
@@ -130,7 +130,7 @@ def own_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
 
 
 def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
-    """What gathers and reductions over one axis cost."""
+    """Return the costs of gathers and reductions over one axis."""
     reduced = _rate(costs, "reduce", axis)
 
     @functools.cache
@@ -148,8 +148,6 @@ def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
 
 
 def _rate(costs: Costs, kind: str, axis: Axis) -> Callable[[int, int], float]:
-    """Equal questions are answered once."""
-
     @functools.cache
     def seconds(num_bytes: int, num_tensors: int) -> float:
         return float(costs.collective(kind, num_bytes, num_tensors, axis))

@@ -1,8 +1,8 @@
-"""What is found of graphs for their scheduling problems, kept while they stay as they are.
+"""Facts of graphs for their scheduling problems, kept while the graphs do not change.
 
 A study plans the same graphs for many machines, and each plan takes several problems of them. Layouts, kernels and
-bytes depend on the graph only; seconds are the machine's. Nothing is kept outside of these blocks, as passes change
-graphs in place.
+bytes depend on the graph only; seconds are the machine's. Nothing is kept outside of these context managers, as passes
+change graphs in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Known:
         self._facts: WeakKeyDictionary[Graph, dict[Hashable, Any]] = WeakKeyDictionary()
 
     def of(self, graph: Graph) -> dict[Hashable, Any]:
-        """Those of a graph."""
+        """Return the facts of a graph."""
         return self._facts.setdefault(graph, {})
 
 
@@ -37,7 +37,7 @@ _KNOWN: ContextVar[Known | None] = ContextVar("_KNOWN", default=None)
 
 @contextlib.contextmanager
 def while_unchanged(known: Known) -> Iterator[None]:
-    """Within it the graphs that are planned do not change, and have not since `known` was last used."""
+    """Keep facts: within it the graphs that are planned do not change, and have not since `known` was last used."""
     token = _KNOWN.set(known)
     try:
         yield
@@ -47,13 +47,13 @@ def while_unchanged(known: Known) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within_one_plan() -> Iterator[None]:
-    """Within it the graphs do not change, as one plan is made of them; what is known of them already is used."""
+    """Keep facts while one plan is made, as its graphs do not change; use the facts that are known already."""
     with contextlib.nullcontext() if _KNOWN.get() is not None else while_unchanged(Known()):
         yield
 
 
 def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
-    """A fact of a graph; found again each time outside of `while_unchanged`."""
+    """Return a fact of a graph; find it again each time outside of `while_unchanged`."""
     known = _KNOWN.get()
     if known is None:
         return find()
@@ -65,10 +65,10 @@ def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
 
 
 def layout_of(phase: Phase) -> CollectiveRegions:
-    """The roles of a phase's nodes."""
+    """Return the roles of a phase's nodes."""
     return remembered(phase.module.graph, "layout", lambda: CollectiveRegions.of(phase))
 
 
 def collectives_of(phase: Phase) -> list[Collective]:
-    """A phase's collectives in launch order."""
+    """Return a phase's collectives in launch order."""
     return remembered(phase.module.graph, "collectives", lambda: collectives(phase))

@@ -1,4 +1,4 @@
-"""Bucket and reorder the collectives of any ATen graph: `graphshard.schedule_graph`."""
+"""`graphshard.schedule_graph`: bucket and reorder the collectives of any ATen graph, and report what is predicted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,19 +16,93 @@ from torch.fx import GraphModule, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.foreign.bound import lower_bound
-from graphshard.foreign.build import course_of, cuts_of
-from graphshard.foreign.course import Course, Itinerary, Outcome, run
-from graphshard.foreign.groups import Group, GroupsLike, Wire, check_groups
-from graphshard.foreign.messages import bytes_of, messages
-from graphshard.foreign.report import GraphBucket, ScheduledGraph
-from graphshard.foreign.rewrite import Writer
-from graphshard.foreign.search import frugal, search
-from graphshard.foreign.windows import windows
-from graphshard.schedule.budget import Budget
-from graphshard.schedule.solve import STEPS
+from graphshard.schedule.foreign_graph import Course, Itinerary, Outcome, course_of, cuts_of, run
+from graphshard.schedule.foreign_search import course_bound, frugal, search
+from graphshard.schedule.graph_collectives import Group, GroupsLike, Wire, bytes_of, check_groups, messages
+from graphshard.schedule.graph_rewrite import Writer
+from graphshard.schedule.problem import Budget
+from graphshard.schedule.reordering_windows import windows
+from graphshard.schedule.solver import STEPS
 from graphshard.utils.argument_validation import check_choice, check_count
-from graphshard.utils.text import brief
+from graphshard.utils.text import brief, format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class GraphBucket:
+    """Collectives that start as one.
+
+    Attributes:
+        kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
+        group: name of their process group.
+        link: name of their link; buckets on the same link queue.
+        members: names of their launches in the graph that was given.
+        num_bytes: of the full tensors.
+        start: predicted seconds from the beginning to when it is on its link.
+        seconds: predicted, on the link.
+        exposed: predicted seconds in which compute waits for it.
+    """
+
+    kind: str
+    group: str
+    link: str
+    members: tuple[str, ...]
+    num_bytes: int
+    start: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class ScheduledGraph:
+    """A rescheduled graph and what is predicted of it, in seconds and bytes; `print` shows a table of the buckets.
+
+    Attributes:
+        module: the graph, which takes and returns what the given one does.
+        seconds_before, seconds_after: of one run.
+        exposed_before, exposed_after: in which compute waits for collectives.
+        lower_bound: seconds that no other order and no other buckets of the collectives beat within the memory limit:
+            where a collective by itself does not fit, it does not start. That several together may not fit is not in
+            it.
+        peak_before, peak_after: most bytes alive at once, inputs included, estimated from the order of nodes.
+        buckets: in the order of their starts.
+        groups: by name, as they were counted with.
+    """
+
+    module: GraphModule
+    seconds_before: float
+    seconds_after: float
+    exposed_before: float
+    exposed_after: float
+    lower_bound: float
+    peak_before: int
+    peak_after: int
+    buckets: tuple[GraphBucket, ...]
+    groups: Mapping[str, Group] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, as a fraction of it."""
+        return self.seconds_after / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"predicted {format_seconds(self.seconds_before)} -> {format_seconds(self.seconds_after)}, bound "
+            f"{format_seconds(self.lower_bound)}",
+            f"exposed   {format_seconds(self.exposed_before)} -> {format_seconds(self.exposed_after)}",
+            f"memory    {format_bytes(self.peak_before)} -> {format_bytes(self.peak_after)}",
+        ]
+        rows = [("bucket", "group", "link", "collectives", "bytes", "seconds", "exposed")]
+        rows += [
+            (
+                *(bucket.kind, bucket.group, bucket.link, str(len(bucket.members))),
+                *(format_bytes(bucket.num_bytes), format_seconds(bucket.seconds), format_seconds(bucket.exposed)),
+            )
+            for bucket in self.buckets
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, "", *table] if self.buckets else lines)
+
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +151,7 @@ def schedule_graph(
 
 @dataclass(frozen=True)
 class _Task:
-    """A copy of the user's graph, and its course.
+    """A copy of a graph, and its course.
 
     Attributes:
         groups: that its collectives run over.
@@ -107,7 +181,7 @@ class _Task:
 
     @functools.cached_property
     def given(self) -> Outcome:
-        """What the graph takes as it is."""
+        """Outcome of the graph as it is."""
         outcome = run(self.course, self.course.as_given(), as_given=True)
         assert outcome is not None, "the graph's own order is one"
         return outcome
@@ -136,16 +210,16 @@ class _Task:
         return {message.node: (message.node.name,) for message in self.writer.messages}
 
     def solve(self, steps: int) -> ScheduledGraph:
-        """Search, and write what was found into the module, if it is shorter; or if the graph does not fit as it is."""
+        """Search, and write the itinerary into the module if it is shorter, or if the graph does not fit as it is."""
         names = self._names
         before, given = self.given, list(self.writer.given)
-        bound, peak = lower_bound(self._within_limit), self.peak
+        bound, peak = course_bound(self._within_limit), self.peak
         course, itinerary, outcome = self._found(steps)
         after = self
         if outcome is not None and (outcome.seconds < before.seconds or peak > self.limit):
             kept = GraphModule(self.module, copy.deepcopy(self.module.graph), type(self.module).__name__)
             names = self.writer.write(self.writer.order(course, itinerary, outcome), itinerary)
-            # What is reported is what the graph takes that is returned.
+            # The report is about the graph that is returned.
             after = self.reread()
             if peak <= self.limit < after.peak or (peak <= self.limit and after.given.seconds > before.seconds):
                 self.module.graph = kept.graph
@@ -167,7 +241,7 @@ class _Task:
         )
 
     def _found(self, steps: int) -> tuple[Course, Itinerary, Outcome | None]:
-        """The best itinerary that fits, from the graph's own or from the one that takes least."""
+        """Return the best itinerary that fits, from the graph's own or from the one that takes least."""
         budget = Budget(steps)
         peaks = [self.peak]
         for course, start in self._starts(self.peak):
@@ -194,7 +268,7 @@ class _Task:
         return [*own, (self.course, least), (prompt, least), (prompt, self.course.as_given())]
 
     def _grows(self, index: int) -> bool:
-        """Whether a message leaves more alive than it is given."""
+        """Return whether the results of a message are larger than its inputs."""
         message = self.writer.messages[index]
         return bytes_of(message.node.meta["val"]) > sum(bytes_of(tensor.meta["val"]) for tensor in message.tensors)
 
@@ -214,7 +288,7 @@ class _Task:
         return sum(bytes_of(node.meta.get("val")) for node in nodes)
 
     def bucket(self, number: int, names: Mapping[Node, tuple[str, ...]]) -> GraphBucket:
-        """One launch of the graph as it is, and what is predicted of it."""
+        """Return one launch of the graph as it is, with its prediction."""
         message, (start, end) = self.writer.messages[number], self.given.starts[number]
         return GraphBucket(
             kind=message.kind,
@@ -229,7 +303,7 @@ class _Task:
 
 
 def _check(gm: object, hardware: Hardware, network: object, memory_limit: object, steps: object) -> Profile:
-    """The profile; raise ArgumentError for a wrong argument."""
+    """Return the profile; raise ArgumentError for a wrong argument."""
     if not isinstance(gm, GraphModule):
         raise ArgumentError(
             f"gm must be a torch.fx.GraphModule of ATen operators, got {brief(gm)}. Trace one with "
@@ -245,7 +319,7 @@ def _check(gm: object, hardware: Hardware, network: object, memory_limit: object
 
 
 def _name_constants(module: GraphModule) -> None:
-    """Tensors that the module holds have sizes, too."""
+    """Give values to nodes of tensors that the module holds."""
     for node in module.graph.find_nodes(op="get_attr"):
         value: object = module
         for name in str(node.target).split("."):

@@ -1,0 +1,345 @@
+"""Positions of buckets: schedules that need no search, the earliest feasible launches, and gathers delayed for free."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphshard.schedule.bucketing import load, modes, startable
+from graphshard.schedule.problem import KINDS, Bucketed, Chain, Clocks, Link, Occurrence, Own, Placement
+from graphshard.schedule.simulator import ChainRun
+
+
+def singles(chain: Chain) -> list[Bucketed]:
+    """Return every transfer as a bucket, in the order in which compute meets them."""
+    found = [(r.at, 0, i, Bucketed("reduce", i, i + 1, bool(r.packed))) for i, r in enumerate(chain.reductions)]
+    found += [(g.at, 1, i, Bucketed("gather", i, i + 1, bool(g.packed))) for i, g in enumerate(chain.gathers)]
+    return [bucket for *_, bucket in sorted(found, key=lambda entry: entry[:3])]
+
+
+def laziest(chain: Chain, link: Link) -> Placement:
+    """Return the schedule of single transfers at the last moment: no schedule needs less memory."""
+    buckets = singles(chain)
+    events: list[Occurrence] = []
+    for index, bucket in enumerate(buckets):
+        (member,) = chain.members(bucket)
+        start = member.at if member.start is None else member.start
+        events.append(Occurrence("start", index, start))
+        if bucket.kind == "reduce" and link.all_reduce is not None:
+            events.append(Occurrence("continue", index, start))
+        events.append(Occurrence("wait", index, max(start, member.at)))
+    return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
+
+
+def one_ahead(chain: Chain, link: Link) -> Placement:
+    """Return FSDP2's order: a gather starts when the one before has arrived, a reduction ends when the next one starts.
+
+    Where reductions have a second leg, it starts then, and is waited for at the end.
+    """
+    buckets = [replace(b, packed=modes(chain.members(b))[-1]) for b in singles(chain)]
+    at = [chain.members(bucket)[0].at for bucket in buckets]
+    gathers, reductions = ([i for i, b in enumerate(buckets) if b.kind == kind] for kind in KINDS)
+    second = link.all_reduce is not None
+    events: list[Occurrence] = []
+    for index, following in zip(reductions, [*(at[i] for i in reductions[1:]), len(chain.seconds)]):
+        events.append(Occurrence("start", index, at[index]))
+        events.append(Occurrence("continue" if second else "wait", index, following))
+    for index, start in zip(gathers, [0, *(at[i] for i in gathers)]):
+        events += [Occurrence("start", index, start), Occurrence("wait", index, at[index])]
+    if second:
+        events += [Occurrence("wait", index, len(chain.seconds)) for index in reductions]
+    return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
+
+
+def place(
+    chain: Chain,
+    link: Link,
+    order: Sequence[Bucketed],
+    limit: float = math.inf,
+    margin: float = math.inf,
+    *,
+    late: bool = False,
+    aside: bool = False,
+) -> Placement | None:
+    """Start and wait for buckets in this order; return None if they do not fit in `limit` bytes.
+
+    A bucket is started when its turn has come, its members are ready, and it fits until its last use next to what must
+    be there. A reduction is continued, or waited for, once it has ended, or when an item would not fit otherwise.
+
+    Reductions may overtake gathers that do not fit yet or are not urgent, and a gather that is needed overtakes
+    reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
+    between its end and its use, were the link otherwise idle.
+
+    Args:
+        late: second legs start after the last item, or where the memory allows no other; otherwise when the first has
+            ended.
+        aside: what would hold up the next of the model's own collectives starts after it, unless it gets late.
+    """
+    return _Placing(chain, link, order, limit, margin, late, aside).run()
+
+
+class _Placing:
+    def __init__(
+        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, late: bool, aside: bool
+    ) -> None:
+        self.chain, self.link, self.order, self.limit = chain, link, order, limit
+        self.late = late and link.all_reduce is not None
+        self.end = len(chain.seconds)
+        self.loads = [load(chain, link, bucket) for bucket in order]
+        self.members = [chain.members(bucket) for bucket in order]
+        self.bytes = [sum(m.num_bytes for m in members) for members in self.members]
+        self.waiting = {kind: deque(i for i, b in enumerate(order) if b.kind == kind) for kind in KINDS}
+        self.urgent = self._latest_starts(margin)
+        self.gathers: deque[int] = deque()
+        self.reductions: deque[int] = deque()  # first legs that are under way
+        self.second_legs: deque[int] = deque()
+        self.done: dict[int, float] = {}
+        self.clocks = Clocks()
+        self.upcoming = self._upcoming() if aside else {}
+        self.least = list(chain.least_memory)
+        self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
+        self.gathered = 0
+        self.dies: defaultdict[int, int] = defaultdict(int)
+        self.events: list[Occurrence] = []
+
+    def _latest_starts(self, margin: float) -> dict[int, float]:
+        """Return by gather the seconds of compute by which it becomes urgent; {} if every gather is at once."""
+        found: dict[int, float] = {}
+        latest = math.inf
+        for index in reversed(self.waiting["gather"]) if margin < math.inf else ():
+            seconds = self.loads[index].seconds
+            # On the clock of undisturbed compute: what holds compute up moves a position and later uses alike.
+            latest = min(latest, self.chain.elapsed[self.members[index][0].at]) - seconds
+            found[index] = latest - margin * seconds
+        return found
+
+    def _upcoming(self) -> dict[tuple[int, int], Own]:
+        """Return by channel and position the next of the model's collectives that compute waits for at once."""
+        found: dict[tuple[int, int], Own] = {}
+        for own in reversed([own for own in self.chain.own if own.at_once]):
+            found.update({(own.channel, position): own for position in range(own.at + 1)})
+        return found
+
+    def _holds_up(self, index: int, position: int) -> bool:
+        """Return whether a bucket would hold up the model's next collective, and could as well come after it."""
+        bucket, cost = self.order[index], self.loads[index]
+        channel = self.link.channel(bucket.kind)
+        own = self.upcoming.get((channel, position))
+        if own is None:
+            return False
+        elapsed = self.chain.elapsed
+        begins = elapsed[own.at] - elapsed[position]
+        if max(self.clocks.channels[channel] - self.clocks.compute, 0.0) + cost.seconds <= begins:
+            return False
+        if bucket.kind == "reduce":
+            return True
+        used = elapsed[self.members[index][0].at] - elapsed[position]
+        return used - begins - own.seconds >= cost.seconds
+
+    def run(self) -> Placement | None:
+        made = [0] * self.end
+        for reduction in self.chain.reductions:
+            made[reduction.at - 1] += reduction.num_bytes
+        for position in range(self.end + 1):
+            self.gathered -= self.dies.pop(position, 0)
+            self._settle(position)
+            while self._start_next(position):
+                self._settle(position)
+            if not self._need(position):
+                return None
+            if position == self.end:
+                break
+            base = self.chain.base[position] + made[position]
+            while base + self.gathered + self.unreduced > self.limit:
+                if not self._relieve(position):
+                    return None
+            self.unreduced += made[position]
+            if self.chain.own:
+                self.clocks.begin_item(self.chain, position)
+            self.clocks.compute += self.chain.seconds[position]
+        while self.waiting["reduce"]:  # their buffers did not fit next to the gradients that are on their way
+            if self._may_reduce(self.waiting["reduce"][0], self.end):
+                self._start(self.waiting["reduce"][0], self.end)
+            elif not self._relieve(self.end):
+                return None
+        while self.reductions:
+            self._pass_on(self.end)
+        while self.second_legs:
+            self._wait_second(self.end)
+        # Buckets are numbered in the order of their starts.
+        number = {e.bucket: i for i, e in enumerate(e for e in self.events if e.action == "start")}
+        buckets = tuple(self.order[index] for index in number)
+        return Placement(buckets, tuple(Occurrence(e.action, number[e.bucket], e.at) for e in self.events))
+
+    def _start_next(self, position: int) -> bool:
+        """Start the bucket whose turn it is, or the reduction after gathers that do not fit."""
+        gather = self.waiting["gather"][0] if self.waiting["gather"] else None
+        reduction = self.waiting["reduce"][0] if self.waiting["reduce"] else None
+        if gather is not None:
+            turn = bool(self.urgent) or self.link.separate or reduction is None or gather < reduction
+            if self.urgent and self.chain.elapsed[min(position + 1, self.end)] <= self.urgent[gather]:
+                turn = False
+            if turn and not self._holds_up(gather, position) and self._may_gather(gather, position):
+                self._start(gather, position)
+                return True
+        if reduction is not None and self._may_reduce(reduction, position) and not self._holds_up(reduction, position):
+            self._start(reduction, position)
+            return True
+        return False
+
+    def _alive(self, position: int) -> int:
+        return self.chain.boundary[position] + self.gathered + self.unreduced
+
+    def _may_gather(self, index: int, position: int) -> bool:
+        members = self.members[index]
+        if not startable(members, "gather", position):
+            return False
+        if self.limit == math.inf:
+            return True
+        if self._alive(position) + self.bytes[index] > self.limit:
+            return False
+        # Until its first use a member comes on top of what every schedule needs; from then on `least` counts it.
+        # Gradients count at this position only: before a later item their reductions can be waited for.
+        begin = position
+        for first, member in enumerate(members):
+            items = self.least[begin : member.at]
+            if items:
+                most = max(items) if begin > position else max(items[0] + self.unreduced, *items)
+                if most + sum(m.num_bytes for m in members[first:]) > self.limit:
+                    return False
+                begin = member.at
+        return True
+
+    def _may_reduce(self, index: int, position: int) -> bool:
+        fits = self._alive(position) + self.loads[index].transient <= self.limit
+        return fits and startable(self.members[index], "reduce", position)
+
+    def _start(self, index: int, position: int) -> None:
+        bucket, cost = self.order[index], self.loads[index]
+        self.waiting[bucket.kind].remove(index)
+        self.clocks.compute += cost.copy_in
+        # Compute's real clock here, copies and waits included, unlike that of `_latest_starts`.
+        self._launch(index, self.link.channel(bucket.kind), cost.seconds)
+        self.events.append(Occurrence("start", index, position))
+        if bucket.kind == "reduce":
+            self.reductions.append(index)
+            return
+        self.gathers.append(index)
+        for member in self.members[index]:
+            self.gathered += member.num_bytes
+            self.dies[member.last + 1] += member.num_bytes
+            if self.limit < math.inf:
+                for item in range(position, member.at):
+                    self.least[item] += member.num_bytes
+
+    def _launch(self, index: int, channel: int, seconds: float) -> None:
+        channels = self.clocks.channels
+        channels[channel] = self.done[index] = max(self.clocks.compute, channels[channel]) + seconds
+
+    def _need(self, position: int) -> bool:
+        """Start the gathers that are needed now and were not started, and wait for them."""
+        while self.waiting["gather"]:
+            index = self.waiting["gather"][0]
+            if self.members[index][0].at > position:
+                break
+            if not startable(self.members[index], "gather", position):
+                return False
+            while self._alive(position) + self.bytes[index] > self.limit:
+                if not self._relieve(position):
+                    return False
+            self._start(index, position)
+        while self.gathers and self.members[self.gathers[0]][0].at <= position:
+            index = self.gathers[0]
+            while self._alive(position) + self.loads[index].transient > self.limit:
+                if not self._relieve(position):
+                    return False
+            # Compute is held up by the gather: second legs of what ends before that start meanwhile.
+            if self.link.all_reduce is not None and not self.late:
+                while self.reductions and self.done[self.reductions[0]] <= self.done[index]:
+                    self._pass_on(position)
+            self.gathers.popleft()
+            self.clocks.compute = max(self.clocks.compute, self.done[index]) + self.loads[index].copy_out
+            self.events.append(Occurrence("wait", index, position))
+            self._settle(position)
+        return True
+
+    def _relieve(self, position: int) -> bool:
+        """Free gradients by waiting for a reduction; return False if none is ready."""
+        if not self.reductions and self.waiting["reduce"] and self._may_reduce(self.waiting["reduce"][0], position):
+            self._start(self.waiting["reduce"][0], position)
+        if self.reductions:
+            self._pass_on(position)
+        elif self.second_legs:
+            self._wait_second(position)
+        else:
+            return False
+        return True
+
+    def _settle(self, position: int) -> None:
+        while self.reductions and not self.late and self.done[self.reductions[0]] <= self.clocks.compute:
+            self._pass_on(position)
+        while self.second_legs and self.done[self.second_legs[0]] <= self.clocks.compute:
+            self._wait_second(position)
+
+    def _pass_on(self, position: int) -> None:
+        """Wait for the oldest reduction, and start its second leg if it has one."""
+        index = self.reductions.popleft()
+        self.clocks.compute = max(self.clocks.compute, self.done[index])
+        self.unreduced -= self.bytes[index]
+        if self.link.all_reduce is None:
+            self.events.append(Occurrence("wait", index, position))
+            return
+        self.unreduced += self.loads[index].twice
+        self._launch(index, self.link.channel("all_reduce"), self.loads[index].second)
+        self.events.append(Occurrence("continue", index, position))
+        self.second_legs.append(index)
+
+    def _wait_second(self, position: int) -> None:
+        index = self.second_legs.popleft()
+        self.clocks.compute = max(self.clocks.compute, self.done[index])
+        self.unreduced -= self.loads[index].twice
+        self.events.append(Occurrence("wait", index, position))
+
+
+def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
+    """Start gathers as late as keeps every clock, but so early that they end `margin` times their length before use.
+
+    Memory is held no longer than it pays: compute, and everything else on the link, keep their clocks.
+    """
+    run = ChainRun(chain, replace(link, contention=0.0) if link.contention else link, placement)
+    following = [(len(chain.seconds), math.inf)] * 2  # by channel: position and time of the start that follows
+    first: defaultdict[int, deque[Occurrence]] = defaultdict(deque)  # what was moved comes first at its position
+    rest: defaultdict[int, list[Occurrence]] = defaultdict(list)
+    own_left = deque(enumerate(chain.own))
+    for event in reversed(placement.events):
+        while own_left and own_left[-1][1].at >= event.at:  # it starts after what is started at its position
+            index, own = own_left.pop()
+            following[own.channel] = own.at, run.own_starts[index]
+        if event.action != "start":
+            rest[event.at].append(event)
+            if event.action == "continue":
+                following[link.channel("all_reduce")] = event.at, run.continued[event.bucket]
+            continue
+        bucket, cost = placement.buckets[event.bucket], run.loads[event.bucket]
+        # From the last event to the first, so the start that follows on the channel has found its place. This one must
+        # not come after it, nor end after it begins.
+        position, limit = following[link.channel(bucket.kind)]
+        start, at = run.starts[event.bucket], event.at
+        members = chain.members(bucket)
+        # A copy takes time of compute: moving it would move compute's clock.
+        if bucket.kind == "gather" and not cost.copy_in and all(m.start is None for m in members):
+            latest = min(limit - cost.seconds, max(start, run.waited[event.bucket] - (1 + margin) * cost.seconds))
+            # The last position to which compute has come by then. `arrivals` is before the events of a position, and
+            # what is moved becomes the first of them, so it is launched at that very time.
+            at = max(at, min(bisect.bisect_right(run.arrivals, latest) - 1, position, members[0].at))
+            start = max(start, run.arrivals[at]) if at > event.at else start
+        if at > event.at:
+            first[at].appendleft(Occurrence("start", event.bucket, at))
+        else:
+            rest[at].append(event)
+        following[link.channel(bucket.kind)] = at, start
+    positions = range(len(chain.seconds) + 1)
+    return Placement(placement.buckets, tuple(e for p in positions for e in (*first[p], *reversed(rest[p]))))

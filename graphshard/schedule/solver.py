@@ -1,0 +1,378 @@
+"""Find the shortest schedule of a problem within a budget of steps, with the bound it is measured by.
+
+Each phase is solved by itself, as it waits for everything that it starts. A phase is searched in this order:
+
+    start     FSDP2's order, and every transfer by itself: there is always a schedule, and none is longer
+    rough     buckets that may be cut at a few places only, and any of these together
+    refined   the same around the cuts of the best, until nothing gets shorter
+    proof     every cut and every order, of what is shorter than the best: without a memory limit nothing is left out
+
+The search ends as soon as a schedule is as short as the bound. Of equally short ones that with the least memory counts.
+Where reductions have two legs, the dynamic program looks at the first ones alone, at the second ones, and at both as
+one; the orders it finds are placed and simulated with both. Where communication slows compute down, it counts the least
+cost of contention, and the simulator all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphshard.errors import InfeasibleError
+from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
+from graphshard.schedule.bucketing import contents_of, modes
+from graphshard.schedule.coarsening import Coarse, cuts_around, even_cuts
+from graphshard.schedule.dynamic_program import ANY, Effort, channel_order, shortest_order
+from graphshard.schedule.placement import delay, laziest, one_ahead, place, singles
+from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Link, Placement, Problem, Schedule, Transfer
+from graphshard.schedule.simulator import ChainRun, simulate
+
+# Steps of a solver: some seconds.
+STEPS = 2_000_000
+# Two schedules whose times differ by less are equally short, as far as costs are known.
+_EQUAL = 1e-4
+# Places at which rough buckets of a kind may be cut.
+_PLACES = 24
+# Steps between the cuts that are tried around those of the best.
+_AROUND = (8, 4, 2, 1)
+# Longer than the bound by so much, the least work that keeps to it tells where rough buckets may be cut, too.
+_BEYOND = (1e-6, 0.003, 0.01)
+# Shares by which a schedule must be shorter to be looked for, one after the other: the larger, the sooner ruled out.
+_GAINS = (0.02, 0.01, 0.005, 0.001)
+# Under a memory limit, which the proof does not know, it is only tried for gaps that are smaller.
+_PROVABLE = 0.03
+# Steps of a budget for an item or a bucket that is placed and simulated.
+_PLACED = 10
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule and its simulation.
+
+    Attributes:
+        schedule: placements and what stays gathered.
+        step_seconds: of one step.
+        lower_bound: seconds that no schedule of the problem beats.
+        peak: most bytes alive.
+        stopped: the budget ended a search; schedules it had not looked at may be shorter.
+    """
+
+    schedule: Schedule
+    step_seconds: float
+    lower_bound: float
+    peak: int
+    stopped: bool = False
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, as a fraction of it."""
+        return self.step_seconds / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solver of problems.
+
+    Attributes:
+        limit: bytes that may be alive at any time.
+        exact_kept: with at most so many parameters that may stay gathered, every choice is tried.
+        margin: gathers end this many times their own length before they are needed, where that costs nothing.
+        steps: shared by all searches, see `Budget`.
+        below: seconds; longer steps are not looked for, beyond those that a search begins with.
+    """
+
+    limit: float = math.inf
+    exact_kept: int = 6
+    margin: float = 1.0
+    steps: int = STEPS
+    below: float = math.inf
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Return the best schedule found.
+
+        Raises:
+            InfeasibleError: no schedule fits in the limit; it has the least bytes one needs.
+        """
+        smallest = smallest_of(problem)
+        if smallest > self.limit:
+            raise InfeasibleError(
+                f"no schedule fits in a memory_limit of {self.limit:,.0f} bytes. The least possible is {smallest:,} "
+                f"bytes; {_explain(problem, smallest)}",
+                smallest,
+            )
+        best: tuple[float, Schedule] | None = None
+        bound = lower_bound(problem, limit=self.limit)
+        budget, stopped = Budget(self.steps), False
+        choices = list(self._choices(problem))
+        for index, kept in enumerate(choices):
+            with_kept = problem.keep(kept)
+            if smallest_of(with_kept) > self.limit:
+                continue
+            if best is not None and lower_bound(with_kept, kept=frozenset()) >= best[0] * (1 - 1e-12):
+                continue
+            part = budget.part(len(choices) - index)
+            found = list(self._phases(with_kept, part))
+            budget.take(part)
+            stopped |= any(phase.stopped for phase in found)
+            schedule = Schedule(tuple(phase.placement for phase in found), kept)
+            seconds = simulate(problem, schedule).step_seconds
+            if best is None or seconds < best[0]:
+                best = seconds, schedule
+            if not problem.keepable:
+                bound = max(bound, sum(phase.bound for phase in found))
+        assert best is not None
+        run = simulate(problem, best[1])
+        return Solution(best[1], run.step_seconds, min(bound, run.step_seconds), run.peak, stopped)
+
+    def _phases(self, problem: Problem, budget: Budget) -> Iterator[PhaseSolution]:
+        bounds = [chain_bound(chain, problem.link_of(chain)) for chain in problem.chains]
+        room = self.below - sum(bounds)  # seconds that phases may take beyond their bounds
+        for index, (chain, bound) in enumerate(zip(problem.chains, bounds)):
+            part, link = budget.part(len(problem.chains) - index), problem.link_of(chain)
+            found = solve_phase(chain, link, part, limit=self.limit, margin=self.margin, below=bound + room)
+            yield found
+            budget.take(part)
+            room -= found.seconds - bound
+
+    def _choices(self, problem: Problem) -> Iterator[frozenset[str]]:
+        """Yield what may stay gathered: every choice of few; of many the first ones of backward."""
+        yield frozenset()
+        names = _to_keep(problem)
+        if len(names) <= self.exact_kept:
+            sizes = range(1, len(names) + 1)
+            yield from (frozenset(c) for size in sizes for c in itertools.combinations(names, size))
+            return
+        fits = (k for k in range(1, len(names) + 1) if smallest_of(problem.keep(frozenset(names[:k]))) <= self.limit)
+        most = max(fits, default=0)
+        for k in sorted({1, most // 4, most // 2, 3 * most // 4, most} - {0}, reverse=True):
+            if k <= most:
+                yield frozenset(names[:k])
+
+
+def _to_keep(problem: Problem) -> list[str]:
+    """Return what may stay gathered, first what backward needs first: nothing hides that gather, and it dies first."""
+    return [g.name for g in problem.chains[1].gathers if g.name in problem.keepable] if problem.keepable else []
+
+
+def fsdp2_solution(problem: Problem, limit: float = 0) -> Solution:
+    """Return FSDP2's order, see `placement.one_ahead`.
+
+    Args:
+        limit: bytes in which the largest possible number of parameters stays gathered.
+    """
+
+    def keeping(number: int) -> Solution:
+        kept = frozenset(names[:number])
+        placements = tuple(one_ahead(chain, problem.link_of(chain)) for chain in problem.keep(kept).chains)
+        run = simulate(problem, Schedule(placements, kept))
+        return Solution(Schedule(placements, kept), run.step_seconds, lower_bound(problem), run.peak)
+
+    names, most = _to_keep(problem), 0
+    above = len(names) + 1
+    while above - most > 1:
+        middle = (most + above) // 2
+        if keeping(middle).peak <= limit:
+            most = middle
+        else:
+            above = middle
+    return keeping(most)
+
+
+def smallest_of(problem: Problem) -> int:
+    """Return the least bytes in which all chains of a problem can run, if nothing stays gathered that need not."""
+    return max(_smallest_peak(chain, problem.link_of(chain)) for chain in problem.chains)
+
+
+def _smallest_peak(chain: Chain, link: Link) -> int:
+    return ChainRun(chain, link, laziest(chain, link)).peak
+
+
+def _explain(problem: Problem, smallest: int) -> str:
+    """Return where the least memory is needed and for what."""
+    chain = next(chain for chain in problem.chains if _smallest_peak(chain, problem.link_of(chain)) == smallest)
+    link = problem.link_of(chain)
+    alive = ChainRun(chain, link, laziest(chain, link), explain=True).alive
+    largest = sorted(alive.items(), key=lambda pair: -pair[1])[:3]
+    what = ", ".join(f"{size:,} {name or 'activations, shards and inputs'}" for name, size in largest)
+    return (
+        f"it is needed in {chain.name}: {what}. Use smaller units, a smaller batch, more ranks, or activation "
+        "checkpointing."
+    )
+
+
+@dataclass(frozen=True)
+class PhaseSolution:
+    """A schedule of a phase.
+
+    Attributes:
+        seconds, peak: as the simulator says.
+        bound: seconds that no schedule beats.
+        stopped: the budget ended the search.
+    """
+
+    seconds: float
+    peak: int
+    placement: Placement
+    bound: float
+    stopped: bool
+
+
+def solve_phase(
+    chain: Chain,
+    link: Link,
+    budget: Budget,
+    *,
+    limit: float = math.inf,
+    margin: float = 1.0,
+    below: float = math.inf,
+) -> PhaseSolution:
+    """Return the shortest schedule found that keeps to `limit` bytes, in which `placement.laziest` must fit.
+
+    Args:
+        budget: is spent; the schedules at the start cost nothing of it.
+        margin: gathers end this many times their own length before they are needed, where that costs nothing.
+        below: seconds; longer schedules are not looked for, beyond those at the start.
+    """
+    return _PhaseSearch(chain, link, budget, limit, margin, below).run()
+
+
+class _PhaseSearch:
+    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float, below: float) -> None:
+        self.chain, self.link, self.budget, self.limit, self.margin = chain, link, budget, limit, margin
+        self.below = below
+        self.bound = chain_bound(chain, link)
+        self.two_legs = link.all_reduce is not None and bool(chain.reductions)
+        # Links that the search for buckets and their order assumes.
+        self.looks = [link.first_legs, *([link.second_legs, link.both_legs] if self.two_legs else [])]
+        self.seconds, self.peak, self.placement = math.inf, 0, Placement()
+        sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
+        self.typical = float(sizes[len(sizes) * 9 // 10]) if sizes else 0.0
+
+    def run(self) -> PhaseSolution:
+        """Search until the bound is met or the budget ends."""
+        self._consider(laziest(self.chain, self.link))
+        if all(g.start is None for g in self.chain.gathers):
+            self._consider(one_ahead(self.chain, self.link))
+        self._order(Budget(0), singles(self.chain))
+        stopped = False
+        searches = [self._rough, self._proof] if self.typical else []
+        for index, search in enumerate(searches):
+            if not self._met:
+                part = self.budget.part(len(searches) - index)
+                search(part)
+                stopped |= part.ended
+                self.budget.take(part)
+        bound = min(self.bound, self.seconds)
+        return PhaseSolution(self.seconds, self.peak, self.placement, bound, stopped and not self._met)
+
+    @property
+    def _met(self) -> bool:
+        return self.bound >= self.below or self.seconds <= self.bound * (1 + _EQUAL)
+
+    @property
+    def _to_beat(self) -> float:
+        """Seconds below which a schedule is of interest."""
+        return min(self.seconds, self.below)
+
+    def _rough(self, budget: Budget) -> None:
+        cuts = [even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS]
+        num = len(self.chain.reductions)
+        for look in self.looks:
+            gathers, reductions = jobs(self.chain, look)
+            for beyond in _BEYOND:
+                cuts[0] += gathers.cuts(self.bound * (1 + beyond))
+                cuts[1] += [num - cut for cut in reductions.cuts(self.bound * (1 + beyond))]
+        self._search(Coarse.at_cuts(self.chain, *cuts), ANY, budget)
+        before = math.inf
+        while not self._met and not budget.ended and self.seconds < before * (1 - _GAINS[-1]):
+            before = self.seconds
+            for step in _AROUND:
+                buckets = self.placement.buckets
+                ends = ([b.end for b in buckets if b.kind == kind] for kind in KINDS)
+                around = (cuts_around(e, len(self.chain.transfers(kind)), step) for e, kind in zip(ends, KINDS))
+                self._search(Coarse.at_cuts(self.chain, *around), 16, budget)
+
+    def _search(self, coarse: Coarse, window: int, budget: Budget) -> None:
+        """Consider the best order of a coarse chain, with and without room for gradients."""
+        reserves = (0.0, self.typical) if self.limit < math.inf else (0.0,)
+        for look, reserve in itertools.product(self.looks, reserves):
+            if self._met:
+                return
+            # Two legs one after the other may take longer than what they are to beat.
+            below = math.inf if look.reduce is not self.link.reduce else self._to_beat
+            effort = Effort(window, reserve=reserve, below=below)
+            order = channel_order(coarse.joined, look, effort, budget, self.limit)
+            if order is not None:
+                found = coarse.original(order)
+                self._order(budget, found)
+                if self.two_legs and not self.link.separate:
+                    self._order(budget, sorted(found, key=self._ready))
+
+    def _ready(self, bucket: Bucketed) -> tuple[int, bool]:
+        """Sort reductions as soon as they are ready: where second legs take longest, early gathers wait."""
+        members = self.chain.members(bucket)
+        return (members[0].at, True) if bucket.kind == "gather" else (members[-1].at, False)
+
+    def _proof(self, budget: Budget) -> None:
+        """Look for every order that is shorter than the best, of transfers whose small tensors are packed for free."""
+        if self.link.separate and self.chain.gathers and self.chain.reductions:
+            return
+        if self.limit < math.inf and self.seconds > self.bound * (1 + _PROVABLE):
+            return
+        free = replace(
+            self.chain,
+            gathers=tuple(map(_without_copies, self.chain.gathers)),
+            reductions=tuple(map(_without_copies, self.chain.reductions)),
+        )
+        seconds = self._to_beat
+        for gain in _GAINS if seconds == self.seconds else (0.0,):
+            below = seconds / (1 + gain)
+            found = shortest_order(free, self.link.first_legs, budget, below) if below > self.bound else None
+            if found is not None:  # nothing is shorter than this
+                self.bound = max(self.bound, found[0])
+                self._order(budget, [self._with_copies(bucket) for bucket in found[1]])
+            if found is not None or budget.ended:
+                return
+            self.bound = max(self.bound, below)
+
+    def _with_copies(self, bucket: Bucketed) -> Bucketed:
+        """Return the bucket packed or not, as it may be, and as takes less time in all."""
+        members = self.chain.members(bucket)
+        contents, link = contents_of(members), self.link.of(members[0].way)
+
+        def seconds(packed: bool) -> float:
+            cost = contents.load(link, bucket.kind, packed)
+            return cost.seconds + cost.copy_in + cost.copy_out
+
+        return replace(bucket, packed=min(modes(members), key=seconds))
+
+    def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
+        lates = (False, True) if self.two_legs else (False,)
+        asides = (False, True) if any(own.at_once for own in self.chain.own) else (False,)
+        for margin, late, aside in itertools.product((math.inf, self.margin), lates, asides):
+            budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
+            placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
+            if placement is not None:
+                if self.link.contention:
+                    self._consider(placement)
+                # Starts as late as they may be are no slower if nothing slows compute down.
+                self._consider(delay(self.chain, self.link, placement, self.margin))
+
+    def _consider(self, placement: Placement) -> None:
+        run = ChainRun(self.chain, self.link, placement)
+        if run.peak > self.limit:
+            return
+        # Infinity is equal to nothing.
+        equal = abs(run.seconds - self.seconds) <= _EQUAL * min(run.seconds, self.seconds)
+        if run.peak < self.peak if equal else run.seconds < self.seconds:
+            self.seconds, self.peak, self.placement = run.seconds, run.peak, placement
+
+
+def _without_copies(transfer: Transfer) -> Transfer:
+    """Return a transfer that takes no longer, packed or not: small tensors travel in another's buffer, uncopied."""
+    large = transfer.num_tensors - transfer.num_small
+    apart = "" if transfer.packed is None else f" {transfer.packed}"
+    group = f"{transfer.group}{apart}"  # those that must be packed and those that must not share no bucket
+    return replace(transfer, group=group, num_tensors=large, num_small=0, small_bytes=0, packed=None)
