@@ -1,7 +1,7 @@
 """Plans: buckets of collectives, and the positions where each starts and is waited for.
 
-A plan is plain data. A planner (such as `schedule/fsdp2_order.py`) makes it, and the passes `bucket` and `reorder` apply
-it. It round-trips through JSON, and equal plans of two ranks have equal hashes.
+A plan is plain data. A planner (such as `schedule/fsdp2_order.py`) makes it, and the passes `bucket` and `reorder`
+apply it. It round-trips through JSON, and equal plans of two ranks have equal hashes.
 
 Time in a plan is a position: the number of compute nodes of the phase that run before the event. Collectives and their
 casts, copies and views are not compute (`collective_regions.py`), so bucketing does not change positions.
