@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.ir.archive import read_archive, write_archive
+from graphshard.utils.archive import read_archive, write_archive
 
 TOKENS, WIDTH = 10, 6
 LAYER = "layers.1"

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from graphshard.errors import ArgumentError, CheckpointError, visible
-from graphshard.ir.plain import read
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file, write_text
+from graphshard.utils.json_dataclasses import read
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)

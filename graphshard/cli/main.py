@@ -197,7 +197,7 @@ def _add_dump_commands(command: _AddCommand) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    if args.path.endswith(".gshard"):
+    if args.path.endswith((".gshard", ".gscache")):
         from graphshard.cli import file_commands
 
         return file_commands.show(args)

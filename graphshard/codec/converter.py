@@ -1,6 +1,6 @@
 """How each type of a field is written to JSON and read back: `write` and `read`.
 
-    number, text, tuple, list, set, dict, dataclass    by `ir/plain.py`; a dataclass by its fields
+    number, text, tuple, list, set, dict, dataclass    by `utils/json_dataclasses.py`; a dataclass by its fields
     torch.dtype, device, operator                       "float32", "cuda", {"operator": "aten.mm.default"}
     tensor, dynamic size, graph                         see `codec/graph_format.py`; no tensor's values are stored
     structure of inputs or outputs                      pytree's own JSON
@@ -45,8 +45,6 @@ from graphshard.cost.profile import Profile
 from graphshard.cross.gpu_kernels import GpuCode, Kernel
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir import plain
-from graphshard.ir.plain import Overrides, class_reader, new_converter, typed
 from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
@@ -54,6 +52,8 @@ from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.rank_consistent_planner import AgreedPlanner
 from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.utils import json_dataclasses
+from graphshard.utils.json_dataclasses import Overrides, class_reader, new_converter, typed
 from graphshard.utils.text import brief
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def read(data: Any, kind: type[T], decoder: Decoder | None = None) -> T:
     """
     token = _DECODER.set(decoder or Decoder())
     try:
-        return plain.read(data, kind, _CONVERTER)
+        return json_dataclasses.read(data, kind, _CONVERTER)
     finally:
         _DECODER.reset(token)
 

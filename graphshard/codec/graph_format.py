@@ -32,13 +32,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.codec.size_format import SIZE_OPERATORS, parse_size
 from graphshard.errors import ArgumentError
-from graphshard.ir.plain import typed
 from graphshard.ir.printer import print_graph
 from graphshard.ir.sizes import SymNumber, rename
 from graphshard.ir.subgraph import HIGHER_ORDER, Subgraph, subgraph_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy, run_and_save_rng_state, run_with_rng_state
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
 from graphshard.torch_compat.operators import OpOverload, dispatcher_operators
+from graphshard.utils.json_dataclasses import typed
 
 # Targets of calls besides the dispatcher's operators.
 _TARGETS: dict[str, Callable[..., Any]] = {

@@ -41,10 +41,10 @@ from graphshard.exported.exported_program import OURS, facts_of, joint_of
 from graphshard.frontend.phase import lift_subgraphs
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
-from graphshard.ir.plain import typed
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes
 from graphshard.torch_compat.operators import pytree
+from graphshard.utils.json_dataclasses import typed
 from graphshard.utils.text import brief
 
 FORMAT = 1

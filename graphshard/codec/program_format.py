@@ -57,7 +57,6 @@ from graphshard.codec.graph_format import Decoder, named, short_name, strings, t
 from graphshard.codec.size_format import decode_symbols, encode_symbols, parse_size
 from graphshard.cross.gpu_kernels import GpuCode
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.plain import typed
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program, Region, Size
 from graphshard.ir.sizes import renamed, size_inputs
@@ -66,6 +65,7 @@ from graphshard.passes import Pass
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
 from graphshard.torch_compat.fake_tensors import new_fake_mode
 from graphshard.torch_compat.symbolic_sizes import condition
+from graphshard.utils.json_dataclasses import typed
 
 FORMAT = 8
 _PHASES = ("joint", "forward", "backward")

@@ -18,9 +18,9 @@ from importlib import resources
 from typing import Any, Literal
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.plain import read, write
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file
+from graphshard.utils.json_dataclasses import read, write
 from graphshard.utils.text import brief
 
 SCHEMA = 3

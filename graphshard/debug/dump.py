@@ -38,7 +38,6 @@ from graphshard.debug.html_report import render, report_of
 from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.graph import OWN
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.plain import read, write
 from graphshard.ir.program import Program, Region, Stage
 from graphshard.ir.recompute import RANDOM_STATE
 from graphshard.lower.executor import lines_of
@@ -52,6 +51,7 @@ from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.best_effort_writer import BestEffort
 from graphshard.utils.files import file_name, read_file, replacing, write_text
+from graphshard.utils.json_dataclasses import read, write
 from graphshard.utils.text import brief
 
 SUMMARY = "summary.json"

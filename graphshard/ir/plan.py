@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.plain import read, write
+from graphshard.utils.json_dataclasses import read, write
 from graphshard.utils.text import brief
 
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]

@@ -38,11 +38,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphshard.ir.archive import read_private, remove, remove_left_behind, remove_oldest, touch, write_archive
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
 from graphshard.lower.inductor_rewrites import NEVER_RUN
 from graphshard.torch_compat.inductor_settings import data_pointer, inductor_cache, keeps_code
+from graphshard.utils.archive import read_private, remove, remove_left_behind, remove_oldest, touch, write_archive
 from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables, vendor
 from graphshard.utils.source_lines import codes_of
 

@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.debug.html_report import template_environment
-from graphshard.ir.plain import write
 from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.search import seconds_by_part
 from graphshard.predict.step_prediction import EARLIER_GRADIENTS, OPTIMIZER_STATE
 from graphshard.predict.training_config import TrainingCost
 from graphshard.utils.argument_validation import path_of, write_given
+from graphshard.utils.json_dataclasses import write
 from graphshard.utils.text import format_amount, format_bytes, format_count, format_seconds, plain_table
 
 # Size of the drawing of scaling in its own units, and its margins for labels.

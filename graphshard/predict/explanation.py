@@ -17,13 +17,13 @@ from rich.text import Text
 from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import render, report_of
 from graphshard.debug.perfetto import trace_events
-from graphshard.ir.plain import write
 from graphshard.ir.program import Program
 from graphshard.predict.symbolic_cost import Formulas
 from graphshard.predict.training_config import TrainingCost
 from graphshard.schedule.memory import Memory
 from graphshard.schedule.timeline import Estimate
 from graphshard.utils.argument_validation import write_given
+from graphshard.utils.json_dataclasses import write
 from graphshard.utils.text import format_bytes, format_seconds, plain_table
 
 # How many waits, and how many collectives of the critical path, the table names.

@@ -15,8 +15,8 @@ regions/9f3c....sm_90.json          its code for GPUs of compute capability 9.0
 cubins/1b2c....cubin                kernel of such code, by the hash of its content; regions share them
 key.json                            of a cached program: everything that it depends on
 
-`ArtifactWriter` writes, `read_artifact` reads and checks: the digest of the file (`ir/archive.py`), the type of every
-field, and that exactly the members are there that the manifest asks for. Nothing in it is executed or unpickled.
+`ArtifactWriter` writes. `read_artifact` reads, and checks the digest of the file (`utils/archive.py`), the type of each
+field, and that exactly those members are there that the manifest asks for. Nothing is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from graphshard.codec.program_format import decode_gpu_code, decode_region, enco
 from graphshard.cross.gpu_kernels import GpuCode, check_code
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.archive import Archive, Signer, Verifier, read_archive, write_archive
 from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
@@ -60,6 +59,7 @@ from graphshard.store.artifact_manifest import (
     library_file,
     summarize,
 )
+from graphshard.utils.archive import Archive, Signer, Verifier, read_archive, write_archive
 
 # --- reading -----------------------------------------------------------------------------------------------------
 

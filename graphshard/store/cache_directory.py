@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.archive import WRITES_FOR, remove, remove_left_behind, remove_oldest
+from graphshard.utils.archive import WRITES_FOR, remove, remove_left_behind, remove_oldest
 
 VARIABLE = "GRAPHSHARD_CACHE"
 LIMIT_VARIABLE = "GRAPHSHARD_CACHE_LIMIT"

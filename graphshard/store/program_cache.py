@@ -33,7 +33,6 @@ from graphshard.codec.program_format import (
     graph_digest,
 )
 from graphshard.frontend.signature import Signature
-from graphshard.ir.archive import is_being_written, others_can_write, read_private, remove, touch
 from graphshard.ir.program import Program
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.regions import RegionCall
@@ -52,6 +51,7 @@ from graphshard.store.cache_directory import (
 )
 from graphshard.store.fingerprint import describe_options, environment, key_facts, model_facts, why_not_cached
 from graphshard.store.program_library import read_region
+from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch
 
 log = logging.getLogger("graphshard.cache")
 

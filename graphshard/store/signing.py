@@ -3,7 +3,7 @@
     openssl genpkey -algorithm ed25519 -out key.pem
     openssl pkey -in key.pem -pubout -out public.pem
 
-The digest of the whole file is signed (`ir/archive.py`), and checked before anything of the file is interpreted. It
+The digest of the whole file is signed (`utils/archive.py`), and checked before anything of the file is interpreted. It
 takes the package `cryptography`, which `graphshard[sign]` installs.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.archive import Signer, Verifier
+from graphshard.utils.archive import Signer, Verifier
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief

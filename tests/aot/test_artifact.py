@@ -21,10 +21,10 @@ from torch.export import Dim
 
 import graphshard
 from graphshard import ArtifactError
-from graphshard.ir.archive import read_archive
 from graphshard.lower.aoti_package import check_package
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.store.artifact_file import read_artifact
+from graphshard.utils.archive import read_archive
 from tests.exported import Net, export_net, rewritten, zipped
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -73,7 +73,7 @@ def test_export_needs_no_process_group_and_no_weights_and_changes_nothing(tmp_pa
 
 @pytest.mark.parametrize(
     "where",
-    ["graphshard.aot.exporter.lower", "graphshard.ir.archive.zlib.compress", "os.replace"],
+    ["graphshard.aot.exporter.lower", "graphshard.utils.archive.zlib.compress", "os.replace"],
 )
 def test_interrupted_export_leaves_nothing_behind(tmp_path: Path, where: str) -> None:
     with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard.ir.archive import read_archive
+from graphshard.utils.archive import read_archive
 from tests.aot.forging import forgeries
 from tests.exported import rewritten
 from tests.helpers import Blocks

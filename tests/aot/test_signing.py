@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from graphshard import ArgumentError, ArtifactError
 from graphshard.cli.main import main
-from graphshard.ir.archive import read_archive
+from graphshard.utils.archive import read_archive
 from tests.arguments.malformed import NO_PATHS, Hostile, Row
 from tests.exported import rewritten
 from tests.helpers import Blocks
@@ -70,7 +70,7 @@ def test_it_loads_with_the_right_key(folder: Path, mesh: DeviceMesh, tmp_path: P
 def refused(path: Path, mesh: DeviceMesh, trust: Any) -> str:
     """Why; nothing of the file was interpreted."""
     model = Blocks(1)
-    unread = mock.patch("graphshard.ir.archive.json.loads", side_effect=AssertionError("it is read"))
+    unread = mock.patch("graphshard.utils.archive.json.loads", side_effect=AssertionError("it is read"))
     with unread, pytest.raises(ArtifactError) as caught:
         graphshard.load(path, model, mesh, trust=trust)
     assert caught.value.field == "signature"

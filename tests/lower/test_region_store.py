@@ -16,13 +16,13 @@ from unittest import mock
 import pytest
 import torch
 
-from graphshard.ir.archive import read_private, write_archive
 from graphshard.ir.program import Region
 from graphshard.lower import inductor, region_store
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.region_store import KeptRegion, Store, store_here
 from graphshard.lower.regions import Boxed
+from graphshard.utils.archive import read_private, write_archive
 from tests.lower.small_regions import INPUT, compute, region_of, regions_from, values
 
 ROOT = Path(__file__).parents[2]

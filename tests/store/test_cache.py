@@ -23,9 +23,9 @@ from torch import nn
 import graphshard
 from graphshard.cli.main import main
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir import archive
-from graphshard.ir.archive import read_private, write_archive
 from graphshard.store import cache_directory, program_cache
+from graphshard.utils import archive
+from graphshard.utils.archive import read_private, write_archive
 from tests.ranks import FakeWorld
 from tests.store.launches import Launches, messages
 

@@ -1,7 +1,7 @@
 """Dataclasses as plain data for JSON, by the types of their fields.
 
-No code lists the fields: one that is added to a class is written and read, and one whose type has no place in a file is
-an error. Reading is strict: every field is there and no other, a text is no number and no list.
+No code lists the fields: a new field is written and read, and one of a type that JSON cannot hold is an error. Reading
+is strict: there are all fields and no others, and a string is not taken for a number or a list.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def read(data: Any, kind: type[T], converter: Converter | None = None) -> T:
     """Inverse of `write`.
 
     Args:
-        data: what JSON holds.
+        data: as JSON returns it.
         kind: a dataclass.
-        converter: of more types than those of JSON.
+        converter: for types beyond those of JSON.
 
     Raises:
-        ArgumentError: nothing of this class is written so; the message begins with the place of the fault.
+        ArgumentError: `write` makes no such data of this class; the message begins with the place of the fault.
     """
     try:
         return (converter or _PLAIN).structure(data, kind)
@@ -52,27 +52,23 @@ def read(data: Any, kind: type[T], converter: Converter | None = None) -> T:
 
 
 def write(value: Any) -> Any:
-    """A dataclass as plain data; equal ones give equal data."""
+    """Return a dataclass as plain data; equal dataclasses give equal data."""
     return _PLAIN.unstructure(value)
 
 
 def typed(value: Any, kind: type[T]) -> T:
-    """The value, if it is of this very type: True is no int.
-
-    Raises:
-        ArgumentError: it is of another.
-    """
+    """Return the value; raise ArgumentError unless it is of exactly this type: True is not an int."""
     if type(value) is not kind:
         raise ArgumentError(f"{str(value)[:60]!r} is no {kind.__name__}")
     return value
 
 
 def new_converter(overrides: Overrides | None = None, otherwise: Callable[[type], Any] | None = None) -> Converter:
-    """A strict converter of dataclasses, lists, tuples, sets, dicts, numbers and texts.
+    """Return a strict converter of dataclasses, lists, tuples, sets, dicts, numbers and strings.
 
     Args:
         overrides: by class and field.
-        otherwise: what is written for a value of any other class, as cattrs asks for it; None is the value itself.
+        otherwise: cattrs' factory of writers for any other class; None writes the value itself.
     """
     given = overrides or {}
     converter = Converter(
@@ -96,7 +92,7 @@ def new_converter(overrides: Overrides | None = None, otherwise: Callable[[type]
 
 
 def class_reader(kind: Any, converter: Converter, overrides: Overrides) -> _Reader:
-    """Reads a dataclass of a dict that has its fields, all of them and no others."""
+    """Return a reader of a dataclass from a dict that has exactly its fields."""
     own = overrides.get(kind, {})
     read_fields = make_dict_structure_fn(kind, converter, **own)
     names = [(field.name in own and own[field.name].rename) or field.name for field in fields(kind)]
@@ -114,7 +110,7 @@ def class_reader(kind: Any, converter: Converter, overrides: Overrides) -> _Read
 
 
 def _first_fault(error: BaseException, place: str = "") -> tuple[str, BaseException]:
-    """What is wrong first, and where: "buckets[0].num_bytes"."""
+    """Return the place of the first fault, such as "buckets[0].num_bytes", and the fault."""
     if isinstance(error, (ClassValidationError, IterableValidationError)):
         for inner, note in error.group_exceptions()[0]:
             step = f"[{note.index!r}]" if isinstance(note, IterableValidationNote) else f".{note.name}"
@@ -124,7 +120,7 @@ def _first_fault(error: BaseException, place: str = "") -> tuple[str, BaseExcept
 
 
 def _read_number(data: Any, _: Any) -> float:
-    """Whole numbers stay such; those that JSON has no word for are `{"float": "inf"}`."""
+    """Read a number: whole numbers stay int, and `{"float": "inf"}` is one that JSON cannot hold."""
     if isinstance(data, dict) and data.keys() == {"float"} and data["float"] in ("inf", "-inf", "nan"):
         return float(data["float"])
     return cast(float, data) if type(data) is int else typed(data, float)
@@ -145,7 +141,7 @@ def _is_literal(kind: Any) -> bool:
 
 
 def _checked(origin: type, make: Callable[[Any, Converter], _Reader]) -> Callable[[Any, Converter], _Reader]:
-    """A way to read a container, for data of one type: the library would take a text for a list."""
+    """Return a factory of readers that check the type of the data: cattrs would take a string for a list."""
 
     def factory(kind: Any, converter: Converter) -> _Reader:
         read_items = make(kind, converter)
@@ -155,7 +151,7 @@ def _checked(origin: type, make: Callable[[Any, Converter], _Reader]) -> Callabl
 
 
 def _row_reader(kind: Any, converter: Converter) -> _Reader:
-    """Reads a tuple with a type for each place."""
+    """Return a reader of a tuple with a type for each position."""
     readers = [(converter.get_structure_hook(item), item) for item in get_args(kind)]
 
     def read_row(data: list[Any], _: Any) -> tuple[Any, ...]:
