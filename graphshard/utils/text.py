@@ -6,13 +6,13 @@ import inspect
 import io
 import reprlib
 from pathlib import PurePath
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from graphshard.errors import visible
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 # Attribute of a compiled module's class: the class that it was made from.
 MADE_OF = "graphshard_made_of"
@@ -109,11 +109,15 @@ def say(*lines: object, end: str = "\n") -> None:
 
 def styled(text: object, style: str = "") -> Text:
     """Return a text for rich without markup."""
+    from rich.text import Text  # `graphshard --help` does not wait for rich
+
     return Text(visible(str(text)), style)
 
 
 def plain_table(table: Table) -> str:
     """Return a table as text, as wide as it needs to be and without colors, so that it reads the same in a file."""
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=1000, color_system=None)
     console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
