@@ -14,7 +14,7 @@ from graphshard.ir.graph import calls_of
 from graphshard.ir.operators import BEGINS, BEGUN
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.transport import landing
+from graphshard.ir.transport import gather_epilogue
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def gradients_of(phase: Phase, program: Program) -> Iterator[tuple[Node, ParamSp
 def full_parameter(gather: Collective, spec: ParamSpec) -> Node | None:
     """Return the node that the model reads, the last of a gather's epilogue; None if an earlier one has other users."""
     (node,) = gather.waits
-    for _ in landing(spec):
+    for _ in gather_epilogue(spec):
         if len(node.users) != 1:
             return None
         (node,) = node.users

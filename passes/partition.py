@@ -27,7 +27,7 @@ from graphshard.ir.recompute import IN_FORWARD, RANDOM_STATE, SAVE
 from graphshard.ir.sizes import lift_sizes
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import give_attributes, take_attributes
-from graphshard.ir.transport import landing
+from graphshard.ir.transport import gather_epilogue
 from graphshard.passes.accumulate_gradients import mark_sums
 from graphshard.passes.base import Pass
 from graphshard.passes.reshard_after_forward import until_landed
@@ -52,7 +52,7 @@ class Partition(Pass):
             if slot.kind in ("param", "gathered"):
                 spec = program.params[slot.name]
                 chain = until_landed(node, spec) if slot.kind == "param" else []
-                landed = reversed(chain[-1 - len(landing(spec)) :] if chain else [])  # a scalar has no landing
+                landed = reversed(chain[-1 - len(gather_epilogue(spec)) :] if chain else [])  # a scalar has none
                 slots |= {n.name: Slot("saved", spec.name, "gathered", left) for left, n in enumerate(landed)}
                 mark_sums(chain[-1] if chain else node, grads.get(slot.name))
         for node in filter(is_idle_draw, joint.module.graph.nodes):

@@ -20,7 +20,7 @@ from graphshard.ir.graph import WAIT, aten, is_backward, is_view
 from graphshard.ir.operators import REDUCED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.transport import landing
+from graphshard.ir.transport import gather_epilogue
 from graphshard.passes.base import Pass, ancestors, gathers_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 
@@ -88,7 +88,7 @@ def until_landed(shard: Node, spec: ParamSpec) -> list[Node]:
         if len(chain[-1].users) != 1:  # it is not gathered
             return []
         chain += chain[-1].users
-    for _ in landing(spec):
+    for _ in gather_epilogue(spec):
         chain += chain[-1].users
     return chain[1:]
 

@@ -26,20 +26,20 @@ _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 _SENDABLE = frozenset({*_BITS.values(), torch.float32, torch.float64, torch.bfloat16, torch.int8})
 
 
-def gather(graph: Graph, shard: Node, row: ParamSpec, axis: Axis) -> None:
+def gather(graph: Graph, shard: Node, spec: ParamSpec, axis: Axis) -> None:
     """Turn the placeholder into a shard, and replace its uses by the gathered parameter."""
     users = list(shard.users)
-    shard.meta["val"] = fake(shard).new_empty_strided(row.padded_shape, row.stride_of(row.padded_shape))
+    shard.meta["val"] = fake(shard).new_empty_strided(spec.padded_shape, spec.stride_of(spec.padded_shape))
     if not users:
         return
     first = min(users)
     node = shard
     with graph.inserting_before(first):
-        for target, args, kwargs in prologue(row):
+        for target, args, kwargs in prologue(spec):
             node = emit(graph, target, node, *args, like=first, **kwargs)
         node = emit(graph, c10d.all_gather_into_tensor.default, node, axis.size, axis.name, like=first)
         node = emit(graph, c10d.wait_tensor.default, node, like=first)
-        for target, args, kwargs in landing(row):
+        for target, args, kwargs in gather_epilogue(spec):
             node = emit(graph, target, node, *args, like=first, **kwargs)
     for user in users:
         user.replace_input_with(shard, node)
@@ -49,42 +49,42 @@ def gather(graph: Graph, shard: Node, row: ParamSpec, axis: Axis) -> None:
 Steps = list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]]
 
 
-def prologue(row: ParamSpec) -> Steps:
+def prologue(spec: ParamSpec) -> Steps:
     """Return the operators from a shard in the compute dtype to the input of the gather."""
     steps: Steps = []
-    if row.order:
-        steps.append((aten.permute.default, (list(row.order),), {}))
-    if row.compute_dtype != carrier(row.compute_dtype):
-        steps.append((aten.view.dtype, (carrier(row.compute_dtype),), {}))
+    if spec.order:
+        steps.append((aten.permute.default, (list(spec.order),), {}))
+    if spec.compute_dtype != carrier(spec.compute_dtype):
+        steps.append((aten.view.dtype, (carrier(spec.compute_dtype),), {}))
     return steps
 
 
-def landing(row: ParamSpec) -> Steps:
+def gather_epilogue(spec: ParamSpec) -> Steps:
     """Return the operators from the gathered buffer, the concatenated shards, to the parameter.
 
     Empty for a parameter with an extension: see `passes/insert_collectives.py`.
     """
-    if row.extension:
+    if spec.extension:
         return []
-    shape, dim = list(row.in_memory(row.padded_shape)), row.memory_dim
-    joined = [*shape[:dim], row.num_shards * shape[dim], *shape[dim + 1 :]]
+    shape, dim = list(spec.in_memory(spec.padded_shape)), spec.memory_dim
+    joined = [*shape[:dim], spec.num_shards * shape[dim], *shape[dim + 1 :]]
     steps: Steps = []
     if dim > 0:
         side_by_side = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
         steps += [
-            (aten.view.default, ([row.num_shards, *shape],), {}),
+            (aten.view.default, ([spec.num_shards, *shape],), {}),
             (aten.permute.default, (side_by_side,), {}),
             (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
             (aten.view.default, (joined,), {}),
         ]
-    if not row.is_even:
-        steps.append((aten.slice.Tensor, (dim, 0, row.shape[row.dim]), {}))
+    if not spec.is_even:
+        steps.append((aten.slice.Tensor, (dim, 0, spec.shape[spec.dim]), {}))
         if dim > 0:  # remove the gaps that the slice leaves, as the captured parameter is dense
             steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
-    if row.compute_dtype != carrier(row.compute_dtype):
-        steps.append((aten.view.dtype, (row.compute_dtype,), {}))
-    if row.order:
-        steps.append((aten.permute.default, (list(row.inverse_order),), {}))
+    if spec.compute_dtype != carrier(spec.compute_dtype):
+        steps.append((aten.view.dtype, (spec.compute_dtype,), {}))
+    if spec.order:
+        steps.append((aten.permute.default, (list(spec.inverse_order),), {}))
     return steps
 
 
@@ -93,72 +93,73 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _SENDABLE else _BITS[dtype.itemsize]
 
 
-def reduced_over(row: ParamSpec, program: Program) -> tuple[Axis, ...]:
+def reduced_over(spec: ParamSpec, program: Program) -> tuple[Axis, ...]:
     """Return the axes that a parameter's gradient is reduced over, the sharding axis first."""
-    mesh = row.on(program.mesh)
+    mesh = spec.on(program.mesh)
     axes = (mesh.shard, mesh.replicate)
-    return () if row.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
+    return () if spec.ignored else tuple(axis for axis in axes if axis is not None and axis.size > 1)
 
 
-def reduce(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
+def reduce(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """Insert the mean of a full gradient over ranks in the reduce dtype; return this rank's padded shard."""
-    if not axes and row.divide_factor is None and not (row.split and row.split.sums):
+    if not axes and spec.divide_factor is None and not (spec.split and spec.split.sums):
         return grad
-    return over_replicas(graph, over_shards(graph, grad, row, axes), row, axes)
+    return over_replicas(graph, over_shards(graph, grad, spec, axes), spec, axes)
 
 
-def over_shards(graph: Graph, grad: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
+def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """Insert the first half of `reduce`: this rank's padded shard of the sum over the sharding axis."""
     then = _Chain(graph, grad)
-    how = division(row, axes)
-    for left in row.split.sums if row.split else ():  # follows the sum over microbatches, which is in the reduce dtype
+    how = division(spec, axes)
+    # They follow the sum over microbatches, which is in the reduce dtype.
+    for left in spec.split.sums if spec.split else ():
         if left.num_pieces > 1:  # with one microbatch, FSDP2 casts after it
             then(SCATTERED, left.operation, left.num_pieces, left.axis)
             continue
-        _in_reduce_dtype(then, row)
+        _in_reduce_dtype(then, spec)
         then(REDUCED, left.operation, left.axis)
-    _in_reduce_dtype(then, row)
-    if row.order:
-        then(aten.permute.default, list(row.order))
-    dim, rank = row.memory_dim if row.num_shards > 1 else 0, len(row.shape)
-    if not row.is_even:
-        padding = row.shard_len * row.num_shards - row.shape[row.dim]
+    _in_reduce_dtype(then, spec)
+    if spec.order:
+        then(aten.permute.default, list(spec.order))
+    dim, rank = spec.memory_dim if spec.num_shards > 1 else 0, len(spec.shape)
+    if not spec.is_even:
+        padding = spec.shard_len * spec.num_shards - spec.shape[spec.dim]
         then(aten.constant_pad_nd.default, [0, 0] * (rank - 1 - dim) + [0, padding])
     if how.scale is not None:
         then(aten.mul.Tensor, how.scale)
     if how.before != 1:
         then(aten.div.Tensor, how.before)
-    shape = list(row.in_memory(row.padded_shape))
+    shape = list(spec.in_memory(spec.padded_shape))
     if dim > 0:
         # Concatenate the shards, as reduce-scatter expects them.
-        then(aten.reshape.default, [*shape[:dim], row.num_shards, *shape[dim:]])
+        then(aten.reshape.default, [*shape[:dim], spec.num_shards, *shape[dim:]])
         then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
     if not fake(then.node).is_contiguous():
         then(aten.clone.default, memory_format=torch.contiguous_format)
     if dim > 0:
-        then(aten.view.default, [row.num_shards * shape[0], *shape[1:]])
-    if row.num_shards > 1:
+        then(aten.view.default, [spec.num_shards * shape[0], *shape[1:]])
+    if spec.num_shards > 1:
         then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
         then(c10d.wait_tensor.default)
     return then.node
 
 
-def _in_reduce_dtype(then: _Chain, row: ParamSpec) -> None:
-    if fake(then.node).dtype != row.reduce_dtype:
-        then(aten._to_copy.default, dtype=row.reduce_dtype)
+def _in_reduce_dtype(then: _Chain, spec: ParamSpec) -> None:
+    if fake(then.node).dtype != spec.reduce_dtype:
+        then(aten._to_copy.default, dtype=spec.reduce_dtype)
 
 
-def over_replicas(graph: Graph, shard: Node, row: ParamSpec, axes: tuple[Axis, ...]) -> Node:
+def over_replicas(graph: Graph, shard: Node, spec: ParamSpec, axes: tuple[Axis, ...]) -> Node:
     """Insert the second half of `reduce`: the all-reduce over replicas and the division."""
     then = _Chain(graph, shard)
-    how = division(row, axes)
-    for axis in axes[1:] if row.num_shards > 1 else axes:
+    how = division(spec, axes)
+    for axis in axes[1:] if spec.num_shards > 1 else axes:
         then(c10d.all_reduce.default, how.over_replicas, axis.name)
         then(c10d.wait_tensor.default)
     if how.after != 1:
         then(aten.div.Tensor, how.after)
-    if row.order:
-        then(aten.permute.default, list(row.inverse_order))
+    if spec.order:
+        then(aten.permute.default, list(spec.inverse_order))
     return then.node
 
 
@@ -192,23 +193,23 @@ class Division:
     over_replicas: str = "sum"
 
 
-def division(row: ParamSpec, axes: tuple[Axis, ...]) -> Division:
+def division(spec: ParamSpec, axes: tuple[Axis, ...]) -> Division:
     """Return the scaling by FSDP2's rule: in float32 and bfloat16, whose range suffices, the collective averages.
 
     In other dtypes it sums, with a division by about sqrt(divisor) before and by the rest after, to keep float16 in
     range. A divisor other than the number of ranks becomes a factor in front, unless it is the number of shards.
     """
     num_ranks = math.prod(axis.size for axis in axes)
-    divisor = num_ranks if row.divide_factor is None else row.divide_factor
-    if row.reduce_dtype not in (torch.float32, torch.bfloat16):
+    divisor = num_ranks if spec.divide_factor is None else spec.divide_factor
+    if spec.reduce_dtype not in (torch.float32, torch.bfloat16):
         before = 1
         while divisor % before == 0 and divisor / before > before:
             before *= 2
         return Division(before=before, after=divisor / before)
-    if row.force_sum:
+    if spec.force_sum:
         return Division(after=divisor)
-    if row.divide_factor is None:
+    if spec.divide_factor is None:
         return Division(over_shards="avg", over_replicas="avg")
-    if row.num_shards == 1:
+    if spec.num_shards == 1:
         return Division(before=divisor)
-    return Division(over_shards="avg") if divisor == row.num_shards else Division(scale=1 / divisor)
+    return Division(over_shards="avg") if divisor == spec.num_shards else Division(scale=1 / divisor)

@@ -18,7 +18,7 @@ going to come.
   After `to_empty` or `load_state_dict(assign=True)` the room is made again, once (`shards.padded_shard`).
 * **A shard has no gaps and keeps its parameter's memory order.** Padding follows it where the sharded dim is the
   outermost in memory. Otherwise a short shard is copied into a padded buffer for the step, on the last ranks only, so
-  that what the user sees stays dense. Collectives join shards along the outermost dim. The landing after a gather
+  that what the user sees stays dense. Collectives join shards along the outermost dim. The epilogue of a gather
   brings them side by side, which Inductor fuses into the reader of the parameter.
 * **Gathers on gloo are launched as `torch.distributed` launches them**, not as functional collectives, which corrupt
   the heap now and then while several are under way (torch 2.11 and 2.13; `benchmarks/gloo_gathers.py`). In the graphs

@@ -15,7 +15,7 @@ from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
-from graphshard.ir.transport import Steps, landing, prologue
+from graphshard.ir.transport import Steps, gather_epilogue, prologue
 from graphshard.runtime.gloo import all_gather_coalesced
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.runtime.shards import Alias, ParamRef, padded_shard
@@ -111,9 +111,9 @@ class _Gathering:
     row: ParamSpec
 
     def wait(self, left: int = 0) -> torch.Tensor:
-        """Return the parameter, without the last `left` steps of its landing."""
+        """Return the parameter, without the last `left` steps of its epilogue."""
         full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
-        steps = landing(self.row)
+        steps = gather_epilogue(self.row)
         return _after(full, steps[: len(steps) - left])
 
 
@@ -134,8 +134,8 @@ class _Packed:
 
 
 def landed(full: torch.Tensor, row: ParamSpec, left: int) -> torch.Tensor:
-    """Apply the last `left` steps of a parameter's landing."""
-    steps = landing(row)
+    """Apply the last `left` steps of a parameter's epilogue."""
+    steps = gather_epilogue(row)
     return _after(full, steps[len(steps) - left :])
 
 
