@@ -72,10 +72,9 @@ How it is found:
   a unit are joined until they take as long as a latency. Neither is finer than what can gain.
 * **One dynamic program** keeps pairs of clocks (channel, compute) for each number of gathers and reductions issued. It
   is exact without a limit and without copies on one channel: a past clock of compute can be replaced by "now minus the
-  items between", because if compute was held up in between, the channel is later anyway. Of random
-  problems with up to six transfers 98 % are solved best without a limit, and 90 % under one, which are 1 % too long on
-  average. Searching every sequence of events of a dozen transfers took 390 lines more, and changed nothing on the table
-  of `benchmarks/gaps.py`.
+  items between", because if compute was held up in between, the channel is later anyway. With
+  a limit, copies or two channels, phases of at most a dozen transfers are searched exactly (`exact_search.py`): without
+  it 10 % of random small problems under a limit are not solved best, at worst 24 % too long.
 * **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths
   of a second; around the cuts that were found it is repeated. A third search, of buckets of at most eight transfers cut
   anywhere, changed no gap of the table.

@@ -6,6 +6,7 @@ Each phase is solved by itself, as it waits for everything that it starts. A pha
     rough     buckets that may be cut at a few places only, and any of these together
     refined   the same around the cuts of the best, until nothing gets shorter
     proof     every cut and every order, of what is shorter than the best: without a memory limit nothing is left out
+    exact     of a small phase, every sequence of events
 
 The search ends as soon as a schedule is as short as the bound. Of equally short ones that with the least memory counts.
 Where reductions have two legs, the dynamic program looks at the first ones alone, at the second ones, and at both as
@@ -25,6 +26,7 @@ from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
 from graphshard.schedule.bucketing import contents_of, modes
 from graphshard.schedule.coarsening import Coarse, cuts_around, even_cuts
 from graphshard.schedule.dynamic_program import ANY, Effort, channel_order, shortest_order
+from graphshard.schedule.exact_search import search_exactly
 from graphshard.schedule.placement import delay, laziest, one_ahead, place, singles
 from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Link, Placement, Problem, Schedule, Transfer
 from graphshard.schedule.simulator import ChainRun, simulate
@@ -80,6 +82,7 @@ class Solver:
         exact_kept: with at most so many parameters that may stay gathered, every choice is tried.
         margin: gathers end this many times their own length before they are needed, where that costs nothing.
         steps: shared by all searches, see `Budget`.
+        exact_transfers: phases with at most this many transfers are searched exactly.
         below: seconds; longer steps are not looked for, beyond those that a search begins with.
     """
 
@@ -87,6 +90,7 @@ class Solver:
     exact_kept: int = 6
     margin: float = 1.0
     steps: int = STEPS
+    exact_transfers: int = 12
     below: float = math.inf
 
     def __call__(self, problem: Problem) -> Solution:
@@ -131,7 +135,15 @@ class Solver:
         room = self.below - sum(bounds)  # seconds that phases may take beyond their bounds
         for index, (chain, bound) in enumerate(zip(problem.chains, bounds)):
             part, link = budget.part(len(problem.chains) - index), problem.link_of(chain)
-            found = solve_phase(chain, link, part, limit=self.limit, margin=self.margin, below=bound + room)
+            found = solve_phase(
+                chain,
+                link,
+                part,
+                limit=self.limit,
+                margin=self.margin,
+                exact_transfers=self.exact_transfers,
+                below=bound + room,
+            )
             yield found
             budget.take(part)
             room -= found.seconds - bound
@@ -226,6 +238,7 @@ def solve_phase(
     *,
     limit: float = math.inf,
     margin: float = 1.0,
+    exact_transfers: int = 12,
     below: float = math.inf,
 ) -> PhaseSolution:
     """Return the shortest schedule found that keeps to `limit` bytes, in which `placement.laziest` must fit.
@@ -233,9 +246,10 @@ def solve_phase(
     Args:
         budget: is spent; the schedules at the start cost nothing of it.
         margin: gathers end this many times their own length before they are needed, where that costs nothing.
+        exact_transfers: phases with at most this many transfers are searched exactly.
         below: seconds; longer schedules are not looked for, beyond those at the start.
     """
-    return _PhaseSearch(chain, link, budget, limit, margin, below).run()
+    return _PhaseSearch(chain, link, budget, limit, margin, below).run(exact_transfers)
 
 
 class _PhaseSearch:
@@ -250,14 +264,17 @@ class _PhaseSearch:
         sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
         self.typical = float(sizes[len(sizes) * 9 // 10]) if sizes else 0.0
 
-    def run(self) -> PhaseSolution:
+    def run(self, exact_transfers: int) -> PhaseSolution:
         """Search until the bound is met or the budget ends."""
         self._consider(laziest(self.chain, self.link))
         if all(g.start is None for g in self.chain.gathers):
             self._consider(one_ahead(self.chain, self.link))
         self._order(Budget(0), singles(self.chain))
         stopped = False
-        searches = [self._rough, self._proof] if self.typical else []
+        num = len(self.chain.gathers) + len(self.chain.reductions)
+        searches = [self._rough, self._proof] if num else []
+        if 0 < num <= exact_transfers:
+            searches.append(self._exact)
         for index, search in enumerate(searches):
             if not self._met:
                 part = self.budget.part(len(searches) - index)
@@ -348,6 +365,14 @@ class _PhaseSearch:
 
         return replace(bucket, packed=min(modes(members), key=seconds))
 
+    def _exact(self, budget: Budget) -> None:
+        if self.seconds <= self.bound * (1 + _GAINS[-1]):
+            return
+        found = search_exactly(self.chain, self.link, budget, self.limit, self._to_beat * (1 - 1e-12))
+        if found.placement is not None:
+            self._delayed(found.placement)
+        self.bound = max(self.bound, found.bound)
+
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
         lates = (False, True) if self.two_legs else (False,)
         asides = (False, True) if any(own.at_once for own in self.chain.own) else (False,)
@@ -355,10 +380,13 @@ class _PhaseSearch:
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
             placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
             if placement is not None:
-                if self.link.contention:
-                    self._consider(placement)
-                # Starts as late as they may be are no slower if nothing slows compute down.
-                self._consider(delay(self.chain, self.link, placement, self.margin))
+                self._delayed(placement)
+
+    def _delayed(self, placement: Placement) -> None:
+        """Consider a placement with starts as late as they may be, which is no slower without contention."""
+        if self.link.contention:
+            self._consider(placement)
+        self._consider(delay(self.chain, self.link, placement, self.margin))
 
     def _consider(self, placement: Placement) -> None:
         run = ChainRun(self.chain, self.link, placement)

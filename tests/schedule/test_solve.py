@@ -16,6 +16,7 @@ from graphshard.schedule.placement import place
 from graphshard.schedule.simulator import simulate
 from tests.schedule.oracles import chains, communicating, exhaustive, halves, links, of_experts
 
+HEURISTIC = Solver(exact_transfers=0)
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
 
 
@@ -34,43 +35,53 @@ def solved(problem: Problem, solver: Solver) -> Solution | None:
     return found
 
 
-# Problems, their number, and the least share of them that is solved best; the others are longer by little on average.
-SMALL = {
-    "forward": (chains(reductions=False), links(), LIMITS, 60, 0.85),
-    "backward": (chains(layers=3, reductions=True), links(), LIMITS, 60, 0.9),
-    "two legs": (chains(layers=3, reductions=True), links(legs=True), LIMITS, 60, 0.85),
-    "beside the model's collectives": (communicating(layers=3, reductions=True), links(), LIMITS, 60, 0.8),
-    "with contention": (
-        communicating(layers=3, reductions=True),
-        links().map(lambda link: replace(link, contention=0.125)),
-        st.just(math.inf),
-        60,
-        0.75,
-    ),
-}
+@settings(max_examples=150, deadline=None)
+@given(chains(reductions=False), links(), LIMITS)
+def test_forward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    """Up to six layers, packed or not, tensors that live longer than one item."""
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_small_phases_are_close_to_exhaustive_search(name: str) -> None:
-    """Up to six layers, packed or not, tensors that live longer than one item; no bound is above the best."""
-    chain_of, link_of, limit_of, examples, share = SMALL[name]
-    gaps: list[float] = []
+@settings(max_examples=60, deadline=None)
+@given(chains(layers=3, reductions=True), links(), LIMITS)
+def test_backward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(chain_of, link_of, limit_of)
-    def one(chain: Chain, link: Link, limit: float) -> None:
-        assume(len(chain.gathers) + len(chain.reductions) <= 5)
-        found, best = solved(Problem((chain,), link), Solver(limit)), exhaustive(chain, link, limit)
-        assert (found is None) == (best == math.inf)
-        if found is not None:
-            assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
-            assert found.lower_bound <= best * (1 + 1e-9)
-            gaps.append(found.step_seconds / best - 1 if best else found.step_seconds)
 
-    one()
-    assert min(gaps) > -1e-9
-    assert sum(gap < 1e-9 for gap in gaps) >= share * len(gaps)
-    assert sum(gaps) / len(gaps) < 0.04
+@settings(max_examples=25, deadline=None)
+@given(chains(layers=6, reductions=True, small=False), links(), LIMITS)
+def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    assume(len(chain.gathers) + len(chain.reductions) <= 9)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(communicating(layers=3, reductions=True), links(), LIMITS)
+def test_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
+    """It queues with gathers and reductions, or has a channel of its own; the bound is never above."""
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(communicating(layers=3, reductions=True), links(), st.sampled_from([0.125, 0.25]))
+def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) -> None:
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    link = replace(link, contention=contention)
+    found = solved(Problem((chain,), link), Solver())
+    assert found is not None
+    best = exhaustive(chain, link)
+    assert found.step_seconds == pytest.approx(best)
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
 
 
 def test_a_phase_in_which_only_the_model_communicates() -> None:
@@ -84,7 +95,7 @@ def test_a_phase_in_which_only_the_model_communicates() -> None:
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
 def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
     """Searches that are not exact find schedules that the simulator agrees with, above the bound."""
-    solved(Problem((chain,), link), Solver(limit))
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
 @settings(max_examples=100, deadline=None)
@@ -93,10 +104,11 @@ def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> No
     """Those of experts have costs of their own, and never share a bucket with others; the bound is never above."""
     chain, link = both
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
-    found, best = solved(Problem((chain,), link), Solver(limit)), exhaustive(chain, link, limit)
-    assert (found is None) == (best == math.inf)
-    assert found is None or best <= found.step_seconds
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
     assert chain_bound(chain, link) <= exhaustive(chain, link) * (1 + 1e-9)
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
 def test_a_gather_goes_behind_an_all_reduce_that_it_would_hold_up() -> None:
@@ -116,30 +128,50 @@ def test_a_gather_goes_behind_an_all_reduce_that_it_would_hold_up() -> None:
     assert late.step_seconds > 19
 
 
+@settings(max_examples=100, deadline=None)
+@given(chains(layers=3, reductions=True), links(legs=True), LIMITS)
+def test_two_legs_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+    """A reduce-scatter and an all-reduce, on one channel with gathers or on another; the bound is never above."""
+    assume(len(chain.gathers) + len(chain.reductions) <= 5)
+    found = solved(Problem((chain,), link), Solver(limit))
+    best = exhaustive(chain, link, limit)
+    assert (found.step_seconds if found else math.inf) == best
+    assert chain_bound(chain, link) <= best * (1 + 1e-9)
+
+
+def test_a_second_leg_waits_for_a_gather_that_is_urgent() -> None:
+    """By hand: the second gather fits when the first is read, at 5; the first leg has ended at 4. Gather first: 16."""
+    gathers = Transfer("w0", 4, 0, 1), Transfer("w1", 4, 2, 2)
+    chain = Chain("backward", (2.0, 2.0, 5.0), (0, 0, 0), gathers, (Transfer("w0", 2, 1),))
+    link = Link(Rate(1, 0), Rate(1, 0), halves, num_shards=2, all_reduce=Rate(10, 0))
+    found = solved(Problem((chain,), link), Solver(limit=6))
+    assert found.step_seconds == exhaustive(chain, link, 6) == 16
+
+
 @settings(max_examples=60, deadline=None)
 @given(chains(layers=12, reductions=True), links(legs=True), LIMITS)
 def test_deep_chains_of_two_legs_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
-    solved(Problem((chain,), link), Solver(limit))
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(chains(reductions=False, small=False), links())
 def test_the_dynamic_program_is_exact_for_gathers(chain: Chain, link: Link) -> None:
     """Without copies and without a limit the search has nothing left to find."""
-    assert Solver()(Problem((chain,), link)).step_seconds == exhaustive(chain, link)
+    assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
 
 
 @settings(max_examples=60, deadline=None)
 @given(chains(layers=4, reductions=True, small=False), links(separate=False))
 def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
-    assert Solver()(Problem((chain,), link)).step_seconds == exhaustive(chain, link)
+    assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
 
 
 @settings(max_examples=100, deadline=None)
 @given(chains(layers=12, reductions=True), links(), LIMITS)
 def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     """What is not searched exactly is feasible whenever something is."""
-    solved(Problem((chain,), link), Solver(limit))
+    solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
 def test_the_buffers_of_the_last_reductions_fit_too() -> None:
@@ -176,8 +208,7 @@ def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> Non
     subsets = [frozenset(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1 << len(names))]
     best = min(sum(exhaustive(chain, problem.link, limit) for chain in problem.keep(kept).chains) for kept in subsets)
     found = solved(problem, Solver(limit))
-    assert (found is None) == (best == math.inf)
-    assert found is None or best <= found.step_seconds <= 1.25 * best
+    assert (found.step_seconds if found else math.inf) == best
     assert lower_bound(problem, limit=limit) <= best
 
 
@@ -282,7 +313,7 @@ def test_a_pinned_start_is_honoured() -> None:
     (chain,) = problem.chains
     pinned = tuple(replace(g, start=0) if g.name == "w2" else g for g in chain.gathers)
     problem = replace(problem, chains=(replace(chain, gathers=pinned),))
-    for solver in (Solver(), Solver(steps=0)):
+    for solver in (Solver(), HEURISTIC):
         (placement,) = solved(problem, solver).schedule.placements
         starts = {e.bucket: e.at for e in placement.events if e.action == "start"}
         (index,) = [i for i, b in enumerate(placement.buckets) if b.kind == "gather" and b.first <= 2 < b.end]
@@ -296,12 +327,14 @@ def test_an_empty_problem() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(chains(layers=3, reductions=True), links(), LIMITS, st.floats(0.5, 1.5))
-def test_a_step_below_what_is_asked_for_is_a_schedule(chain: Chain, link: Link, limit: float, share: float) -> None:
+def test_a_step_below_what_is_asked_for_is_found_if_there_is_one(
+    chain: Chain, link: Link, limit: float, share: float
+) -> None:
     """The bound is one of all schedules that are so short; what is found besides is a schedule, too."""
     best = exhaustive(chain, link, limit)
     assume(best < math.inf)
     below = best * share
     found = solved(Problem((chain,), link), Solver(limit, below=below))
     assert found is not None
-    assert best <= found.step_seconds
+    assert (found.step_seconds < below) == (best < below)
     assert found.lower_bound <= best * (1 + 1e-9)
