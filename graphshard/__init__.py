@@ -168,7 +168,7 @@ class _Package(ModuleType):
     """The package: it imports what is asked of it. Type checkers see names of the block above, and no others."""
 
     def __getattr__(self, name: str) -> Any:
-        """A public name, the version, or a subpackage, which is there without an import of its own."""
+        """A public name, the version, or a subpackage, which needs no separate import."""
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
         elif name == "__version__":

@@ -80,7 +80,7 @@ def compile(
             axis "tp" parameters are DTensors already, by
             `torch.distributed.tensor.parallel.parallelize_module(model, mesh["tp"], plan)`. Parameters are sharded over
             a context axis "cp" inside of the sharding axis, too, and the model communicates along it. They are also
-            sharded over an expert axis "ep", except those that are DTensors on it, the experts'.
+            sharded over an expert axis "ep", except the experts' parameters, which are DTensors on it.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`, the axes of the mesh to shard and to replicate over; None goes
             by the names of the axes. With none to shard over, every rank keeps all parameters.
         reshard_after_forward: True gathers parameters again in backward, False keeps them gathered, None keeps
@@ -88,7 +88,7 @@ def compile(
             among that many neighbors, such as the ranks of a node, and keeps what they need.
         shard_placement_fn: chooses another dim to shard a parameter along, `Shard(dim)`; None is `Shard(0)`. Sizes
             need not be multiples of the number of ranks. FSDP2's `ShardPlacementResult` chooses another mesh, too: one
-            besides the mesh of the others.
+            in addition to the mesh of the others.
         mp_policy: FSDP2's `MixedPrecisionPolicy`, or a dict of policies by patterns of the names of units, "" being
             the root.
         offload_policy: FSDP2's `CPUOffloadPolicy` keeps shards, gradients and so optimizer state on the CPU, and copies
@@ -245,7 +245,7 @@ def programs(model: nn.Module) -> list[Program]:
 
 
 def register_forward_method(model: nn.Module, method: str) -> None:
-    """Let a method other than `forward` run on the shards: its first call captures a separate program.
+    """Let a method that is not `forward` run on the shards: its first call captures a separate program.
 
     It is FSDP2's `register_fsdp_forward_method`, for `encode`, `embed`, `loss`, ... A method that only calls the model
     itself, such as a loop that generates token by token, need not be registered.

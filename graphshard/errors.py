@@ -57,7 +57,7 @@ class BatchError(ArgumentError):
 
 
 class StageError(ArgumentError):
-    """A model or a batch cannot be cut into as many stages of a pipeline as a mesh has."""
+    """A model or a batch cannot be cut into the mesh's number of pipeline stages."""
 
 
 class UnsupportedError(GraphshardError, NotImplementedError):

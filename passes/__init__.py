@@ -10,7 +10,7 @@
     offload_activations          saved values live on the host until backward needs them (opt-in)
     regather_in_subgroup         backward gathers again among fewer ranks
     overlap_model_collectives    the model's own collectives overlap compute that does not need them
-    coalesce_model_collectives   those that remain synchronous share launches
+    coalesce_model_collectives   collectives that remain synchronous share launches
     make_plan                    which collectives travel together, and when
     keep_gathered                what the plan keeps gathered is handed from forward to backward
     accumulate_gradients         gradients of microbatches are added up, and reduced later

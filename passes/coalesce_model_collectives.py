@@ -6,8 +6,8 @@
                                               %c = mm(%q, %a)
 
 Collectives for which `overlap-model-collectives` found nothing to overlap stop all compute, one after the other, and
-each launch costs some microseconds. The pass coalesces those of one operator, axis, reduction, dtype and unit that do
-not need each other. Compute that needs the first of them moves after the launch; multiplications and random operators
+each launch costs some microseconds. The pass coalesces collectives of one operator, axis, reduction, dtype and unit that
+do not need each other. Compute that needs the first of them moves after the launch; multiplications and random operators
 are not moved. A coalesced launch copies nothing, and each tensor is reduced as it was alone. All-to-alls have no
 coalesced launch.
 

@@ -11,7 +11,7 @@
                                                             %a = arrived(%u)
                                                             %e = threshold(%d, %a)
 
-The copies overlap the compute. Those of a unit start together at its end in forward, and come back together, one unit
+The copies overlap the compute. Copies of a unit start together at its end in forward, and come back together, one unit
 ahead: regions are cut only between units, so equal blocks have equal regions. The values made first go first: they are
 read last, so they free memory longest and have most time to travel. Values that share memory are offloaded together or
 not at all. Values that forward also returns otherwise stay, and so do parameters, which are gathered again.

@@ -12,8 +12,8 @@ With `cast_on_host` a shard that is cast right away is cast before the copy:
     %c: bf16[4, 4] = _to_copy(%s, dtype=bf16)  %u: bf16[4, 4] = upload(%s, cuda, bf16)
 
 The copies overlap the compute; `reorder` starts those for a gather when the gather before it starts. A unit that is not
-gathered, as on one rank, is copied while the unit before it computes: its copies start where those of that unit have
-arrived. On a CPU mesh there is nothing to do.
+gathered, as on one rank, is copied while the unit before it computes: its copies start where the copies of that unit
+have arrived. On a CPU mesh there is nothing to do.
 
     %u0 = upload(%w0)                          %u0 = upload(%w0)
     %c0 = arrived(%u0)                         %c0 = arrived(%u0)
@@ -107,7 +107,7 @@ def _narrows(node: Node) -> bool:
 
 
 def _start_one_unit_ahead(units: dict[Node, str]) -> None:
-    """Start the copies of each unit where those of the unit before it have arrived; all of a unit arrive together.
+    """Start the copies of each unit where the copies of the unit before it have arrived; all of a unit arrive together.
 
     An arrival waits for every copy that was started before it, so copies for later units must start after it.
 

@@ -79,7 +79,7 @@ def export(
     is. Without it the file holds programs, plans and graphs, and regions are compiled on the target, at each load or
     once by `graphshard finish FILE`. Both take the packages of `graphshard[cross]`.
 
-    Arguments that are not described here are those of `graphshard.compile`: mp_policy, units, passes and so on.
+    Other arguments have the meaning they have in `graphshard.compile`: mp_policy, units, passes and so on.
     `hardware` is also the machine that the summary's prediction is for; None predicts for an H100, or for CPUs.
 
     Args:
@@ -87,7 +87,7 @@ def export(
             given.
         mesh: a DeviceMesh, the shape of one such as `(8,)`, `{"shard": 8}` or, to replicate over the first axis and to
             shard over the second, `(2, 4)` or `{"replicate": 2, "shard": 4}`; or a list of those: one file for all of
-            them. Regions do not depend on the number of ranks, except those that pack shards.
+            them. Regions do not depend on the number of ranks, except regions that pack shards.
         path: the file, by convention with the ending `.gshard`. With the ending `.pt2`, for one rank and
             mode="inference", it is PyTorch's own: the program with the model's weights, for `torch.export.load`.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
@@ -98,7 +98,7 @@ def export(
             of microbatches, for `set_requires_gradient_sync(False)` of the whole model until the last one and, on two
             axes, for `set_requires_all_reduce(False)`. They are up to 3 and 6 further backwards for each set of
             outputs that there is a backward for.
-        device: what kind of device it is for; None is that of a DeviceMesh, or CUDA where there is a GPU here.
+        device: what kind of device it is for; None is the DeviceMesh's, or CUDA where there is a GPU here.
         capability: compute capability of the GPUs that it is for, (8, 0), (9, 0) or (10, 0), or a list of several,
             where no GPU is here; None leaves regions to the target.
         threads: threads of each rank that CPU code is compiled for; None is torch.get_num_threads() here.

@@ -93,7 +93,7 @@ class Exporter:
         costs: of the machine that predictions are for.
         later: whether regions without a package are compiled on the target.
         accumulate: whether to make backwards for steps of several microbatches.
-        writer: collects regions, those of all meshes.
+        writer: collects the regions of all meshes.
         show: told what is being done.
         recorder: returns what records a program, by its name.
         share: shares plans among places with shards of different sizes; None if there is one place.
@@ -152,7 +152,7 @@ class Exporter:
         except GraphBreak as error:
             raise_break(error)
         few = tracer.trace_alone(module, call_args, call_kwargs, grad=call.grad, few=True)
-        if few is not None and len(few.taken) == len(program.taken):  # no block has inputs of its own
+        if few is not None and len(few.taken) == len(program.taken):  # no block has separate inputs
             digest(few)
         program.capture = self._count
         self._count += 1
@@ -227,7 +227,7 @@ class Exporter:
         module: nn.Module,
         gradients: Sequence[frozenset[str]],
     ) -> Iterator[_Backward]:
-        """Yield backwards for gradients through other outputs, and for all sets those of several microbatches."""
+        """Yield backwards for gradients through other outputs, and for all sets backwards of several microbatches."""
 
         def lowered(
             used: frozenset[str], step: AccumulateGradients | None, microbatch: str = ""
@@ -305,7 +305,7 @@ def compiler_for_file(
     """Return the compiler of regions, and whether regions without code are compiled on the target.
 
     Args:
-        targets: compute capabilities to compile for; none are those of the GPU that is here.
+        targets: compute capabilities to compile for; none means the local GPU's.
     """
     if not targets and device.type == "cuda" and torch.cuda.is_available():
         here = torch.cuda.get_device_capability()

@@ -63,19 +63,19 @@ def load(
     """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
 
     Nothing is planned or compiled: not now, and not at a call. The first call of each kind traces forward, to be sure
-    that the file's program is that of the model's code as it is now. A call that the file has no program for is an
+    that the file's program is the program of the model's present code. A call that the file has no program for is an
     error. The machine, the mesh, options, parameters and buffers are compared first; nothing in the file is executed
     before. The file holds native code: load only what you would run.
 
-    Arguments that are not described here are those of `graphshard.compile`. They need not be given: they are those of
+    Other arguments have the meaning they have in `graphshard.compile`. They need not be given: they default to those in
     the export, and what is given must be equal. Only `max_captures` and `verify` are not compared.
 
     Args:
         path: the same file on every rank.
         model: as it was exported, on the CPU, on the mesh's device, or on the meta device; or the exported program
             that was given to `graphshard.export`.
-        mesh: as for `graphshard.compile`; one of those that the file was exported for.
-        trust: the ed25519 public key of whoever exported the file, as a PEM file or as an object of the package
+        mesh: as for `graphshard.compile`; one that the file was exported for.
+        trust: the ed25519 public key of the file's author, as a PEM file or as an object of the package
             cryptography, or a list of several: a file that none of them signed is refused before anything of it is
             read. None takes every file.
 
@@ -148,7 +148,7 @@ def _rank_in(mesh: DeviceMesh) -> int:
 
 @contextlib.contextmanager
 def _refusing(artifact: Artifact, *, given: bool) -> Iterator[None]:
-    """Turn errors other than differences into an ArtifactError: `export` did not write the file.
+    """Turn errors except differences into an ArtifactError: `export` did not write the file.
 
     Args:
         given: the user gave options, which may be the cause.
@@ -178,7 +178,7 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: di
     """
     manifest, path = artifact.manifest, artifact.path
     here = environment(device, native=artifact.native)
-    # The other facts of the machine are those of that kind of device.
+    # The other facts describe that kind of device.
     names = ["device"] if manifest.environment.device != device.type else None
     refuse(path, differences(manifest.environment, here, names))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -233,7 +233,7 @@ def _shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
     """Return the sizes of the axes of a mesh as it was given, where several may shard as one, by name.
 
     Args:
-        given: all axes, or only those of data parallelism.
+        given: all axes, or only the data-parallel ones.
         mesh: the mesh that was made from it.
     """
     names = given.mesh_dim_names

@@ -1,6 +1,6 @@
 """Programs for meshes with axes along which the model communicates (tensor, context, expert): one for each place.
 
-A program is that of a rank's place on these axes: the rows of an embedding that it owns are written in it, and the
+A program belongs to a rank's place on these axes: the rows of an embedding that it owns are written in it, and the
 positions of a sequence, and shards may have different sizes. So the model is made and captured once for each place, on
 a pretended mesh. These axes are the inner ones, so the place is the rest of a rank's number. The number of places is
 known after the capture at the first one, which shows among which neighbors the model communicates.

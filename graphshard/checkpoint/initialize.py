@@ -24,7 +24,7 @@ def unsharded_init() -> Iterator[None]:
             model.init_weights()
 
     An operator such as `normal_` then draws the whole parameter on every rank, keeps this rank's piece and frees the
-    rest: the values are those of the unsharded model, bit for bit, and memory holds one full parameter next to the
+    rest: the values equal the unsharded model's, bit for bit, and memory holds one full parameter next to the
     shards. Other operators run on the shards as usual.
     """
     with _DrawUnsharded():

@@ -6,7 +6,7 @@
     structure of inputs or outputs                      pytree's own JSON
     planner                                             {"class": "...by_unit:PlanByUnit", "options": {...}}
     profile                                             text of its file
-    cubin of a kernel                                   hash of its content, which is a member of its own
+    cubin of a kernel                                   hash of its content, which is a separate member
 
 A field of any other type is written as `{"unsupported": "Generator"}`, so that a dump never fails, and is not read. A
 file can name only graphshard's own passes and planners, and pytree classes that are registered: nothing is imported.
@@ -82,7 +82,7 @@ _DECODER: ContextVar[Decoder] = ContextVar("decoder")
 
 
 def write(value: Any, names: Mapping[Any, str] = MappingProxyType({})) -> Any:
-    """Return a value as plain data; `names` are those of its dynamic sizes, by symbol."""
+    """Return a value as plain data; `names` has the names of its dynamic sizes, by symbol."""
     token = _NAMES.set(names)
     try:
         return _CONVERTER.unstructure(value)
@@ -332,7 +332,7 @@ def _decode_activation(data: Any, _: Any) -> Activation:
 
 # --- the converter -----------------------------------------------------------------------------------------------
 
-# Times differ from run to run, and the texts of earlier stages have files of their own.
+# Times differ from run to run, and the texts of earlier stages have separate files.
 _OVERRIDES: Overrides = {
     Program: {
         "lowering_seconds": override(unstruct_hook=lambda _: 0.0),

@@ -40,7 +40,7 @@ from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
 from graphshard.torch_compat.operators import OpOverload, dispatcher_operators
 from graphshard.utils.json_dataclasses import typed
 
-# Targets of calls besides the dispatcher's operators.
+# Targets of calls that are not operators of the dispatcher.
 _TARGETS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "run_and_save_rng_state": run_and_save_rng_state,
@@ -74,7 +74,7 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 
 def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
-    """Return the nodes of a graph as JSON; `names` are those of its dynamic sizes, by symbol."""
+    """Return the nodes of a graph as JSON; `names` has the names of its dynamic sizes, by symbol."""
     known: dict[tuple[str, ...], str] = {}
     return [_encode_node(node, names, known) for node in graph.nodes]
 
@@ -100,7 +100,7 @@ def _encode_node(node: Node, names: Mapping[Any, str], known: dict[tuple[str, ..
 
 
 def encode_marks(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file keeps of `node.meta` besides the value and the modules."""
+    """Return the entries of `node.meta` that a file keeps, except the value and the modules."""
     marks = {key: value for key, value in meta.items() if _is_mark(key, value)}
     return {key: m.name if isinstance(m, CheckpointPolicy) else encode(m) for key, m in marks.items()}
 

@@ -249,7 +249,7 @@ def _facts(
         why_not = "the model communicates itself"
     structure = encode_structure(program.out_spec, "outputs")
     if returned is not None:
-        with contextlib.suppress(ArtifactError):  # a file names no classes of the user's: a list of results
+        with contextlib.suppress(ArtifactError):  # a file names no user classes: a list of results
             structure = encode_structure(returned, "outputs")
     return {
         "format": FORMAT,
@@ -363,7 +363,7 @@ def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device
 def _phase(exported: ExportedProgram, facts: dict[str, Any]) -> Phase:
     decoder, graph, known = Decoder(), Graph(), dict[Node, Node]()
     inputs = tuple(Slot(kind, typed(name, str)) for kind, name, _ in facts["inputs"])
-    marks = iter([marks for _, _, marks in facts["inputs"]])  # torch keeps those of operators only
+    marks = iter([marks for _, _, marks in facts["inputs"]])  # torch keeps the marks of operators only
     for place, node in enumerate(exported.graph.nodes):
         if node.op == "output":
             continue

@@ -228,7 +228,7 @@ def decode_lowered(
 
 
 def _conditions(sizes: tuple[Size, ...]) -> list[str]:
-    """Return what holds of dynamic sizes besides their ranges, by their names."""
+    """Return the conditions on dynamic sizes, except their ranges, by their names."""
     if not sizes:
         return []
     env = sizes[0].value.node.shape_env

@@ -18,10 +18,10 @@ the memory that a region allocates. Profiles are JSON files in which every numbe
 * **Fusion by levels.** Elementwise operators and reductions are one kernel if they are connected and no operator that
   stands alone lies between. An operator moves to its users if none of them stands alone.
 * **A profile's hash is of its numbers**, not of its name, sources or date.
-* **On CPUs a kernel computes and then moves its bytes.** The operands of a step are not in the cache, as those of a
+* **On CPUs a kernel computes and then moves its bytes.** The operands of a step are not in the cache, unlike those of a
   calibrated product are.
 * **Collectives use the fastest algorithm**: rings, trees of nodes for all-reduces, and the switch of an NVLink domain
-  (NVLS). Steps, their seconds and the fractions of the bandwidth are those of NCCL's model. Its factor for trees of
+  (NVLS). Steps, their seconds and the fractions of the bandwidth follow NCCL's model. Its factor for trees of
   medium sizes, down to a half, is a range here: a collective's time must be the least of straight lines in its bytes,
   on which the planner relies. PAT, for one rank in each node, is left out.
 * **A network is cards for each rank**, their bandwidth, and whether traffic keeps to its rail. All ranks of a node

@@ -144,7 +144,7 @@ class Costs:
     def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
         """Return the cost of one launch over an axis, by the protocol that is fastest for its bytes and ranks.
 
-        Steps and their seconds are those of NCCL's model, by which it chooses (`src/graph/tuning.cc`).
+        Steps and their seconds follow NCCL's model, by which it chooses (`src/graph/tuning.cc`).
 
         Args:
             kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.

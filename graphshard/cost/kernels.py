@@ -23,7 +23,7 @@ from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
 from graphshard.ir.sizes import is_size
 
-# Operators that read only as many elements of their first input as they return.
+# Operators that read only the elements of their first input that they return.
 _PICK = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
 # Operators that read only the metadata of their input.
 _LIKE = frozenset(

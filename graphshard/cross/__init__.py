@@ -1,6 +1,6 @@
 """Code for GPUs that are not here: compilation, kernels in files, and a GPU's answers on a machine that has none.
 
-`driver.py` answers for the GPU while a program is captured and compiled, with what `cuda_library.py` knows of torch's
+`driver.py` answers for the GPU while a program is captured and compiled, with facts in `cuda_library.py` about torch's
 C++ library. `compile_for_gpus.py` compiles regions with Inductor's FX wrapper and Triton; the code of a region is a
 graph of launches and operators, and cubins (`gpu_kernels.py`), whose headers `cubin.py` reads. `fused_kernels.py` stops
 after Inductor's scheduler, which is enough for predictions: no Triton compiler takes part, and it takes tenths of a

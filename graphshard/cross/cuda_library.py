@@ -3,7 +3,7 @@
     the gradient of silu           built for CUDA   silu_backward, which has a kernel
                                    built for CPUs   sigmoid, mul, add, ...: there is none, so torch takes it apart
     a convolution, channels last   built for CUDA   its result is channels last, as cuDNN leaves it
-                                   built for CPUs   its result is contiguous, as that of the kernel without cuDNN
+                                   built for CPUs   its result is contiguous, like the kernel's without cuDNN
 
 In the block of `as_built_for_cuda` both builds decide alike. Kernels are registered that only say that they are there,
 and the questions that are asked about cuDNN are answered. They are functions in a table of C++, `CUDAHooksInterface`;
@@ -64,10 +64,10 @@ _ENTRIES = 64
 
 @contextlib.contextmanager
 def as_built_for_cuda() -> Iterator[None]:
-    """In the block tracing CUDA tensors takes the operators and layouts of torch's builds for CUDA.
+    """Let tracing of CUDA tensors take the operators and layouts of torch's builds for CUDA.
 
     Raises:
-        ArgumentError: torch is built otherwise than this knows.
+        ArgumentError: torch is built in an unknown way.
     """
     with _kernels(), _cudnn():
         yield
@@ -178,7 +178,7 @@ def virtual_functions(header: str, name: str) -> list[str]:
 
 
 def library(name: str) -> ctypes.CDLL:
-    """Load one of torch's libraries."""
+    """Load a library of torch."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.so"))
 
 

@@ -57,7 +57,7 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
             RuntimeError.
 
     Raises:
-        ArgumentError: a package that this takes is missing, or torch is built otherwise than this knows.
+        ArgumentError: a package that this takes is missing, or torch is built in an unknown way.
     """
     with contextlib.ExitStack() as stack:
         stack.callback(_forget_devices)  # Dynamo asks whether there is Triton, too
@@ -143,7 +143,7 @@ def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> 
     """Within `stand_in`, let Triton compile for the GPU and load nothing.
 
     Args:
-        loaded: called with each of Inductor's tuners, in the place of loading its kernels.
+        loaded: called with each tuner of Inductor, instead of loading its kernels.
 
     Raises:
         ArgumentError: Triton is missing.

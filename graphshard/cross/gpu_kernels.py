@@ -5,7 +5,7 @@
     %mm_out = aten.mm.out(%buf2, %u_1, out=%buf3)                                ATen's operator for CUDA
 
 The code of a region is a graph of ATen's operators and launches. It is data, not Python: nothing is executed to read
-it, and the operators are looked up as those of any program. A kernel is a cubin, which the CUDA driver loads; torch's
+it, and the operators are looked up as in any program. A kernel is a cubin, which the CUDA driver loads; torch's
 own launcher (`torch._C._StaticCudaLauncher`, in builds for CUDA) starts it. Neither a compiler nor Triton takes part.
 """
 

@@ -194,7 +194,7 @@ def _function(text: str, title: str) -> Any:
     """Compile a function; messages about it show its lines."""
     file = f"exported program: {title}"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    # Without a name: Dynamo would import the module that globals are those of.
+    # Without a name: Dynamo would import the module that owns the globals.
     found: dict[str, Any] = {"torch": torch, "math": math, "operator": operator}
     exec(compile(text, file, "exec"), found)
     return found["forward" if "def forward(" in text[:12] else "call"]
@@ -245,7 +245,7 @@ def state_of(program: ExportedProgram) -> ProgramState:
 
     Raises:
         ArgumentError: one is missing, or not what the graph takes.
-        UnsupportedError: the program holds something other than tensors.
+        UnsupportedError: the program holds objects that are not tensors.
     """
     _check(program)
     state = ProgramState()

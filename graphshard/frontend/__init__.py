@@ -10,7 +10,7 @@
   dtype. So nothing is allocated, and custom backwards, hooks and checkpointed regions are in the graph.
 * **A unit's boundary is a call** (`unit_boundaries.py`): its class casts inputs and results, and sends inputs through
   one node of autograd, as FSDP2's hooks do. Sums of gradients then have FSDP2's order, hence its bits.
-* **What torch's tracers do not know has packages of its own**: parameters and results that are tensor subclasses
+* **Mechanisms that torch's tracers lack have separate packages**: parameters and results that are tensor subclasses
   (`graphshard.subclasses`), what guards do not look at (`graphshard.guards`), equal blocks (`graphshard.repeats`).
 * **Operators are not decomposed at capture.** Inductor's decompositions run when a region is lowered. The graph between
   is the same for both backends, and `backend="eager"` runs the operators that eager mode runs, hence its bits.
@@ -27,7 +27,7 @@ Pitfalls:
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.
 * Guards are built against the compiled module, whose units have other classes: the trace gives units the same classes,
   because a guard on a method names the place of its class in `__mro__`.
-* `replaced` restores `None`: Dynamo's automatic dynamic state is None until somebody asks for it.
+* `replaced` restores `None`: Dynamo's automatic dynamic state is None until it is asked for.
 * Dynamo's fake floats remember the symbol that reading them gives (`item_memo`); AOTAutograd's must have the same.
 """
 

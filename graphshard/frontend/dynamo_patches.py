@@ -1,6 +1,6 @@
 """Torch changed while Dynamo traces: global hooks, numbers that are not finite, tensors that a region is given twice.
 
-Hooks of all modules that torch sets to count, such as CommDebugMode's, run around the model, and not in it. Those of
+Global hooks that torch sets to count, such as CommDebugMode's, run around the model, and not in it. Those of
 the user are traced and guarded by Dynamo. Symbols of floats stand for finite numbers, which nan and infinity are not:
 
     total != total      False, says the algebra of symbols; True of nan

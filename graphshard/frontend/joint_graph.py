@@ -155,7 +155,7 @@ def _place_of_call(flat: FlatGraph, operator_name: str) -> str:
 
 
 def _nodes_of(graph: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of the graphs in it, such as those of checkpointed regions."""
+    """Yield the nodes of a graph and of the graphs in it, such as checkpointed regions."""
     for each in graph.modules():
         if isinstance(each, GraphModule):
             yield from each.graph.nodes

@@ -80,7 +80,7 @@ class UnitBoundary:
         has_node: whether the unit has parameters that are sharded.
         block: the module is one of equal blocks, of which some are left out of the trace.
         num_blocks: how many there are, as text; of the root.
-        checkpointed: settings of torch's composable `checkpoint`, whose hooks the module had.
+        checkpointed: settings of the composable `checkpoint`, whose hooks the module had.
     """
 
     unit: str

@@ -1,4 +1,4 @@
-"""What decides in a forward besides what Dynamo's guards look at: values of tensors, and other state.
+"""Guards that Dynamo does not have: on values of tensors, and on other state that a forward reads.
 
 * **Branches on values of masks are guards** (`value_branches.py`). transformers leaves out a mask without padding, and
   the kernels differ; so the program is for masks with padding or without, and each call computes which it is.

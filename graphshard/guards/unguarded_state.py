@@ -110,7 +110,7 @@ class ExtraGuards:
                 self._compared.append((source, eval(f"lambda L: {source}", {**names}), compared, compared(value)))
 
     def change(self, scope: Mapping[str, Any]) -> str:
-        """Return what is another than when the program was traced, in words; "" if nothing is.
+        """Describe what has changed since the program was traced; "" if nothing is.
 
         Args:
             scope: module, args and kwargs of the call.
@@ -326,7 +326,7 @@ def _reject_hooks(codes: Iterable[types.CodeType], function: str) -> None:
 
 
 def _first_line(codes: Iterable[types.CodeType], name: str) -> tuple[types.CodeType, int] | None:
-    """Return the first code of the user's that reads a global or an attribute of this name, and the line."""
+    """Return the first user code that reads a global or an attribute of this name, and the line."""
     for code in codes:
         line = code.co_firstlineno
         for each in dis.get_instructions(code) if name in code.co_names and is_users(code.co_filename) else ():

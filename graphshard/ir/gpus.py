@@ -68,9 +68,9 @@ _GPUS: dict[Capability, dict[str, Any]] = {
         "memory_bus_width": 8192,
     },
 }
-# Those that code is compiled for where there is no GPU.
+# Capabilities that code is compiled for where there is no GPU.
 CAPABILITIES = tuple(_GPUS)
-# What programs are captured for where none is given: decisions are those of any GPU from 8.0 on.
+# What programs are captured for where none is given: decisions hold for any GPU from 8.0 on.
 USUAL: Capability = (9, 0)
 
 
@@ -80,7 +80,7 @@ def properties_of(capability: Capability) -> dict[str, Any]:
 
 
 def capability_of(units: int) -> Capability | None:
-    """Of the GPU with so many multiprocessors; None if none of those that are known has."""
+    """Return the properties of the GPU with this number of multiprocessors; None if no known GPU has it."""
     return next((capability for capability, gpu in _GPUS.items() if gpu["multi_processor_count"] == units), None)
 
 

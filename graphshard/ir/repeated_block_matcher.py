@@ -424,7 +424,7 @@ class BlockMatcher:
 
 
 def _calls(nodes: list[Node], repeats: Repeats, *, behind: bool) -> dict[int, int]:
-    """By group, the last region that is called before its first reduction, or the first one behind the group before.
+    """By group, the last region that is called before its first reduction, or the first one after the group before.
 
     The latter computes the end of that group and its own begin, of which the last group or the first one may be others.
     """

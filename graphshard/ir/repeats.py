@@ -111,5 +111,5 @@ class RepeatedBlocks:
 
 
 def captured_params(params: ParamTable, repeats: Repeats) -> ParamTable:
-    """Return the specs of a table without those of blocks that are not captured."""
+    """Return the specs of a table, without blocks that are not captured."""
     return ParamTable(tuple(spec for spec in params if not repeats.has_left_out(spec.name)))

@@ -1,4 +1,4 @@
-"""Entry points into a compiled model: submodules that are called directly, and methods other than forward."""
+"""Entry points into a compiled model: submodules that are called directly, and methods that are not forward."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def division(spec: ParamSpec, axes: tuple[Axis, ...]) -> Division:
     """Return the scaling by FSDP2's rule: in float32 and bfloat16, whose range suffices, the collective averages.
 
     In other dtypes it sums, with a division by about sqrt(divisor) before and by the rest after, to keep float16 in
-    range. A divisor other than the number of ranks becomes a factor in front, unless it is the number of shards.
+    range. A divisor that is not the number of ranks becomes a factor in front, unless it is the number of shards.
     """
     num_ranks = math.prod(axis.size for axis in axes)
     divisor = num_ranks if spec.divide_factor is None else spec.divide_factor

@@ -1,6 +1,6 @@
 """Executor of a program's phase: a graph of region calls and collectives, and the lines that are read off it.
 
-Every value is freed at its last use. `executor_lines.py` shows lines; `program.forward.code` prints those that run.
+Every value is freed at its last use. `executor_lines.py` shows lines; `program.forward.code` prints the lines that run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graphshard.lower.executor_lines import (
 from graphshard.torch_compat.operators import OpOverload
 
 _SCOPE: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-# What code of rewritten lines refers to besides (`line_rewrites.py`).
+# Names that code of rewritten lines also refers to (`line_rewrites.py`).
 _OF_REWRITES = ("clock", "arrived", "begun", "replays")
 _numbers = itertools.count()
 

@@ -69,7 +69,7 @@ class Taken(NamedTuple):
 
 
 def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[list[Line], Groups]:
-    """Insert lines that hand gradients over, instead of returning them; those of a bucket together.
+    """Insert lines that hand gradients over, instead of returning them; gradients of a bucket together.
 
     The consumer of a gradient may write to the parameter's shard. So it is called after the last line that may read the
     shard, such as the wait for what gathers it again. What is waited for shares memory with nothing, and views do not

@@ -1,6 +1,6 @@
 """Generated code of regions, kept next to Inductor's cache, and run in other processes without importing Inductor.
 
-    graphshard-regions/3f0c....-81aa....region      what the code depends on besides the region, and the region's text
+    graphshard-regions/3f0c....-81aa....region      everything else that the code depends on, and the region's text
 
     cpp_fused_0 = async_compile.cpp_pybinding(...)      left out; the file has the library
     class Runner: def call(self, args): ...             kept as it is

@@ -5,14 +5,14 @@
     each border        partition -> plan under the limit, which keeps gathered what fits -> seconds of a step
 
 Saved values leave less memory for gathered parameters and for prefetch. So each border (`shares`) is planned as if it
-were given, and the shortest predicted step wins. The order is that of the knapsack's relaxation: no other values of the
+were given, and the shortest predicted step wins. The order follows the knapsack's relaxation: no other values of the
 same bytes take less to recompute, as the costs of operators add up.
 
 * **Peaks grow along the order**, as more is saved, and compute falls. So the last border that fits is found by halving,
   and none after it is planned. Quarters of the bytes before it are planned, then, by halving, borders around the best;
   but none whose least step time, with any memory, is as long as the best so far. Quarters of all bytes are planned,
   too, as these are what a user would try.
-* **The bound** is that of the first border that does not fit, with any memory for gathered parameters. Borders that fit
+* **The bound** comes from the first border that does not fit, with any memory for gathered parameters. Borders that fit
   save less, and so compute no less.
 * **With few borders all are planned** (`exact`), with more the same number: a plan of a deep model takes seconds.
 * **Offloading comes after that, on GPUs.** Quarters of the saved bytes are sent to the host (`OffloadActivations`); for

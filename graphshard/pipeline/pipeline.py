@@ -40,7 +40,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Partition(),  # joint -> forward + backward
     DropUnusedTangents(),  # outputs that are not differentiated cost nothing in backward
     OverlapModelCollectives(),  # the model's own collectives overlap compute that does not need them
-    CoalesceModelCollectives(),  # those that remain synchronous share launches
+    CoalesceModelCollectives(),  # collectives that remain synchronous share launches
     MakePlan(),  # which collectives travel together, and when
     Bucketing(),  # merge collectives into buckets
     Reorder(),  # start and wait for them when the plan says

@@ -200,7 +200,7 @@ def _leaves(arg: Any) -> Iterator[Any]:
 
 
 def consistent_values(program: Program, phase_name: str, checked: Checked | None = None) -> Iterator[Violation]:
-    """The recorded shape and dtype of a value are those that its operator makes of its inputs."""
+    """The recorded shape and dtype of a value are what its operator makes of its inputs."""
     yield from wrong_values(program.phases[phase_name].module.graph, checked)
 
 

@@ -59,7 +59,7 @@ class ExposedWait:
         why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link),
             "late" (it was launched too late, or is longer than the compute that could hide it) or "model" (it is the
             model's own collective, which runs where the model has it).
-        behind: the bucket that it queued behind, or "".
+        behind: the bucket that it queued for, or "".
         without: for the longest waits, by the name of a cause: seconds that the wait would be shorter if the cause took
             no time; the bucket itself is among them.
     """

@@ -17,7 +17,7 @@ from graphshard.utils.argument_validation import check_function, check_number, c
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief, users_class
 
-# Of a file of times; no model has so many regions.
+# Limit of entries in a file of times; no model has that many regions.
 _MOST_BYTES = 64 << 20
 
 

@@ -4,7 +4,7 @@
 
 A node outside of all blocks follows its sources: a value the last block among them, and a gradient the block of the
 tensor saved for it, or of the gradient it is made from. Values of parameters alone, or of inputs alone, belong to no
-block: casts and gathers, tables of positions, masks. Each stage makes those that it needs. Other values of earlier
+block: casts and gathers, tables of positions, masks. Each stage computes the ones it needs. Other values of earlier
 stages are sent from each stage to the next one, and their gradients come back.
 """
 

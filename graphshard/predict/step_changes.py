@@ -215,7 +215,7 @@ def _backend(case: Case) -> _Variants:
         yield 'backend="inductor"', case.with_options(backend="inductor")
 
 
-# Kinds of changes. Those that change nothing but costs, and so take no time, come last.
+# Kinds of changes. Changes of costs alone, which take no time, come last.
 ABOUT: dict[str, Callable[[Case], _Variants]] = {
     "batch": _batch,
     "mesh": _mesh,

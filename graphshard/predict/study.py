@@ -468,7 +468,7 @@ def schedule_regions(
     """Return the kernels that Inductor's scheduler makes for a GPU, by region key; equal regions are scheduled once.
 
     Args:
-        profile: identifies the GPU by its multiprocessors; a usual one if none has so many.
+        profile: identifies the GPU by its multiprocessors; a common one if no GPU has this number.
         known: earlier results; new ones are added.
     """
     capability = capability_of(int(profile.units)) or USUAL

@@ -39,7 +39,7 @@ class Block:
         place: number of its call, as text: a number that is another in the next trace would be dynamic.
         size: blocks in a group, as text.
         left_out: it is not traced.
-        follows: the block before is left out, too, and blocks are groups of their own.
+        follows: the block before is left out, too, and each block is a group.
     """
 
     place: str

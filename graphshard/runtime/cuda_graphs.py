@@ -5,8 +5,8 @@
     later calls               inputs are copied in, the graph is launched, results are copied out
 
 A graph reads and writes at fixed addresses, and the rest of a step does not depend on them. So inputs and results are
-copied, those of a dtype by one launch, and results are as new as those of regions: they may live as long as autograd, a
-process group, an accumulated gradient or the user wants, and several forwards may wait for their backward. Only
+copied, those of a dtype by one launch, and results are as new as results of regions: they may live as long as
+autograd, a process group, an accumulated gradient or the user wants, and several forwards may wait for their backward. Only
 parameters and buffers are read where they lie; a graph is dropped when they have moved.
 
 * **All graphs of a model use the same memory**: the arena for inputs and results, which is as large as the largest run

@@ -120,7 +120,7 @@ class RankStatus:
         steps: the last ones it has begun.
         doing: "" while the user's program runs.
         meeting: name of the rendezvous at which it waits.
-        where: line of the user's program.
+        where: line of the user program.
         ended: why the process has ended; None while it lives.
         beat: grows as long as the process lives.
     """
@@ -197,7 +197,7 @@ def differ_text(step: int, one: str, other: str) -> str:
 
 
 def users_line() -> str:
-    """Return the line of the user's program that the main thread is in: "train.py:40"."""
+    """Return the line of the user program that the main thread is in: "train.py:40"."""
     # Another thread's frame becomes an object when it is asked for. Before Python 3.12 a garbage collection at that
     # moment may call code that lets the thread go on and leave the frame, which crashes the process.
     collects = sys.version_info < (3, 12) and gc.isenabled()

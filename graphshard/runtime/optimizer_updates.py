@@ -143,7 +143,7 @@ def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> b
     number of a step as float32.
 
     Args:
-        group: of the stand-in; gradients are those of its shards.
+        group: of the stand-in; gradients belong to its shards.
         state: of each of them.
     """
     if any(group[name] is not None for name in ("fused", "foreach")) or group["capturable"] or group["differentiable"]:

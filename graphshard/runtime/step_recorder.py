@@ -81,7 +81,7 @@ class PhaseRun:
     """One run of a phase.
 
     Attributes:
-        program: a backward for other than the likely gradients is a separate program of the same title.
+        program: a backward for unlikely gradients is a separate program of the same title.
         executor: whose lines ran.
         began, ended: all of it.
         times: of regions, starts and waits: number of the line, begin and end.

@@ -86,7 +86,7 @@ def on_one_link(costs: Costs, ways: Ways) -> bool:
 
 
 def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
-    """Return the costs of collectives over these axes; those of experts, if `on_one_link`, are the way 1."""
+    """Return the costs of collectives over these axes; collectives of experts, if `on_one_link`, are the way 1."""
     link = _link(costs, ways, exchange=exchange)
     if ways.experts is None or not on_one_link(costs, ways):
         return link

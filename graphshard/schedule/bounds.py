@@ -20,7 +20,7 @@ alone. If they share a channel, it takes no less than with reductions as long as
 channel after the gradients are ready.
 
 Contention. Compute loses a share c of every second next to the busy link. Let W be the seconds in which the link is
-busy, C those of compute, and I those in which compute waits. At most I of W lie next to no compute, so
+busy, C the seconds of compute, and I the seconds in which compute waits. At most I of W lie next to no compute, so
 
     T  >=  C + I + c (W - I)  =  c W + (1 - c) (C / (1 - c) + I)
 
@@ -56,7 +56,7 @@ _SAMPLES = 64
 _SLOPES = 1e-9
 # Halvings of an interval in which a slope changes.
 _HALVINGS = 12
-# Fraction by which lines are lowered, as their rounding is not that of the cost.
+# Fraction by which lines are lowered, as they round differently from the cost.
 _ROUNDING = 1e-10
 # Transfers that the halving of a bound may look at: some tenths of a second, for a precision of a few 1e-4 or better.
 _MOST_LOOKS = 6_000
@@ -68,7 +68,7 @@ _NARROW = 1e-10
 
 @functools.lru_cache(maxsize=64)  # bounds of a problem ask hundreds of times
 def _lines_below(cost: Cost, smallest: int, largest: int) -> tuple[Rate, ...]:
-    """Return rates whose minimum is no more than a cost of so many bytes, and close to it.
+    """Return rates whose minimum is no more than a cost of that many bytes, and close to it.
 
     Costs of links are the least of several rates, or any other concave function: above its chords, and below their
     continuations. Where a cost is not concave, its chord is lowered below it.
@@ -173,7 +173,7 @@ class Jobs:
         return np.where(self.came > 0, self.costs(self.came, self.tensors), 0.0)
 
     def least(self, num_bytes: float) -> float:
-        """Return the least seconds of so many bytes, in any number of tensors and buckets."""
+        """Return the least seconds of a number of bytes, in any number of tensors and buckets."""
         return float(self.costs(np.array([num_bytes]), np.zeros(1))[0]) if num_bytes > 0 else 0.0
 
     @property
@@ -192,11 +192,11 @@ class Jobs:
         return self.costs(self.came[first + 1 :] - self.came[first], self.tensors[first + 1 :] - self.tensors[first])
 
     def work(self, seconds: float) -> _Numbers:
-        """Return the least work of the link before each transfer, and of all, in a step of so many seconds; or inf."""
+        """Return the least work of the link before each transfer, and of all, in a step of a given length; or inf."""
         return self._met(seconds)[0]
 
     def cuts(self, seconds: float) -> list[int]:
-        """Return the ends of the buckets with the least work in a step of so many seconds; [] if there are none."""
+        """Return the ends of the buckets with the least work in a step of a given length; [] if there are none."""
         work, before = self._met(seconds)
         cuts = [len(self.behind)] if work[-1] < math.inf else [0]
         while cuts[-1] > 0:
@@ -269,7 +269,7 @@ def lower_bound(problem: Problem, *, limit: float = math.inf, kept: frozenset[st
 
     Args:
         limit: bytes that schedules may use; it bounds what can stay gathered.
-        kept: the parameters that stay gathered for backward; None is for any choice among those that may.
+        kept: the parameters that stay gathered for backward; None is for any choice.
     """
     if kept is not None:
         problem = problem.keep(kept)
@@ -362,7 +362,7 @@ def _own_path(chain: Chain) -> float:
 
 
 def _work(link: Link, gathers: Jobs, reductions: Jobs, seconds: float, own: Sequence[float] = (0.0, 0.0)) -> float:
-    """Return the least work of the link in a step of so many seconds; or infinity."""
+    """Return the least work of the link in a step of a given length; or infinity."""
     gathering = float(gathers.work(seconds)[-1])
     return _together(link, gathering, float(reductions.work(seconds)[-1]), own) if gathering <= seconds else math.inf
 

@@ -63,7 +63,7 @@ class Contents(NamedTuple):
         return (False, True) if self.num_small > 1 else (False,)
 
     def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
-        """Return the costs as a bucket; `link` is that of the transfers' way."""
+        """Return the costs as a bucket; `link` is the link of the transfers' way."""
         num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
         seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
         copy = link.copy(self.small_bytes) if packed else 0.0

@@ -61,7 +61,7 @@ class Call(Event):
     Attributes:
         where: the modules that it computes.
         seconds: that it takes.
-        alone: the seconds are those without collectives beside it.
+        alone: the seconds are measured without collectives next to it.
     """
 
     where: str
@@ -273,7 +273,7 @@ class TimelineDag:
 
     def __init__(self, events: Sequence[Event], times: Times) -> None:
         self.seconds = {_BEGIN: 0.0}
-        # By event: the event of compute before it, and the launch that it queues behind or waits for, if any.
+        # By event: the event of compute before it, and the launch that it queues for or waits for, if any.
         self._order: list[int] = []
         self._other: list[int | None] = []
         here, on_link = _BEGIN, dict[str, int]()

@@ -28,7 +28,7 @@ class Coarse:
 
     @staticmethod
     def at_cuts(chain: Chain, gathers: Iterable[int], reductions: Iterable[int]) -> Coarse:
-        """Return the chain whose buckets are cut after so many transfers of a kind, and where transfers must be."""
+        """Return the chain whose buckets are cut after these numbers of transfers, and where transfers must be."""
         return Coarse(chain, _between(chain.gathers, gathers), _between(chain.reductions, reductions))
 
     @cached_property
@@ -47,7 +47,7 @@ class Coarse:
 
 
 def even_cuts(transfers: Sequence[Transfer], num: int) -> list[int]:
-    """Return where transfers are cut into so many parts of about the same bytes; everywhere if they are few."""
+    """Return where transfers are cut into a number of parts of about the same bytes; everywhere if they are few."""
     if len(transfers) <= num:
         return list(range(1, len(transfers) + 1))
     came = list(itertools.accumulate((t.num_bytes for t in transfers), initial=0))
@@ -91,7 +91,7 @@ class Reduced:
 
     A schedule gains something at the ends over another, and something for each block, as long as its buckets span no
     more blocks than are left. If it gains g in the reduced problem, which has a share s of the blocks, it gains at most
-    g / s in all. Bytes that are alive are those of the blocks that are left, so a memory limit is as tight.
+    g / s in all. Bytes that are alive belong to the blocks that are left, so a memory limit is as tight.
 
     Attributes:
         share: of the blocks that are left, in the chain that has the least of them.
@@ -104,7 +104,7 @@ class Reduced:
 
 
 def reduced(problem: Problem) -> Reduced | None:
-    """Return the problem with fewer blocks; None if it has not twice as many, or a choice what stays gathered."""
+    """Return the problem with fewer blocks; None if it has too few, or a choice what stays gathered."""
     if problem.keepable:
         return None
     found = [_reduced(chain) for chain in problem.chains if chain.gathers or chain.reductions]

@@ -64,7 +64,7 @@ def channel_order(
 ) -> list[Bucketed] | None:
     """Return a chain's buckets in the order of their starts; None if none is of interest, or the budget ends."""
     if link.separate and chain.gathers and chain.reductions:
-        # Reductions on a channel of their own never delay a gather. Gathers delay reductions only by holding compute
+        # Reductions on a separate channel never delay a gather. Gathers delay reductions only by holding compute
         # up. So gathers come first, and the compute they cost is counted as longer items.
         gathers = channel_order(replace(chain, reductions=()), link, effort, budget, limit)
         if gathers is None:
@@ -268,7 +268,7 @@ def _clocks(labels: list[_Label]) -> tuple[Numbers, Numbers]:
 
 
 class _Latest:
-    """Latest clocks, by gathers and reductions issued, with which the step can end before so many seconds.
+    """Latest clocks, by gathers and reductions issued, with which the step can end before a given time.
 
     Attributes:
         channel, compute: the clocks, of compute at the use of the next gather.

@@ -1,4 +1,4 @@
-"""Exact search of a small phase: every sequence of events, except those that another dominates.
+"""Exact search of a small phase: every sequence of events that no other dominates.
 
 A state is a prefix of a schedule: items run, buckets started, continued and waited for, with the resulting clocks. Of
 two states with the same items and starts, one dominates if compute, every channel and every transfer in flight are no

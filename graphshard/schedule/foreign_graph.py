@@ -128,7 +128,7 @@ class Course:
 
     @cached_property
     def ancestors(self) -> tuple[frozenset[int], ...]:
-        """By leg, those that it follows from without compute in between."""
+        """By leg, the legs that it follows from without compute in between."""
         found: list[frozenset[int]] = []
         for leg in self.legs:
             found.append(frozenset(leg.after).union(*(found[i] for i in leg.after)))
@@ -211,7 +211,7 @@ def run(course: Course, itinerary: Itinerary, *, as_given: bool = False) -> Outc
 
 
 def _outcome(events: Sequence[clock.Event], times: clock.Times, reached: Sequence[int], buckets: int) -> Outcome:
-    done = [0.0]  # when compute is done with so many events
+    done = [0.0]  # when compute is done with each number of events
     starts: dict[str, tuple[float, float]] = {}
     waits: dict[str, tuple[float, float]] = {}
     exposed = 0.0

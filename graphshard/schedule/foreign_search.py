@@ -138,7 +138,7 @@ def _late(course: Course, itinerary: Itinerary, outcome: Outcome, margin: float,
 
 
 def _delay(best: Best) -> None:
-    """Start as many of the last buckets later as takes no longer, or hardly."""
+    """Start the last buckets later, as long as the step becomes no longer, or hardly."""
     itinerary, outcome = best.itinerary, best.outcome
     most = outcome.seconds * (1 + _EQUAL)
     first, none = 0, len(itinerary)
@@ -160,7 +160,7 @@ def _candidates(course: Course) -> Iterator[list[Legs]]:
 
 
 def _joined(course: Course, multiple: int) -> list[Legs]:
-    """Return neighbors together, in the order in which they are needed, until they take so many latencies."""
+    """Return neighbors together, in the order in which they are needed, until they take a number of latencies."""
     found: list[Legs] = []
     for legs in course.classes:
         first = course.legs[legs[0]]
@@ -224,7 +224,7 @@ def _changes(course: Course, itinerary: Itinerary, number: int) -> Iterator[Itin
         yield _ordered(course, [*others, (first, len(itinerary), legs)])
     link = course.link_of(legs[0])
     ahead = [n for n in range(number) if course.link_of(itinerary[n][1][0]) == link]
-    if ahead:  # before what it queues behind, which starts where this one did
+    if ahead:  # before the leg that it queues for, which starts where this one did
         at, _, bucket = every[ahead[-1]]
         later = max(at, min(position, course.window(bucket)[1]))
         rest = [(at, 2 * index, each) for at, index, each in every if index != ahead[-1]]
@@ -374,7 +374,7 @@ def _through(course: Course, carried: list[tuple[float, int]], share: float) -> 
 
 
 def _packed(course: Course, came: list[float], share: float) -> float:
-    """Return when compute can be through that packs its results, and one link has carried those of the last item.
+    """Return when compute can be through that packs its results, and one link has carried the legs of the last item.
 
     A leg that may not start before a position is packed after it. If that is not until all else is computed, the link
     carries it then, which takes as long as it adds to all that it might travel with: costs are concave.

@@ -205,7 +205,7 @@ def is_scalar(program: Program, collective: Collective) -> bool:
 
 
 def _place(buckets: Sequence[Bucket], at: Mapping[str, int], end: int, prefetch: Prefetch, most: int) -> list[Event]:
-    """Return starts and waits of a phase in order of execution, with at most so many reductions under way.
+    """Return starts and waits of a phase in order of execution, with a limited number of reductions under way.
 
     Args:
         at: where buckets are needed or ready, by name.

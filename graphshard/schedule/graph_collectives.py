@@ -41,7 +41,7 @@ class Group:
         size: number of ranks.
         apart: what neighbours' global ranks differ by: 1 for ranks 0, 1, 2, and 8 for ranks 0, 8, 16. It tells how many
             ranks of the group share a node.
-        link: name of what carries its collectives; those of the same name queue for it. "" is "node" for a group
+        link: name of what carries its collectives; groups of the same name queue for it. "" is "node" for a group
             within one node, else "network".
 
     Raises:
@@ -61,7 +61,7 @@ class Group:
             )
 
 
-# Groups by the names that a graph has for them; None is those that exist in this process.
+# Groups by the names that a graph has for them; None is the groups of this process.
 GroupsLike = Mapping[str, int | Group] | DeviceMesh | None
 
 
@@ -159,7 +159,7 @@ class Message:
     """One collective of a graph, single or coalesced.
 
     Attributes:
-        index: its place among those of the graph.
+        index: its place in the graph.
         kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
         node: the launch.
         tensors: its inputs.

@@ -221,7 +221,7 @@ class _Placing:
         bucket, cost = self.order[index], self.loads[index]
         self.waiting[bucket.kind].remove(index)
         self.clocks.compute += cost.copy_in
-        # Compute's real clock here, copies and waits included, unlike that of `_latest_starts`.
+        # Compute's real clock here, copies and waits included, unlike in `_latest_starts`.
         self._launch(index, self.link.channel(bucket.kind), cost.seconds)
         self.events.append(Occurrence("start", index, position))
         if bucket.kind == "reduce":

@@ -29,8 +29,8 @@ from graphshard.schedule.template_schedule import folded_plan, planned_in_short
 
 log = logging.getLogger(__name__)
 
-# So many times the bound or less, a search of few blocks says whether one of all pays. Where latencies take longer than
-# that, buckets of many blocks may gain what few blocks do not show.
+# Up to this multiple of the bound, a search of few blocks says whether one of all pays. Where latencies take longer
+# than that, buckets of many blocks may gain what few blocks do not show.
 _CLOSE = 1.1
 # More than FSDP2's order takes by so much is no difference that predictions show (they are within 5 %). Where the peak
 # leaves no room for buckets that are a little larger, steps that wait for the link are up to a quarter longer.
@@ -239,7 +239,7 @@ class PlanByCost:
         solution = solver(built.problem)
         bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
         if kept:
-            # Positions, and what is alive, are those of the graph in which they stay gathered.
+            # Positions and memory refer to the graph in which they stay gathered.
             settings = replace(settings, constraints=replace(settings.constraints, keep=False))
             keeping = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
             keep_gathered(keeping, kept)
@@ -274,7 +274,7 @@ class PlanByCost:
 
 
 def _may_gain(problem: Problem, by_units: Problem, seconds: float, solver: Solver) -> bool:
-    """Return whether a search may gain so many seconds on FSDP2's order, as far as a problem with fewer blocks says.
+    """Return whether a search may gain these seconds over FSDP2's order, as far as a problem with fewer blocks says.
 
     Args:
         by_units: the problem in which units travel together.
@@ -292,7 +292,7 @@ def _to_buckets(
     """Return a placement as the plan's buckets and events; a reduction with two legs is two buckets.
 
     Args:
-        exchange: returns whether a reduction of one tensor of so many bytes is cheaper as all-to-all.
+        exchange: returns whether a reduction of one tensor of a number of bytes is cheaper as all-to-all.
     """
     first: list[Bucket] = []
     second: list[Bucket] = []  # the same where there is one leg

@@ -236,7 +236,7 @@ class Link:
 
     Attributes:
         gather, reduce: seconds for (bytes in full, number of tensors); they must not fall with either.
-        copy: seconds for a copy of so many bytes within device memory.
+        copy: seconds for a copy of a number of bytes within device memory.
         num_shards: a shard is that part of a full tensor.
         separate: gathers and reductions do not share a channel.
         contention: share of the compute that is lost while a channel is busy.
@@ -405,7 +405,7 @@ class Budget:
         return self.left <= 0
 
     def part(self, parts: int) -> Budget:
-        """Return one of so many equal parts of the rest; `take` gives back what it does not use."""
+        """Return one of a number of equal parts of the rest; `take` gives back what it does not use."""
         part = Budget(max(self.left, 0.0) / parts)
         self.left -= part.left
         return part

@@ -112,7 +112,7 @@ def base_bytes(
     Shards, inputs and results live to the end; other values from their operator to their last use. A gradient counts up
     to the item before the last that its reduction waits for: from there on it is the schedule's. The schedule has it
     for the whole of the item that makes it. Values that are alive there only before it is made count less by its bytes:
-    the gradient of the last layer comes when those of the logits, in float32 the largest of a step, are gone.
+    the gradient of the last layer comes when the gradients of the logits, in float32 the largest of a step, are gone.
 
     Args:
         cuts: positions at which items begin, and the end of the phase.

@@ -216,7 +216,7 @@ def communication(program: Program) -> str:
 
 
 def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
-    """Yield the collectives of a phase with their first parameter, and those of blocks that are left out."""
+    """Yield the collectives of a phase with their first parameter, and the collectives of blocks that are left out."""
     for collective in collectives_of(phase):
         param = collective.params[0]
         yield collective, param

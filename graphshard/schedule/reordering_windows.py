@@ -40,7 +40,7 @@ from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload
 
 # Shares its input's memory, though its schema does not say so.
 _SHARES = frozenset({aten._unsafe_view.default, WAIT})
-# Modules whose functions compute numbers, and those of them that do something else.
+# Modules whose functions compute numbers, and functions in them that do something else.
 _NUMBERS = {module.__name__.lstrip("_") for module in (operator, math, builtins)}
 _DOING = {"print", "setitem", "delitem", "setattr", "delattr", "exec", "eval", "open", "input"}
 _IN_PLACE = {name for name in vars(operator) if name.startswith("i") and name[1:] in {*vars(operator), "concat"}}
@@ -369,7 +369,7 @@ class _Finder:
 
 
 def asked_for(nodes: Iterable[Node], known: Callable[[Node], bool]) -> list[Node]:
-    """Those of these nodes, and of their inputs and so on, that are known, each behind its inputs."""
+    """Return the known ones among these nodes and their transitive inputs, each after its inputs."""
     found: dict[Node, None] = {}
     stack = [(node, False) for node in nodes if known(node)][::-1]
     while stack:

@@ -119,8 +119,8 @@ def schedule_graph(
     """Bucket and reorder the functional collectives of any FX graph of ATen operators, so that compute hides them.
 
     The graph may come from `make_fx`, AOTAutograd, AutoParallel, SimpleFSDP or torchtitan. Nothing is assumed about
-    gradients or parameters. Collectives are known by their group: those of one kind, group, reduction and dtype may
-    travel together. Compute, writes and random operators keep their order, and every result keeps its bits. `gm` is
+    gradients or parameters. Collectives are known by their group: collectives of one kind, group, reduction and dtype
+    may travel together. Compute, writes and random operators keep their order, and every result keeps its bits. `gm` is
     not changed. The same graph gives the same schedule on all ranks.
 
     Args:

@@ -37,7 +37,7 @@ STEPS = 2_000_000
 _EQUAL = 1e-4
 # Places at which rough buckets of a kind may be cut.
 _PLACES = 24
-# Steps between the cuts that are tried around those of the best.
+# Steps between the cuts that are tried around the cuts of the best.
 _AROUND = (8, 4, 2, 1)
 # Longer than the bound by so much, the least work that keeps to it tells where rough buckets may be cut, too.
 _BEYOND = (1e-6, 0.003, 0.01)
@@ -79,11 +79,11 @@ class Solver:
 
     Attributes:
         limit: bytes that may be alive at any time.
-        exact_kept: with at most so many parameters that may stay gathered, every choice is tried.
+        exact_kept: with at most this many parameters that may stay gathered, every choice is tried.
         margin: gathers end this many times their own length before they are needed, where that costs nothing.
         steps: shared by all searches, see `Budget`.
         exact_transfers: phases with at most this many transfers are searched exactly.
-        below: seconds; longer steps are not looked for, beyond those that a search begins with.
+        below: seconds; longer steps are not looked for, except the first ones of a search.
     """
 
     limit: float = math.inf
@@ -402,5 +402,5 @@ def _without_copies(transfer: Transfer) -> Transfer:
     """Return a transfer that takes no longer, packed or not: small tensors travel in another's buffer, uncopied."""
     large = transfer.num_tensors - transfer.num_small
     apart = "" if transfer.packed is None else f" {transfer.packed}"
-    group = f"{transfer.group}{apart}"  # those that must be packed and those that must not share no bucket
+    group = f"{transfer.group}{apart}"  # transfers that must be packed share no bucket with ones that must not
     return replace(transfer, group=group, num_tensors=large, num_small=0, small_bytes=0, packed=None)

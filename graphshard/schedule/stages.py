@@ -5,7 +5,7 @@
     rank 0   F0 F1    B0 F2 B1    B2
     rank 1      F0 B0 F1 B1 F2 B2
 
-The schedules are those of `torch.distributed.pipelining`: GPipe (Huang et al., 2019, arXiv:1811.06965), 1F1B (Narayanan
+The schedules follow `torch.distributed.pipelining`: GPipe (Huang et al., 2019, arXiv:1811.06965), 1F1B (Narayanan
 et al., PipeDream-Flush, 2021, arXiv:2006.09503) and interleaved 1F1B (Narayanan et al., Megatron-LM, 2021,
 arXiv:2104.04473). Where all stages take as long and sending takes nothing, the time in which a rank waits is
 (ranks - 1) * (forward + backward), divided by the number of stages of a rank: section 2.2 of the last one.
@@ -40,7 +40,7 @@ class StageSeconds:
     Attributes:
         first_forward: with the gathers of its parameters.
         last_backward: with the reductions of its gradients.
-        added: to every backward but the first: full gradients are added to those of earlier microbatches.
+        added: to every backward but the first: full gradients are added to the ones of earlier microbatches.
     """
 
     first_forward: Scalar
@@ -97,7 +97,7 @@ def rounds_of(ranks: int, microbatches: int) -> int:
 def _sequence(
     rank: int, ranks: int, total: int, together: int, chunks: Sequence[int], backward: bool, start: int = 0
 ) -> Iterator[Turn]:
-    """Yield turns of one direction: so many microbatches together in one stage, then in the next one of the rank."""
+    """Yield turns of one direction: microbatches together in one stage, then in the next one of the rank."""
     for at in range(start, total):
         round_, place = divmod(at, together * len(chunks))
         yield Turn(rank + chunks[place // together] * ranks, round_ * together + place % together, backward)

@@ -157,7 +157,7 @@ def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterabl
 
 
 def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -> int:
-    """Return the bytes of the inputs of one of the equal groups, and of those that only other phases have."""
+    """Return the bytes of the inputs of one of the equal groups, and of inputs that only other phases have."""
     assert program.few is not None
     phase, total = program.phases[phase_name], 0
     index = layout_of(phase).index

@@ -59,7 +59,7 @@ class Step:
             it waits.
         link: "node" or "network" of a collective, "host" of an upload, "to_host" of a download.
         why: reason of a wait.
-        behind: the bucket that a collective had to queue behind, or "".
+        behind: the bucket that a collective had to queue for, or "".
     """
 
     kind: str
@@ -221,7 +221,7 @@ def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
     """Return the events of a lowered program's executors.
 
     Args:
-        drawn: costs for their seconds: the same, or those of samples of the profile.
+        drawn: costs for their seconds: the same, or costs of samples of the profile.
     """
     seconds = {key: drawn.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
@@ -262,7 +262,7 @@ def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
 
 
 def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:
-    """Return by the index of a launch what it queues behind on its link, or ""."""
+    """Return by the index of a launch what it queues for on its link, or ""."""
     found: dict[int, str] = {}
     before: dict[str, str] = {}
     now = 0.0

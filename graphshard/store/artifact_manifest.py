@@ -75,7 +75,7 @@ class BackwardEntry:
     """A further backward of a program.
 
     Attributes:
-        outputs: those that gradients come through.
+        outputs: the outputs that gradients come through.
         microbatch: which of a step of several, such as "no-sync-first"; "" is a step of one.
     """
 
@@ -170,7 +170,7 @@ class RegionEntry:
         why: why it was not compiled.
         bytes: of its code.
         gpus: kernels by compute capability, such as "9.0".
-        libraries: names of the libraries of Inductor's code.
+        libraries: names of the libraries that Inductor made.
     """
 
     code: Code
@@ -242,7 +242,7 @@ def cubin_file(cubin: str) -> str:
 
 
 def library_file(key: str, name: str) -> str:
-    """Return the member with a library of Inductor's code of a region."""
+    """Return the member with a library that Inductor made for a region."""
     return f"regions/{key}/{name}.so"
 
 

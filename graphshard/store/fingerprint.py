@@ -1,4 +1,4 @@
-"""Everything that a stored program depends on besides its trace: versions, machine, model and options.
+"""Everything except its trace that a stored program depends on: versions, machine, model and options.
 
 An artifact states it field by field (`Environment`, `ModelFacts`, `StoredOptions`, the parameter table), so that a
 difference has a name, two values and a remedy. The compile cache hashes all of it and more (`key_facts`). The code of
@@ -72,7 +72,7 @@ FACTS = {
     "passes": ("passes", "activation", "memory_limit", "hardware"),
     "dynamic_shapes": ("dynamic_shapes",),
 }
-# Those that have had their effect when a program is stored: `load` compares them only if one is given.
+# Options that have had their effect when a program is stored: `load` compares them only if one is given.
 _DONE = ("passes", "dynamic_shapes")
 NOT_COMPARED = {
     "max_captures": "limits what is captured later, and is the same program",
@@ -254,7 +254,7 @@ def check_same_options(
 
 
 def restored_options(stored: StoredOptions, model: nn.Module, rows: ParamTable) -> dict[str, Any]:
-    """Return the options of the export as arguments of `Options`, but for those that have had their effect."""
+    """Return the options of the export as arguments of `Options`, except options that have had their effect."""
     named = places_of(model)
     dims = {id(named[row.name]): row.dim for row in rows}
     reshard = {row.reshard if row.reshard or row.shown else None for row in rows}
@@ -358,7 +358,7 @@ def why_not_cached(tracer: Tracer) -> str:
 
 
 def key_facts(model: nn.Module, tracer: Tracer, signature: Signature) -> dict[str, Any]:
-    """Return all that a program depends on besides its graph, as plain data by the names that messages use.
+    """Return all that a program depends on, except its graph, as plain data by the names that messages use.
 
     Raises:
         Exception: some of it cannot be written down.

@@ -2,7 +2,7 @@
 
 * A stale hit would be a silently wrong result. So each launch traces, and the key has the digest of the whole graph
   and everything else in `fingerprint.key_facts`. A program whose key cannot be written down is not cached.
-* Guards are those of this launch's trace. The file has what passes and compilation made of the graph.
+* Guards come from this launch's trace. The file has what passes and compilation made of the graph.
 * All ranks or none: ranks compare what they found, and compile together if one of them found something else.
 
 The log `graphshard.cache` tells of each step.

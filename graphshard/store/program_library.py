@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 # Characters of a line in a message.
 _LONGEST = 200
-# Conditions on dynamic sizes are those of the region's program, so no other program may use it.
+# Conditions on dynamic sizes belong to the region's program, so no other program may use it.
 _CONDITIONAL = object()
 
 
@@ -83,7 +83,7 @@ class ProgramLibrary:
         """Return the program of a trace, ready to be installed; None if the file has none.
 
         Raises:
-            ArtifactError: the program of this digest is that of another trace: export did not write the file.
+            ArtifactError: the program of this digest belongs to another trace: export did not write the file.
         """
         digest = graph_digest(traced)
         for stored in self.of(runner.tracer.name):
@@ -170,12 +170,12 @@ class ProgramLibrary:
         return ArtifactError(f"{self.artifact.path} has no program for this call of {model}: {why}", field="inputs")
 
     def _reason(self, runner: ProgramCompiler, call: Signature) -> str:
-        """Return how a call differs from those of the file; "" if its signature does not."""
+        """Return how a call differs from the calls of the file; "" if its signature does not."""
         found = self.of(runner.tracer.name)
         return reason_of(call, [stored.entry.signature for stored in found]).text if found else "it has none at all"
 
     def _different_trace(self, traced: Program, found: Sequence[StoredProgram]) -> str:
-        """Return the first line in which a trace differs from those of the file, of calls with equal inputs."""
+        """Return the first line in which a trace differs from the traces of the file, of calls with equal inputs."""
         number(traced)
         here = print_program(traced).splitlines()
         for stored in found:
@@ -225,7 +225,7 @@ def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> t
                         *(artifact.path, key, artifact.path),
                     )
                 fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, checked)
-                # Those of dynamic sizes have the number of their program in their keys.
+                # Regions with dynamic sizes have the number of their program in their keys.
                 tracer.compiled[key] = RegionCall(fn, _CONDITIONAL if "-" in key else None, kept=True)
     library, programs = ProgramLibrary(artifact, tuple(stored)), []
     for found in stored:

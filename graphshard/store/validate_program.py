@@ -2,7 +2,7 @@
 
 Reading has checked the type of each field. Here fields are compared with each other: slots with graphs, calls with
 regions, operators with their values. Thus forged contents with the right digest are an error of loading, before
-anything is changed. Inputs are compared with those of the trace that selects the program.
+anything is changed. Inputs are compared with the inputs of the trace that selects the program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_program(program: Program, phases: list[str], module: nn.Module, region
     Args:
         phases: of the program, as the manifest says.
         module: the one that it will run for.
-        regions: those that run by their operators, by the names that the program calls them by.
+        regions: the regions that run by their operators, by the names that the program calls them by.
     """
     for fault in _faults(program, phases, module, regions):
         raise ArtifactError(f"a program cannot run: {fault}. Export it again.")
@@ -48,7 +48,7 @@ def check_region(region: Region, checked: Checked) -> None:
 
 
 def differs_from_trace(program: Program, traced: Program) -> str:
-    """Return how a program's inputs and outputs differ from those of a trace, before passes; "" if they do not."""
+    """Return how a program's inputs and outputs differ from a trace's, before passes; "" if they do not."""
     for what, found, wanted in (
         ("structure of the output", program.out_spec, traced.out_spec),
         ("outputs with gradients", program.tangents, traced.tangents),

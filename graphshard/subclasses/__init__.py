@@ -2,12 +2,12 @@
 
 * **A parameter may say itself what is gathered of it** (`extensions.py`), by FSDP2's protocol for tensor subclasses.
   Its methods are traced in the same trace as the forward. The operator `join` stands where the gather will be. What
-  the methods read besides is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with shorter
+  the methods also read is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with shorter
   shards show the methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart
   are errors.
 * **A parameter that is a DTensor is its local tensor** (`tensor_parallel.py`). The function that is traced takes the
   piece and makes a DTensor of it, by an autograd function that brings the gradient to the parameter's placement, as
-  FSDP2 does after backward. The graph is that of one place on the tensor axis: offsets of a vocabulary are constants.
+  FSDP2 does after backward. The graph belongs to one place on the tensor axis: offsets of a vocabulary are constants.
   Collectives become operators that run at once, so that passes and plans take them for compute.
 * **The last sum of a gradient over the tensor axis is left to the reduction** (`take_off_last_sums`): there it is in
   the reduce dtype, and runs once for all microbatches. Where pieces have different sizes it stays, as ranks must agree

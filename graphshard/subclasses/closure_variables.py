@@ -49,7 +49,7 @@ _CONTAINERS = (
     *(list, tuple, dict, set, frozenset),
     *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
 )
-# They hold numbers that others than torch may change.
+# They hold numbers that code outside torch may change.
 _ARRAYS = (bytearray, array.array, np.ndarray)
 _VARIABLES = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_DEREF")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")

@@ -69,7 +69,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def transform_of(leaves: Sequence[object]) -> str:
-    """Return which transform other than backward runs a call with these inputs, for a message; "" if none does."""
+    """Return which transform, not backward, runs a call with these inputs, for a message; "" if none does."""
     if torch._C._functorch.maybe_current_level() is not None:
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:

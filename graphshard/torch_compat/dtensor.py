@@ -181,7 +181,7 @@ def group_of(ranks: Sequence[int]) -> str | None:
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
     """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
 
-    On CPUs gloo gathers into a buffer of its own, as large as the result, and copies it. Two ranks send each other
+    On CPUs gloo gathers into a separate buffer, as large as the result, and copies it. Two ranks send each other
     their shards right into the result instead, as an all-to-all in which nothing is for oneself.
 
     Args:
@@ -199,7 +199,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None
 
 
 def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
-    """The result of a collective that is under way, to be waited for as that of a functional one."""
+    """Return the result of a collective that is under way, to be waited for like a functional collective."""
     if work is not None:
         _register_work(result, work)
     return result
@@ -207,7 +207,7 @@ def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fake_world(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """In the block this process is a rank of so many, whose collectives send nothing; there must be no other groups."""
+    """Let this process be one rank of `num_ranks` whose collectives send nothing; no other groups may exist."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -241,7 +241,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def take_checkpoint_hooks(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
-    """Remove the hooks of torch's composable `checkpoint`; return its settings, None if it was not applied."""
+    """Remove the hooks of the composable `checkpoint`; return its settings, None if it was not applied."""
     if not is_checkpointed(module):
         return None
     settings: dict[str, Any] = {}

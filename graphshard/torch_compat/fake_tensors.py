@@ -100,7 +100,7 @@ def keep_strides(tensor: torch.Tensor, stride: Sequence[int]) -> None:
                          tracing       relu(x), in the layout that the operator's kernel chooses
 
     Later operators compute in memory order, which they derive from strides, also from strides of dims of size 1.
-    Kernels choose those otherwise than the trace assumes, so strides that say nothing are always restored.
+    Kernels choose them differently from the trace, so strides that say nothing are always restored.
     """
     if not isinstance(tensor, FunctionalTensor):
         return

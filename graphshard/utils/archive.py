@@ -6,7 +6,7 @@
 
 The compile cache, the cache of regions and artifacts are archives. A file is read into memory once and checked before
 anything in it is interpreted, and no name in it is ever a path on the disk. The digest finds damage, not forgery:
-whoever can write the file can write its digest. A signature finds forgery. This module needs no torch.
+a writer of the file can write its digest. A signature finds forgery. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _digest(line: bytes, body: bytes) -> bytes:
 
 
 def others_can_write(place: Path) -> bool:
-    """Return whether users other than this one and root could have written a file, or files in a directory.
+    """Return whether users except this one and root could have written a file, or files in a directory.
 
     Raises:
         OSError: it does not exist, or cannot be examined.

@@ -1,4 +1,4 @@
-"""What a program or generated code depends on besides its input: torch's settings, the processor, our source code."""
+"""Environment that programs and generated code depend on: torch's settings, the processor, graphshard's source."""
 
 from __future__ import annotations
 

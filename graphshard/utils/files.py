@@ -27,7 +27,7 @@ _KINDS = {
 def file_name(name: str) -> str:
     """A name of a module or a pass as one of a file: what no file system or shell minds, of a length that it takes.
 
-    Others than were given have a hash behind them, so that two names are never one.
+    A changed name ends with a hash, so that two names never collide.
     """
     clean = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LONGEST].strip(".")
     if clean == name:
@@ -72,7 +72,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, which takes its place if the block ends well and is removed otherwise."""
+    """Yield a temporary file next to `path`, which replaces it if the block ends well and is removed otherwise."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:

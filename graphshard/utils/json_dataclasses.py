@@ -36,7 +36,7 @@ def read(data: Any, kind: type[T], converter: Converter | None = None) -> T:
     Args:
         data: as JSON returns it.
         kind: a dataclass.
-        converter: for types beyond those of JSON.
+        converter: for types that JSON does not have.
 
     Raises:
         ArgumentError: `write` makes no such data of this class; the message begins with the place of the fault.

@@ -64,7 +64,7 @@ def other_threads() -> list[threading.Thread]:
 
 @contextlib.contextmanager
 def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yield a function that starts a phase, given its name; ranks other than 0 are silent.
+    """Yield a function that starts a phase, given its name; only rank 0 prints.
 
     Args:
         title: name of the whole work.

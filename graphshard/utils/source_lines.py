@@ -1,4 +1,4 @@
-"""Lines of the user's source for messages: frames that are neither torch's, graphshard's nor the standard library's."""
+"""Lines of user source for messages: frames outside torch, graphshard and the standard library."""
 
 from __future__ import annotations
 

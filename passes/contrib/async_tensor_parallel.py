@@ -17,8 +17,8 @@ Rows may lie along dim 0, or along dim 1, as sequences do; then the ranks' parts
     %c = cat([%s[0], %s[1]], 1)
     %y = mm(view(%c, [64, 8]), %w)
 
-A product of fewer rows may run another kernel, so results are equal up to rounding. Rows are copied: those of the
-product after a gather, and those of the operand before a reduce-scatter.
+A product of fewer rows may run another kernel, so results are equal up to rounding. Rows are copied: rows of the
+product after a gather, and rows of the operand before a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AsyncTensorParallel(Pass):
 
     Attributes:
         costs: of the machine: cut a product if that pays, into the cheapest number of chunks. None cuts every product
-            into as many chunks as possible.
+            into the largest possible number of chunks.
         pieces: allowed numbers of chunks.
     """
 

@@ -10,7 +10,7 @@ held. Each element is the sum of the same numbers: equal bits on two ranks, and 
 ranks in an order that does not depend on the neighboring elements.
 
 If the head is tied to the embedding, the gradient of the lookup is reduced separately (`embedding-row-exchange` may
-send its rows instead) and added to the reduced chunks. The pass skips gradients that are added to those of earlier
+send its rows instead) and added to the reduced chunks. The pass skips gradients that are added to the ones of earlier
 microbatches, and gradients that are reduced over replicas, too.
 """
 

@@ -11,14 +11,14 @@ Its gradient: each rank needs the rows that it owns.
   * %r = reduce_scatter_tensor(%d, avg, 2, shard)    %t: f32[24, 8] = joined(%dy, 2, shard)
     %ds: f32[25, 8] = wait_tensor(%r)                %ds: f32[25, 8] = a sum for each rank, added and divided
 
-Sizes are static: every rank asks every rank for all of its rows, and picks those that the other rank owns. So it pays
-roughly where the tokens of all ranks are fewer than the words of the vocabulary.
+Sizes are static: every rank asks every rank for all of its rows, and picks the rows that the other rank owns. So it
+pays roughly where the tokens of all ranks are fewer than the words of the vocabulary.
 
 The forward has the same bits. So has the gradient on two ranks; on more, rows are summed in the order of the ranks, in
 the reduce dtype, while reduce-scatters of gloo and NCCL have their own orders: equal up to rounding.
 
 The pass skips tables with other readers (such as a tied head that is not in chunks) and tables that are split over a
-tensor axis. Gradients that are added to those of earlier microbatches, or reduced over replicas, too, are reduced as
+tensor axis. Gradients that are added to the ones of earlier microbatches, or reduced over replicas, too, are reduced as
 before.
 """
 

@@ -19,8 +19,8 @@ A chunk has the same rows of every rank's shard, so one collective gathers it, a
     chunk 0          rows 0 1 4 5                 gathered from %s[:2]
     chunk 1          rows 2 3 6, and zeros        gathered from %s[2:]
 
-While a chunk is multiplied the next one is gathered; the first gather overlaps as many multiplications before the loss
-as a chunk takes. Backward multiplies again: a third more work for the head.
+While a chunk is multiplied the next one is gathered; the first gather overlaps the same number of multiplications
+before the loss as a chunk takes. Backward multiplies again: a third more work for the head.
 
 A head that is tied to the embedding is gathered whole for the lookup, unless `embedding-row-exchange` avoids that; the
 whole is freed before the chunks arrive. A bias of the head is gathered whole, and each chunk takes its entries.
@@ -199,7 +199,7 @@ class _VocabChunks(LossRewriter):
                 node.replace_all_uses_with(self.cast(value, fake(node).dtype))
 
     def _start_first(self) -> Node:
-        """Start to gather the first chunk before as many multiplications as a chunk takes."""
+        """Start to gather the first chunk before the number of multiplications that a chunk takes."""
         at, end = self._ranges[0]
         wanted = len(fake(self._rows)) * (end - at) * self._ranks * self._spec.shape[1]
         sources = [self._gather.node.all_input_nodes[0]]
