@@ -24,7 +24,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
-from graphshard.torch_compat.operators import TorchDispatchMode, pytree
+from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
 EXAMPLES = 12
 

@@ -41,7 +41,7 @@ from graphshard.options.resolve import pipeline_of
 from graphshard.passes import ActivationCheckpointing, Pass
 from graphshard.predict.step_prediction import PERCENTILES
 from graphshard.predict.study import Study
-from graphshard.schedule.clock import Call, Event, Launch, Wait, run
+from graphshard.schedule.clock import Launch, TimedCall, TimedEvent, TimedWait, run
 from graphshard.schedule.timeline import estimate
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ class Case:
 
     row: Row
     kernels: Mapping[str, Sequence[Work]]
-    events: Sequence[Event]
+    events: Sequence[TimedEvent]
     tensors: Mapping[int, int]
     trained: int
     flop: float
@@ -119,23 +119,23 @@ class Case:
         profile = replace(profile, ranks_per_node=row.ranks_per_node, rates=rates)
         costs = Costs(profile, mesh=mesh, fused=row.backend != "eager")
         regions = {name: costs.kernels(works) for name, works in self.kernels.items()}
-        events: list[Event] = []
+        events: list[TimedEvent] = []
         place: dict[int, int] = {}
         for index, event in enumerate(self.events):
             place[index] = len(events)
-            if isinstance(event, Call):
+            if isinstance(event, TimedCall):
                 events.append(replace(event, seconds=regions[event.name]))
             elif isinstance(event, Launch):
                 seconds = costs.collective(event.kind, event.num_bytes, self.tensors[index], mesh.shard)
                 if event.kind == "reduce" and row.backend != "xla":  # from bfloat16 into a buffer in float32
                     seconds = seconds + costs.copy(0.75 * event.num_bytes)
                 events.append(replace(event, seconds=seconds))
-            elif isinstance(event, Wait):
+            elif isinstance(event, TimedWait):
                 events.append(replace(event, launch=place[event.launch]))
                 launch = self.events[event.launch]
                 if isinstance(launch, Launch) and launch.kind == "gather" and row.backend != "xla":
                     copied = costs.copy(launch.num_bytes)
-                    events.append(Call("copy out", event.phase, event.order, None, "", copied, alone=True))
+                    events.append(TimedCall("copy out", event.phase, event.order, None, "", copied, alone=True))
         step = run(events, profile.contention).step(events) + costs.kernels(self.unread)
         return (
             row.microbatches * step

@@ -43,7 +43,7 @@ from graphshard.options.options import (
 from graphshard.options.resolve import resolve
 from graphshard.options.validate import check_examples, check_model, default_mesh
 from graphshard.store.program_cache import cache_at
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.text import brief, users_class
 

@@ -25,7 +25,7 @@ from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
 from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of, new_fake_mode
-from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 
 # Mark of the operators that add up the gradients of several uses of a parameter.
 _OF_USES = "of_uses"

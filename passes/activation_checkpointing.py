@@ -27,7 +27,7 @@ from graphshard.ir.recompute import RECOMPUTE, SAVE, leaving, maker_of, save_lea
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass, ancestors
 from graphshard.torch_compat.aot_autograd import min_cut_partition
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # "full": units save their inputs. Operators: units save their inputs and the results of these operators; of an operator
 # in the graph that is named, its result, as ranks whose pieces differ in size must save the same. A number from 0 to 1:

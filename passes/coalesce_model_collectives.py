@@ -6,10 +6,10 @@
                                               %c = mm(%q, %a)
 
 Collectives for which `overlap-model-collectives` found nothing to overlap stop all compute, one after the other, and
-each launch costs some microseconds. The pass coalesces collectives of one operator, axis, reduction, dtype and unit that
-do not need each other. Compute that needs the first of them moves after the launch; multiplications and random operators
-are not moved. A coalesced launch copies nothing, and each tensor is reduced as it was alone. All-to-alls have no
-coalesced launch.
+each launch costs some microseconds. The pass coalesces collectives of one operator, axis, reduction, dtype and unit
+that do not need each other. Compute that needs the first of them moves after the launch; multiplications and random
+operators are not moved. A coalesced launch copies nothing, and each tensor is reduced as it was alone. All-to-alls
+have no coalesced launch.
 
 Reductions of gradients follow as before; the plan, which is made on the new order, places them.
 """
@@ -31,7 +31,7 @@ from graphshard.ir.operators import TOGETHER
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass, gradients_of
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 
 @dataclass(frozen=True)

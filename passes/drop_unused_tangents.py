@@ -28,7 +28,7 @@ from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
 from graphshard.ir.strides import laid_out, restride
 from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # Operators with a zero result if any input is zero.
 _ZERO_IF_ANY = frozenset(

@@ -27,7 +27,7 @@ from graphshard.ir.graph import arrange, emit, is_random, writes
 from graphshard.ir.operators import BEGINS, SETTLED
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from graphshard.errors import ArtifactError
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
 from graphshard.torch_compat.fake_tensors import fake_mode_of, fake_tensor
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 # Parts of the names of operators that torch has for the CPU only.
 _CPU_ONLY = ("_for_cpu", "mkldnn", "onednn")

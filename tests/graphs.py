@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphshard.module import compiled_module
 from graphshard.runtime.cuda_graphs import CudaGraphs, ResultT
-from graphshard.torch_compat.operators import TorchDispatchMode, pytree
+from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
 # A call, its results, and whether it writes to what it is given.
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]

@@ -37,7 +37,7 @@ from graphshard.ir.units import find_units, precision_of
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 COALESCED = PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
 PACKED = PlanByUnit(pack_gathers_below=math.inf, pack_reductions_below=math.inf)

@@ -15,7 +15,7 @@ from graphshard.debug.html_report import (
     StageView,
     Timeline,
 )
-from graphshard.schedule.memory import Alive, Memory, MemoryPoint
+from graphshard.schedule.memory import Alive, MemoryPoint, MemoryTimeline
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{ 7 * 7 }}<!--"
 
@@ -111,7 +111,7 @@ def small_report(**changes: Any) -> Report:
         for span in spans
         if span.lane != "compute"
     )
-    memory = Memory(
+    memory = MemoryTimeline(
         tuple(MemoryPoint(i * ms, int((1 + (i if i < 8 else 16 - i)) * 2**30)) for i in range(13)),
         9 * 2**30,
         8 * ms,
@@ -254,7 +254,7 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
         )
         for k in range(12)
     )
-    memory = Memory(tuple(points), peak.num_bytes, peak.time, alive)
+    memory = MemoryTimeline(tuple(points), peak.num_bytes, peak.time, alive)
     return Report(
         "Llama 3.1 405B on 8,192 ranks", small_report().facts, stages, tuple(buckets), timeline, memory, regions
     )

@@ -33,7 +33,7 @@ from torch.fx.node import map_aggregate
 import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
 from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, TOGETHER, UPLOAD
-from graphshard.lower.executor_lines import Call, Line, print_lines
+from graphshard.lower.executor_lines import CallLine, Line, print_lines
 from graphshard.runtime.gloo import FUNCTIONAL
 
 COMPUTE, HOST, KEPT = "compute", "host", "kept "
@@ -380,7 +380,7 @@ def problems(
         unread: places of results that nobody reads before backward gets them back.
     """
     machine = Machine(holds)
-    counts = {line.region: len(line.results) for line in lines if isinstance(line, Call)}
+    counts = {line.region: len(line.results) for line in lines if isinstance(line, CallLine)}
     given = [machine.made("input", HOST if HOST in where else None) for where in inputs]
     kept = {place: value for place, value in enumerate(given) if inputs[place].startswith(KEPT)}
 

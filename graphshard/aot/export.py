@@ -41,7 +41,7 @@ from graphshard.schedule.rank_consistent_planner import Share
 from graphshard.store.artifact_file import ArtifactWriter, MeshPrograms
 from graphshard.store.fingerprint import describe_options, environment, model_facts
 from graphshard.store.signing import signer_of
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_choice, check_count, path_of
 from graphshard.utils.progress import progress
 from graphshard.utils.text import brief

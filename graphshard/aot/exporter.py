@@ -39,7 +39,7 @@ from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.schedule.rank_consistent_planner import Share, agreed
 from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram
 from graphshard.store.artifact_manifest import BackwardEntry
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, is_int
 from graphshard.utils.text import brief
 

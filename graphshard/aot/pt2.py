@@ -20,7 +20,7 @@ from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Phase, Program
 from graphshard.module.tracer import Tracer
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.files import replacing
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.ir.param_table import chunk_range
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
-from graphshard.torch_compat.operators import OpOverload, TorchDispatchMode
+from graphshard.torch_compat.torch_ops import OpOverload, TorchDispatchMode
 
 
 @contextlib.contextmanager

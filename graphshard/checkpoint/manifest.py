@@ -46,7 +46,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Contents of `manifest.json`; `time` is when the checkpoint was complete, in seconds since 1970."""
 
     format: Literal[1]
@@ -80,7 +80,7 @@ def read_manifest(directory: Path) -> tuple[float, Files]:
         CheckpointError: names the file that is missing or has another size.
     """
     try:
-        manifest = read(json.loads(read_file(directory / _MANIFEST, _MAX_BYTES)), Manifest)
+        manifest = read(json.loads(read_file(directory / _MANIFEST, _MAX_BYTES)), CheckpointManifest)
         odd = [name for name in manifest.files if not _NAME.fullmatch(name) or name in (".", "..", _MANIFEST)]
         if odd or not math.isfinite(manifest.time):
             raise ArgumentError(f"{brief(odd[0])} is not a file name" if odd else f"time is {manifest.time}")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from graphshard.errors import CheckpointError
 from graphshard.torch_compat.checkpoint_files import MemoryFormatEncoding, StorageInfo
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import brief
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))

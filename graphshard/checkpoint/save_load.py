@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from graphshard.checkpoint.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
 from graphshard.checkpoint.safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
 from graphshard.errors import ArgumentError, CheckpointError
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import answer_of, check_count, path_of
 from graphshard.utils.text import brief
 

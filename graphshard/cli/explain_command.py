@@ -32,7 +32,7 @@ from graphshard.predict.step_changes import Case, check_about
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
 from graphshard.predict.what_if import RANKS, answer
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 from graphshard.utils.argument_validation import check_count, path_of, write_given
 from graphshard.utils.text import brief, say
 

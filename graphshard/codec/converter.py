@@ -51,7 +51,7 @@ from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.rank_consistent_planner import AgreedPlanner
-from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils import json_dataclasses
 from graphshard.utils.json_dataclasses import Overrides, class_reader, new_converter, typed
 from graphshard.utils.text import brief

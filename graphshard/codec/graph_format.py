@@ -37,7 +37,7 @@ from graphshard.ir.sizes import SymNumber, rename
 from graphshard.ir.subgraph import HIGHER_ORDER, Subgraph, subgraph_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy, run_and_save_rng_state, run_with_rng_state
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
-from graphshard.torch_compat.operators import OpOverload, dispatcher_operators
+from graphshard.torch_compat.torch_ops import OpOverload, dispatcher_operators
 from graphshard.utils.json_dataclasses import typed
 
 # Targets of calls that are not operators of the dispatcher.

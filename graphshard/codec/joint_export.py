@@ -43,7 +43,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.json_dataclasses import typed
 from graphshard.utils.text import brief
 

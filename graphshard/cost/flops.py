@@ -26,8 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten
 from graphshard.ir.subgraph import Subgraph, calls_in, is_higher_order, subgraphs_in
-from graphshard.torch_compat.operators import OpOverload
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.torch_compat.torch_ops import OpOverload
 
 Shape = tuple[Scalar, ...]
 _HIGHER_ORDER = torch.ops.higher_order

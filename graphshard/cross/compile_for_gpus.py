@@ -29,9 +29,13 @@ from graphshard.lower.eager import num_kernels, runs_as_it_is
 from graphshard.lower.inductor import decompose, known_options, whole_operators
 from graphshard.lower.inductor_cache import writable_cache
 from graphshard.lower.regions import Compiled, Compiler
-from graphshard.torch_compat.inductor import compile_fx_inner, kernel_side_table, triton_kernel_wrapper_mutation
+from graphshard.torch_compat.inductor_compiler import (
+    compile_fx_inner,
+    kernel_side_table,
+    triton_kernel_wrapper_mutation,
+)
 from graphshard.torch_compat.inductor_settings import inductor_config
-from graphshard.torch_compat.operators import OpOverload, replaced
+from graphshard.torch_compat.torch_ops import OpOverload, replaced
 
 log = logging.getLogger(__name__)
 

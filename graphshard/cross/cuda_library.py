@@ -24,7 +24,7 @@ import torch
 from graphshard.errors import ArgumentError
 from graphshard.torch_compat.cuda import convolution_backend
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
-from graphshard.torch_compat.operators import DispatchKey, OpOverload
+from graphshard.torch_compat.torch_ops import DispatchKey, OpOverload
 
 # ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
 # Which there are says native_functions.yaml; tests/cross/test_cuda_library.py compares.

@@ -43,7 +43,7 @@ from graphshard.ir.gpus import PRETENDED, Capability, OfSeveral, differs, proper
 from graphshard.torch_compat.cuda import accelerator, without_stream
 from graphshard.torch_compat.dynamo import CudaInterface
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_tensor_module
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
 

@@ -25,7 +25,7 @@ from graphshard.lower.eager import copies_of, num_kernels, outputs_of
 from graphshard.lower.inductor import decompose, whole_operators
 from graphshard.lower.inductor_cache import writable_cache
 from graphshard.lower.inductor_rewrites import sums_as_sizes
-from graphshard.torch_compat.inductor import (
+from graphshard.torch_compat.inductor_compiler import (
     BaseSchedulerNode,
     Dep,
     ExternKernelSchedulerNode,
@@ -39,7 +39,7 @@ from graphshard.torch_compat.inductor import (
     get_dtype_size,
     sympy_product,
 )
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 
 log = logging.getLogger(__name__)
 

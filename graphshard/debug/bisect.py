@@ -36,7 +36,7 @@ from graphshard.pipeline.instrumentation import Observer
 from graphshard.runtime.process_groups import bind_groups, shard_index
 from graphshard.runtime.shards import ParamRef, padded_shard
 from graphshard.torch_compat.dtensor import process_group
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_number
 from graphshard.utils.text import users_class
 
@@ -45,7 +45,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, t
 
 
 @dataclass(frozen=True)
-class Difference:
+class StageDifference:
     """Distance of a stage, or of a region, from its reference.
 
     Attributes:
@@ -71,12 +71,12 @@ class Bisection:
         tolerance: the error up to which a difference is rounding.
     """
 
-    stages: tuple[Difference, ...]
-    regions: tuple[Difference, ...]
+    stages: tuple[StageDifference, ...]
+    regions: tuple[StageDifference, ...]
     tolerance: float
 
     @property
-    def culprit(self) -> Difference | None:
+    def culprit(self) -> StageDifference | None:
         """The first stage, or else the first region, with an error beyond the tolerance; None if there is none.
 
         Passes that say that they may change the numbers do not count.
@@ -145,7 +145,7 @@ def bisect(
     for snapshot in snapshots.taken:
         now = stage_runner.run(snapshot)
         if before is not None:
-            stages.append(Difference(snapshot.name, *_compare(before, now, runner), snapshot.exact))
+            stages.append(StageDifference(snapshot.name, *_compare(before, now, runner), snapshot.exact))
         before = now
     compiled = runner.tracer.options.backend == "inductor"
     regions = _compare_regions(runner, program, stage_runner) if compiled else ()
@@ -301,12 +301,12 @@ def _error(before: torch.Tensor | None, now: torch.Tensor | None) -> float:
     return float("inf") if math.isnan(error) else error
 
 
-def _compare_regions(runner: Runner, program: Program, stage_runner: _StageRunner) -> list[Difference]:
+def _compare_regions(runner: Runner, program: Program, stage_runner: _StageRunner) -> list[StageDifference]:
     """Lower the program, and compare each call of a compiled region with its operators, on the operators' inputs."""
     lowered = copy.copy(program)
     lowered.phases = _clone(program)
     lower(lowered, compiler_for(runner.tracer.options.backend), runner.tracer.compiled)
-    found: list[Difference] = []
+    found: list[StageDifference] = []
     names = {key: name for name, key in lowered.region_names.items()}
 
     def check(key: str) -> Boxed:
@@ -321,7 +321,7 @@ def _compare_regions(runner: Runner, program: Program, stage_runner: _StageRunne
             got = compiled(list(values))
             labels = [f"result {i}" for i in range(len(expected))]
             error, where = _compare(dict(zip(labels, expected)), dict(zip(labels, got)), runner)
-            found.append(Difference(f"{names[key]} (call {len(found)})", error, where))
+            found.append(StageDifference(f"{names[key]} (call {len(found)})", error, where))
             return expected
 
         return call

@@ -28,7 +28,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.passes import InsertCollectives
-from graphshard.schedule.memory import Memory, memory_of
+from graphshard.schedule.memory import MemoryTimeline, memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 from graphshard.utils.files import file_name
 from graphshard.utils.text import format_bytes, format_count, format_seconds
@@ -194,7 +194,7 @@ class Report:
     stages: tuple[StageView, ...]
     buckets: tuple[BucketView, ...] = ()
     timeline: Timeline | None = None
-    memory: Memory | None = None
+    memory: MemoryTimeline | None = None
     regions: tuple[RegionView, ...] = ()
     error: str = ""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphshard.debug.html_report import LANES, Span
-from graphshard.schedule.memory import Memory
+from graphshard.schedule.memory import MemoryTimeline
 from graphshard.schedule.timeline import Estimate
 
 _PROCESS = 1
@@ -18,7 +18,7 @@ _PROCESS = 1
 _MEASURED_LANES, _MOST_TRACKS = ("compute", "communication"), 1000
 
 
-def trace_events(timeline: Estimate, memory: Memory, title: str) -> dict[str, Any]:
+def trace_events(timeline: Estimate, memory: MemoryTimeline, title: str) -> dict[str, Any]:
     """Return the trace of a predicted step as plain data for JSON."""
     tracks = {link: track for track, link in enumerate(LANES, start=1)}
     used = {step.link for step in timeline.steps}

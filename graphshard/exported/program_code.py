@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import place_of
-from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload, pytree
+from graphshard.torch_compat.torch_ops import HigherOrderOperator, OpOverload, pytree
 from graphshard.utils.text import brief
 
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

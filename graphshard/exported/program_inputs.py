@@ -18,7 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from graphshard.errors import InputError, UnsupportedError
 from graphshard.exported.program_code import is_name
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import brief
 
 # Guards of torch.export that sizes say already: two sizes are equal, or a size is a number.

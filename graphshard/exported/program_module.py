@@ -26,7 +26,7 @@ from graphshard.errors import ArgumentError, InputError, UnsupportedError
 from graphshard.exported.program_code import ProgramCode, module_names
 from graphshard.exported.program_inputs import ProgramInputs, forward_function
 from graphshard.torch_compat.fake_tensors import FakeTensor
-from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.text import brief, users_class
 
 _SEQUENTIAL = "torch.nn.modules.container.Sequential"

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from graphshard.errors import ArgumentError, InputError
 from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import brief
 
 _DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"

@@ -61,8 +61,8 @@ from graphshard.torch_compat.dynamo import (
     pgo,
 )
 from graphshard.torch_compat.fake_tensors import FakeTensor
-from graphshard.torch_compat.operators import pytree, replaced
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.torch_compat.torch_ops import pytree, replaced
 from graphshard.utils.progress import check_cancelled
 from graphshard.utils.text import users_class
 

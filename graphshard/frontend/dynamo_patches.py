@@ -27,7 +27,7 @@ from torch.nn.modules import module as modules
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.torch_compat.aot_autograd import TracingContext
 from graphshard.torch_compat.dynamo import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable, TensorVariable
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 from graphshard.utils.source_lines import is_users, source_line
 
 # What `register_module_forward_hook` and its like fill.

@@ -34,7 +34,7 @@ from graphshard.ir.program import LinalgCheck, RuntimeAssert, Slot
 from graphshard.ir.subclasses import shard_in
 from graphshard.torch_compat.aot_autograd import torch_decompositions
 from graphshard.torch_compat.fake_tensors import keep_strides
-from graphshard.torch_compat.operators import (
+from graphshard.torch_compat.torch_ops import (
     DispatchKey,
     HigherOrderOperator,
     OpOverload,

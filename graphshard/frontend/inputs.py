@@ -16,7 +16,7 @@ from graphshard.ir.gpus import is_pretended
 from graphshard.ir.subclasses import overrides_operators
 from graphshard.subclasses.results import Layout
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
-from graphshard.torch_compat.operators import distinct, pytree
+from graphshard.torch_compat.torch_ops import distinct, pytree
 from graphshard.utils.plain_values import PLAIN
 
 

@@ -37,7 +37,7 @@ from graphshard.torch_compat.aot_autograd import (
 )
 from graphshard.torch_compat.autograd_state import leave_modes_on_error
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, is_traced, quiet_tracing
-from graphshard.torch_compat.operators import memory_of, pytree
+from graphshard.torch_compat.torch_ops import memory_of, pytree
 from graphshard.utils.text import users_class
 
 Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]]

@@ -15,7 +15,7 @@ from graphshard.ir.param_table import ParamTable, Settings
 from graphshard.ir.repeats import BlocksDifferError, Repeats
 from graphshard.ir.units import Precision
 from graphshard.subclasses.extensions import Extended
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from graphshard.torch_compat.dynamo import (
     numpy_operator_wrapper,
     numpy_to_tensor_wrapper,
 )
-from graphshard.torch_compat.operators import set_grad_enabled
+from graphshard.torch_compat.torch_ops import set_grad_enabled
 from graphshard.utils.source_lines import is_users, source_line
 
 # Flags of classes whose attributes may be set.

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.torch_compat.operators import assert_async
+from graphshard.torch_compat.torch_ops import assert_async
 
 _BEGIN = "values of inputs decide in forward, and not as in the call that was captured: "
 

@@ -16,7 +16,7 @@ from graphshard.ir.operators import COPIES, DOWNLOAD, NAMING_GROUPS, SETTLED, UP
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
-from graphshard.torch_compat.operators import OpOverload, OpOverloadPacket
+from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

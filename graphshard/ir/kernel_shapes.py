@@ -9,14 +9,14 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
-from graphshard.torch_compat.operators import (
+from graphshard.torch_compat.symbolic_sizes import new_unknown_size
+from graphshard.torch_compat.torch_ops import (
     OpOverload,
     compute_elementwise_output_strides,
     make_channels_last_strides_for,
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from graphshard.torch_compat.symbolic_sizes import new_unknown_size
 
 aten = torch.ops.aten
 

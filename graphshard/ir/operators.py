@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 

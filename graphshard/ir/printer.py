@@ -30,7 +30,7 @@ from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename
 from graphshard.ir.subgraph import subgraphs_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 _DTYPES = {
     "float": "f",

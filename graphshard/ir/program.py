@@ -18,7 +18,7 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import RepeatedBlocks
 from graphshard.torch_compat.fx_code import uncompiled
-from graphshard.torch_compat.operators import assert_async, pytree
+from graphshard.torch_compat.torch_ops import assert_async, pytree
 
 
 @dataclass(frozen=True)

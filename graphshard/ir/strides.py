@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, is_view
 from graphshard.ir.param_table import memory_order
 from graphshard.ir.sizes import expression
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # Operators that accept any strides, in addition to views and pointwise operators. Others may rely on strides that
 # autograd guarantees: the kernel of native_group_norm_backward assumes contiguous input. `tests/ir/test_strides.py`

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CaptureError
 from graphshard.torch_compat.fake_tensors import FakeTensor, FunctionalTensor
-from graphshard.torch_compat.operators import make_wrapper_subclass
+from graphshard.torch_compat.torch_ops import make_wrapper_subclass
 
 # Shape and dtype of a tensor that one rank sends.
 PieceLayout = tuple[tuple[int, ...], torch.dtype]

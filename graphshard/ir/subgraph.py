@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from graphshard.torch_compat.operators import HigherOrderOperator
+from graphshard.torch_compat.torch_ops import HigherOrderOperator
 
 # Supported operators with graph arguments, by name; torch 2.11 lacks some.
 _NAMES = (

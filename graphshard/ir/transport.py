@@ -14,7 +14,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import REDUCED, SCATTERED
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # Mark of the operators between a full gradient and the returned shard.
 OF_A_REDUCTION = "of_a_reduction"

@@ -23,7 +23,7 @@ from typing import Any
 
 from graphshard.lower.inductor_cache import VARIABLE
 from graphshard.torch_compat.inductor_settings import VecISA, cpu_vec_isa, inductor_config
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from typing import Any
 from graphshard.lower.background_warmup import ASKS_EVERY
 from graphshard.lower.inductor_cache import RemovedError, check_whole
 from graphshard.lower.triton_kernels import TritonKernels
-from graphshard.torch_compat.inductor import (
+from graphshard.torch_compat.inductor_compiler import (
     CppPythonBindingsCodeCache,
     async_compile,
     codecache,
@@ -44,7 +44,7 @@ from graphshard.torch_compat.inductor import (
     get_lock_dir,
     is_gcc,
 )
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 from graphshard.utils.files import replacing
 from graphshard.utils.progress import check_cancelled
 

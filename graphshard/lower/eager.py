@@ -28,7 +28,7 @@ from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, size
 from graphshard.ir.subgraph import with_attributes
 from graphshard.lower.regions import Boxed, reshape_views
 from graphshard.torch_compat.fx_code import use_boxed_calls
-from graphshard.torch_compat.operators import foreach_copy_
+from graphshard.torch_compat.torch_ops import foreach_copy_
 
 _CASTS = {aten._to_copy.default, aten.clone.default}
 # They never copy; `reshape` may.

@@ -26,18 +26,18 @@ from graphshard.ir.graph import WAIT, launch_of, module_of
 from graphshard.lower.executor_lines import (
     Around,
     Boxed,
-    Call,
+    CallLine,
     Line,
     Operator,
     Return,
     Start,
     Take,
     Variable,
-    Wait,
+    WaitLine,
     path_of,
     print_lines,
 )
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 _SCOPE: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
 # Names that code of rewritten lines also refers to (`line_rewrites.py`).
@@ -119,12 +119,12 @@ def _line(node: Node, parts: Sequence[Node], names: dict[Node, Variable], starte
     if node.op == "call_module":
         if not parts:
             raise ValueError(f"the results of {node.name} are not picked up one by one")
-        return Call(results=results, region=str(node.target), inputs=tuple(args[0]), where=module_of(node))
+        return CallLine(results=results, region=str(node.target), inputs=tuple(args[0]), where=module_of(node))
     call: dict[str, Any] = {"target": node.target, "args": args, "kwargs": kwargs, "several": bool(parts)}
     if node in started:
         return Start(results=results, **call, bucket=str(node.meta.get("bucket", "")))
     if node.target is WAIT:
-        return Wait(results=results, **call, bucket=str(node.meta.get("bucket", "")))
+        return WaitLine(results=results, **call, bucket=str(node.meta.get("bucket", "")))
     return Operator(results=results, **call)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx.node import map_aggregate
 
 from graphshard.errors import visible
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # A function of one list of inputs, which it empties.
 Boxed = Callable[[list[Any]], Any]
@@ -108,7 +108,7 @@ class Compute(Line):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call(Compute):
+class CallLine(Compute):
     """A region, by name."""
 
     region: str
@@ -196,7 +196,7 @@ class Start(Operator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait(Operator):
+class WaitLine(Operator):
     """The end of a collective of a bucket, or of one of its tensors."""
 
     bucket: str

@@ -52,7 +52,7 @@ from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, S
 from graphshard.lower.regions import Boxed, Compiled
 from graphshard.lower.triton_kernels import TRITON_COMPILER, Scopes
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
-from graphshard.torch_compat.inductor import (
+from graphshard.torch_compat.inductor_compiler import (
     CompiledFxGraph,
     PyCodeCache,
     V,
@@ -64,7 +64,7 @@ from graphshard.torch_compat.inductor import (
     select_decomp_table,
 )
 from graphshard.torch_compat.inductor_settings import inductor_config
-from graphshard.torch_compat.operators import distinct
+from graphshard.torch_compat.torch_ops import distinct
 from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)

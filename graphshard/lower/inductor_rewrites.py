@@ -36,8 +36,8 @@ from graphshard.ir.graph import aten
 from graphshard.ir.sizes import evaluate, expression, is_size, numbers_in, symbols_of
 from graphshard.lower.regions import Boxed
 from graphshard.torch_compat.aot_autograd import fake_mode_of
-from graphshard.torch_compat.operators import OpOverload
 from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped, new_unknown_size
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # Before torch 2.13 Inductor ends a sum over several dims that keeps them, `(1, 1, width)`, by a call of torch and
 # returns `(width,)`, where a normalization's gradients and its weight's share a kernel on a GPU.

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from graphshard.lower.executor_lines import (
     Arrive,
     Begin,
-    Call,
+    CallLine,
     Line,
     Operator,
     Replay,
@@ -44,9 +44,9 @@ from graphshard.lower.executor_lines import (
     Start,
     Take,
     Variable,
-    Wait,
+    WaitLine,
 )
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
     bucket = ""
     for index, line in enumerate(body):
         found.append(line)
-        bucket = line.bucket if isinstance(line, Wait) else bucket
+        bucket = line.bucket if isinstance(line, WaitLine) else bucket
         if index in due:
             given = tuple(values[place] for place in due[index])
             found.append(Arrive(number=len(groups), values=given, where=bucket))
@@ -145,7 +145,9 @@ def _last_reads(lines: Sequence[Line], taken: Sequence[Taken]) -> list[int]:
         read = frozenset[int]().union(*(shared[name] for name in line.reads if name in shared))
         for number in read:
             last[number] = index
-        made_of = frozenset() if isinstance(line, Wait) else read & not_gathered if isinstance(line, Call) else read
+        made_of = (
+            frozenset() if isinstance(line, WaitLine) else read & not_gathered if isinstance(line, CallLine) else read
+        )
         if made_of:
             shared.update((name, made_of) for name in line.results)
     return last
@@ -157,14 +159,14 @@ def _after_launch(lines: Sequence[Line], index: int) -> int:
     The other tensors of the bucket come first. So does the launch of a reduction whose gradients are only to be packed,
     which is under way meanwhile.
     """
-    bucket = next((line.bucket for line in reversed(lines[: index + 1]) if isinstance(line, Wait)), "")
+    bucket = next((line.bucket for line in reversed(lines[: index + 1]) if isinstance(line, WaitLine)), "")
     end = index
     for number in range(index + 1, len(lines)):
         line = lines[number]
         if isinstance(line, Start):
             return number
-        packs = isinstance(line, Call) and not line.where
-        of_bucket = isinstance(line, Wait) and line.bucket == bucket
+        packs = isinstance(line, CallLine) and not line.where
+        of_bucket = isinstance(line, WaitLine) and line.bucket == bucket
         if not (packs or of_bucket or type(line) is Operator):
             break
         if end == number - 1 and not packs:
@@ -206,7 +208,7 @@ def take_out_gathers(lines: Sequence[Line], shards: Collection[int]) -> tuple[li
     for index, line in enumerate(lines):
         for name in line.reads:
             readers.setdefault(name, set()).add(index)
-    end = next((index for index, line in enumerate(lines) if isinstance(line, Wait)), len(lines))
+    end = next((index for index, line in enumerate(lines) if isinstance(line, WaitLine)), len(lines))
     gathers: list[FirstGather] = []
     begins: dict[int, Line] = {}
     gone: set[int] = set()
@@ -241,7 +243,7 @@ def _makers_from_shards(
         if name in shards or made[name] in found:
             continue
         maker = lines[made[name]]
-        if not (isinstance(maker, Call) or type(maker) is Operator):
+        if not (isinstance(maker, CallLine) or type(maker) is Operator):
             return None
         found.add(made[name])
         left += maker.reads
@@ -270,7 +272,9 @@ class Run:
 Choose = Callable[[Sequence[Line], Set[Variable], Set[Variable]], Sequence[range]]
 
 
-def take_out_runs(lines: Sequence[Line], wants: Callable[[Call], bool], choose: Choose) -> tuple[list[Line], list[Run]]:
+def take_out_runs(
+    lines: Sequence[Line], wants: Callable[[CallLine], bool], choose: Choose
+) -> tuple[list[Line], list[Run]]:
     """Replace runs of regions by single lines.
 
     Args:
@@ -285,7 +289,7 @@ def take_out_runs(lines: Sequence[Line], wants: Callable[[Call], bool], choose: 
         end = start
         while end < len(lines) and _fits(lines[end], wants):
             end += 1
-        calls = [index for index in range(start, end) if isinstance(lines[index], Call)]
+        calls = [index for index in range(start, end) if isinstance(lines[index], CallLine)]
         if calls:
             first, after = calls[0], calls[-1] + 1
             kept = {name for line in lines[after:] for name in line.reads}
@@ -301,8 +305,8 @@ def take_out_runs(lines: Sequence[Line], wants: Callable[[Call], bool], choose: 
     return found, runs
 
 
-def _fits(line: Line, wants: Callable[[Call], bool]) -> bool:
-    return wants(line) if isinstance(line, Call) else type(line) is Operator and _is_view(line.target)
+def _fits(line: Line, wants: Callable[[CallLine], bool]) -> bool:
+    return wants(line) if isinstance(line, CallLine) else type(line) is Operator and _is_view(line.target)
 
 
 def _is_view(target: Any) -> bool:
@@ -318,7 +322,7 @@ def _run(number: int, body: Sequence[Line], after: Sequence[Line], own: frozense
     inputs = tuple(dict.fromkeys(name for line in body for name in line.reads if name not in made))
     read = {name for line in after for name in line.reads}
     results = tuple(name for name in made if name in read)
-    where = ", ".join(dict.fromkeys(line.where for line in body if isinstance(line, Call) and line.where))
+    where = ", ".join(dict.fromkeys(line.where for line in body if isinstance(line, CallLine) and line.where))
     lines = (Take(results=inputs), *body, Return(values=results))
     line = Replay(number=number, results=results, inputs=inputs, where=where)
     return line, Run(lines, where, tuple(name in own for name in inputs))

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from graphshard.ir.graph import aten
-from graphshard.torch_compat.inductor import LinearUnary, TensorBox, V, lowerings
+from graphshard.torch_compat.inductor_compiler import LinearUnary, TensorBox, V, lowerings
 from graphshard.torch_compat.inductor_settings import inductor_config
 from graphshard.utils.environment_fingerprint import vendor
 

@@ -175,7 +175,7 @@ class Extract:
 
 
 @dataclass(frozen=True)
-class Call:
+class ListedCall:
     """One call of a region: the nodes it replaces, its inputs, and the values that others read."""
 
     run: list[Node]
@@ -184,7 +184,7 @@ class Call:
     region: Extract
 
 
-def cut(phase: Phase) -> list[Call]:
+def cut(phase: Phase) -> list[ListedCall]:
     """Cut a phase at its collectives into region calls, in order.
 
     Views and dynamic sizes do not leave a region: a reader makes them again. Random numbers that are not read do, or
@@ -201,7 +201,7 @@ def cut(phase: Phase) -> list[Call]:
     for run, sources in zip(runs, inputs):
         results = [node for node in run if (node in needed and not is_view(node)) or is_idle_draw(node)]
         if results:
-            calls.append(Call(run, sources, results, extract(run, sources, results)))
+            calls.append(ListedCall(run, sources, results, extract(run, sources, results)))
     return calls
 
 
@@ -213,7 +213,7 @@ def _pick_idle_draws(graph: Graph) -> None:
                 emit(graph, operator.getitem, node, 0, like=node)
 
 
-def _outlined(phase: Phase, calls: list[Call], names: dict[str, str], units: Sequence[str]) -> Graph:
+def _outlined(phase: Phase, calls: list[ListedCall], names: dict[str, str], units: Sequence[str]) -> Graph:
     """Make the graph of region calls and collectives that runs. Views that it returns directly follow their base."""
     graph = Graph()
     env: dict[Node, Node] = {}

@@ -21,8 +21,8 @@ from typing import Any
 
 from graphshard.lower.background_warmup import Warmup
 from graphshard.torch_compat.aot_autograd import TracingContext, tracing
-from graphshard.torch_compat.inductor import FxGraphCache, TritonBundler, async_compile, triton_compat
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.inductor_compiler import FxGraphCache, TritonBundler, async_compile, triton_compat
+from graphshard.torch_compat.torch_ops import replaced
 
 # Names of a generated module.
 Scope = dict[str, Any]

@@ -24,7 +24,7 @@ from graphshard.module.program_guard import JointGuard, TracedGuard
 from graphshard.pipeline.instrumentation import trace_recapture
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.fx_code import recompiles_log
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)

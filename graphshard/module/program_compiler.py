@@ -33,7 +33,7 @@ from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.fx_code import forget_sources
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.progress import progress
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.runtime.bound_program import memory_span
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.dtensor import is_checkpointed
-from graphshard.torch_compat.operators import memory_of, pytree
+from graphshard.torch_compat.torch_ops import memory_of, pytree
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import brief, users_class
 

@@ -46,7 +46,7 @@ from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gatheri
 from graphshard.runtime.user_collectives import UserCollectives
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.fx_code import forget_sources
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 
 @dataclass(kw_only=True)

@@ -57,7 +57,7 @@ from graphshard.schedule.graph_facts import within_one_plan
 from graphshard.schedule.template_schedule import folded_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.progress import collector_paused
 from graphshard.utils.text import users_class
 

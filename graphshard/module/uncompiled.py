@@ -31,7 +31,7 @@ from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import start_gathering
 from graphshard.runtime.unsharded_view import Places, Shown, WholeParameter, places_of
-from graphshard.torch_compat.operators import cast_tensors, pytree
+from graphshard.torch_compat.torch_ops import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
 from graphshard.utils.text import users_class
 

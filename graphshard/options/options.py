@@ -31,7 +31,7 @@ from graphshard.lower.backends import Backend
 from graphshard.options.validate import check_options, level_of
 from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 from graphshard.utils.argument_validation import answer_of
 from graphshard.utils.text import brief
 

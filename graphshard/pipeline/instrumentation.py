@@ -34,7 +34,7 @@ from graphshard.passes import Pass
 from graphshard.pipeline.rules import Checked, verify, verify_lowered
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
 from graphshard.torch_compat.fx_code import trace_structured
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 from graphshard.utils.best_effort_writer import BestEffort
 
 log = logging.getLogger(__name__)

@@ -37,8 +37,8 @@ from graphshard.ir.transport import ROWS_REDUCED, reduced_over
 from graphshard.lower.executor import Executor
 from graphshard.lower.executor_lines import Line, Variable, print_line
 from graphshard.torch_compat.fake_tensors import fake_mode_of
-from graphshard.torch_compat.operators import OpOverload, pytree
 from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 
 # Types of the constants of a call.
 _CONSTANTS = (

@@ -40,8 +40,8 @@ from graphshard.options.validate import ModelContents
 from graphshard.pipeline.instrumentation import Level, Observer
 from graphshard.predict.symbolic_cost import Inputs, symbolize
 from graphshard.runtime.process_groups import make_groups, whole_mesh
-from graphshard.torch_compat.operators import pytree
 from graphshard.torch_compat.symbolic_sizes import assume_total, hint
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_choice, check_count, is_int
 from graphshard.utils.text import brief
 

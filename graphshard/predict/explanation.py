@@ -20,7 +20,7 @@ from graphshard.debug.perfetto import trace_events
 from graphshard.ir.program import Program
 from graphshard.predict.symbolic_cost import Formulas
 from graphshard.predict.training_config import TrainingCost
-from graphshard.schedule.memory import Memory
+from graphshard.schedule.memory import MemoryTimeline
 from graphshard.schedule.timeline import Estimate
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.json_dataclasses import write
@@ -158,7 +158,7 @@ class Inside:
     program: Program
     costs: Costs
     timeline: Estimate
-    memory: Memory
+    memory: MemoryTimeline
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Explanation:
         return self._inside.timeline
 
     @property
-    def _memory(self) -> Memory:
+    def _memory(self) -> MemoryTimeline:
         return self._inside.memory
 
     def numbers(self) -> Explanation:

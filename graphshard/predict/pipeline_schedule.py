@@ -37,7 +37,7 @@ from graphshard.predict.step_prediction import (
     range_of,
 )
 from graphshard.predict.training_config import Training, training_cost
-from graphshard.schedule.clock import Event, Launch, run
+from graphshard.schedule.clock import Launch, TimedEvent, run
 from graphshard.schedule.stages import StageSeconds, Turn, even_counts, most_alive, rounds_of, run_stages, turns_of
 from graphshard.schedule.timeline import timed_events
 from graphshard.utils.text import format_bytes
@@ -121,7 +121,7 @@ class StageStep:
     found: Explanation
     saved: int
 
-    def seconds(self, costs: Costs, microbatches: int, events: Sequence[Event] | None = None) -> StageSeconds:
+    def seconds(self, costs: Costs, microbatches: int, events: Sequence[TimedEvent] | None = None) -> StageSeconds:
         """Return the seconds of the stage's turns, by events with seconds of the same costs, or the prediction's."""
         events = self.found._timeline.events if events is None else events
         first, last = _phase_seconds(events, costs.profile.contention)
@@ -162,7 +162,7 @@ def _saved_bytes(program: Program) -> int:
     return sum(map(num_bytes, saved))
 
 
-def _phase_seconds(events: Sequence[Event], contention: Scalar) -> tuple[Scalar, Scalar]:
+def _phase_seconds(events: Sequence[TimedEvent], contention: Scalar) -> tuple[Scalar, Scalar]:
     """Return the seconds of forward and of backward."""
     ends: dict[str, Scalar] = {"forward": 0.0}
     for event, end in zip(events, run(events, contention).ends):

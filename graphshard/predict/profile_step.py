@@ -28,7 +28,7 @@ from graphshard.predict.step_profile import RankStep, StepProfile, measured_span
 from graphshard.runtime.process_groups import is_fake
 from graphshard.runtime.step_recorder import Recording, clock_of, recording
 from graphshard.torch_compat.autograd_state import is_profiling
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import answer_of, check_count, check_function
 from graphshard.utils.text import brief, users_class
 

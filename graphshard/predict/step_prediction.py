@@ -27,7 +27,7 @@ from graphshard.predict.training_config import Training, training_cost
 from graphshard.schedule.axis_links import on_one_link, ways_of
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import PhaseMap, Settings, build
-from graphshard.schedule.clock import HOST_LINKS, Call, Wait, run
+from graphshard.schedule.clock import HOST_LINKS, TimedCall, TimedWait, run
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.problem import Chain
 from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
@@ -259,9 +259,9 @@ def critical_parts(timeline: Estimate) -> dict[str, list[Step]]:
         "model": what the model itself communicates.
     """
     events = timeline.events
-    calls = [index for index, event in enumerate(events) if isinstance(event, Call)]
+    calls = [index for index, event in enumerate(events) if isinstance(event, TimedCall)]
     first, last = (calls[0], calls[-1]) if calls else (len(events), -1)
-    before = {event.launch for event in events[:first] if isinstance(event, Wait)}
+    before = {event.launch for event in events[:first] if isinstance(event, TimedWait)}
     parts: dict[str, list[Step]] = {name: [] for name in ("compute", "head", "tail", "link", "model")}
     for step in timeline.critical:
         if step.kind == "compute":

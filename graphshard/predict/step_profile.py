@@ -18,7 +18,7 @@ from graphshard.debug.html_report import COLORS, Measured, MeasuredProgram, Span
 from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
-from graphshard.lower.executor_lines import Call, Start, Wait
+from graphshard.lower.executor_lines import CallLine, Start, WaitLine
 from graphshard.runtime.gloo import as_planned
 from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
@@ -76,12 +76,12 @@ def _spans_of(recording: Recording, run: PhaseRun, since: Stamp) -> Iterator[Tim
     for number, began, ended in run.times:
         start, end = (recording.clock.seconds(since, stamp) for stamp in (began, ended))
         line = run.executor.lines[number]
-        if isinstance(line, Call):
+        if isinstance(line, CallLine):
             yield TimedSpan(SpanKey(run.program.title, run.name, "compute", line.region), line.where, start, end)
         elif isinstance(line, Start):
             key = SpanKey(run.program.title, run.name, kinds.get(line.bucket, "gather"), line.bucket)
             started[line.bucket] = TimedSpan(key, "", start, end)
-        elif isinstance(line, Wait):
+        elif isinstance(line, WaitLine):
             # Several tensors of a bucket are awaited one by one; it is in flight until the last has arrived.
             started[line.bucket] = replace(started[line.bucket], end=end)
             yield TimedSpan(started[line.bucket].key._replace(kind="exposed"), "", start, end)

@@ -70,7 +70,7 @@ from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.build_problem import Settings, build
 from graphshard.schedule.graph_facts import Known, while_unchanged, within_one_plan
 from graphshard.schedule.template_schedule import folded_plan
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused
 from graphshard.utils.text import brief

@@ -39,9 +39,9 @@ from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.predict.training_config import Training
-from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, events_of, run
+from graphshard.schedule.clock import HOST_LINKS, Launch, Sizes, TimedCall, TimedEvent, events_of, run
 from graphshard.schedule.timeline import sent_bytes
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 # The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)
@@ -372,13 +372,13 @@ def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, traini
     model = functools.partial(model_collective, size_of=_num_bytes)
     priced = Costs(costs.profile, costs.network, mesh)
     named = Sizes(priced, mesh, regions, functools.partial(_sent, program), _num_bytes, model)
-    events: list[Event] = [
+    events: list[TimedEvent] = [
         replace(event, seconds=define(f"seconds {event.name}", event.seconds)) if isinstance(event, Launch) else event
         for event in events_of(program, costs, named)
     ]
     times = run(events, costs.profile.contention, define)
     step = times.step(events)
-    calls = [event.name for event in events if isinstance(event, Call)]
+    calls = [event.name for event in events if isinstance(event, TimedCall)]
     compute = sympy.Add(*(calls.count(name) * seconds for name, seconds in regions.items()), *times.slower)
     collectives = [event for event in events if isinstance(event, Launch) and event.link not in HOST_LINKS]
     shards = [(row, _shard_numel(row, program.mesh) * row.dtype.itemsize) for row in program.params]

@@ -21,7 +21,7 @@ from graphshard.errors import ArgumentError, BatchError
 from graphshard.ir.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from graphshard.options.options import OptionArguments, Options
 from graphshard.schedule.stages import PIPELINE_SCHEDULES, PipelineSchedule
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_choice, check_count, check_number
 from graphshard.utils.text import format_amount
 

@@ -6,8 +6,8 @@
 
 A graph reads and writes at fixed addresses, and the rest of a step does not depend on them. So inputs and results are
 copied, those of a dtype by one launch, and results are as new as results of regions: they may live as long as
-autograd, a process group, an accumulated gradient or the user wants, and several forwards may wait for their backward. Only
-parameters and buffers are read where they lie; a graph is dropped when they have moved.
+autograd, a process group, an accumulated gradient or the user wants, and several forwards may wait for their backward.
+Only parameters and buffers are read where they lie; a graph is dropped when they have moved.
 
 * **All graphs of a model use the same memory**: the arena for inputs and results, which is as large as the largest run
   needs, and a pool for the rest. Nothing lives in it from one launch to the next, so sharded models keep what sharding
@@ -42,10 +42,10 @@ from graphshard.cost.costs import Costs, piece_of, runs_that_pay
 from graphshard.ir.program import Program, Region
 from graphshard.ir.sizes import is_size
 from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Boxed, Call, Line, Variable
+from graphshard.lower.executor_lines import Boxed, CallLine, Line, Variable
 from graphshard.lower.line_rewrites import Run, take_out_runs
 from graphshard.torch_compat.cuda import clear_cublas_workspaces
-from graphshard.torch_compat.operators import OpOverload, foreach_copy_
+from graphshard.torch_compat.torch_ops import OpOverload, foreach_copy_
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class ExecutorGraphs:
         self.graphs.runs += replays
         return self.executor.function(lines, replays=replays, **known)
 
-    def wants(self, call: Call) -> bool:
+    def wants(self, call: CallLine) -> bool:
         """Return whether a region launches the same kernels in each call."""
         can_be = getattr(self.executor, call.region).can_be_captured
         return can_be and can_be_captured(self._region(call).module, self.program.device)
@@ -192,7 +192,7 @@ class ExecutorGraphs:
         base: dict[Variable, Variable] = {}  # of views
         pieces, places = [], []
         for place, line in enumerate(lines):
-            if isinstance(line, Call):
+            if isinstance(line, CallLine):
                 given = [base.get(name, name) for name in line.inputs]
                 pieces.append(piece_of(costs, self._region(line), given, line.results, own))
                 places.append(place)
@@ -201,7 +201,7 @@ class ExecutorGraphs:
         found = runs_that_pay(costs, pieces, {base.get(name, name) for name in kept})
         return [range(places[run[0]], places[run[-1]] + 1) for run in found]
 
-    def _region(self, call: Call) -> Region:
+    def _region(self, call: CallLine) -> Region:
         return self.program.regions[self.program.region_names[call.region]]
 
 

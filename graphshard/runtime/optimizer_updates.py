@@ -48,7 +48,7 @@ from torch.optim import (
 from graphshard.ir.subclasses import shard_in
 from graphshard.runtime.gradient_ready import Arrival
 from graphshard.torch_compat.dtensor import dtensor_of, sharded_like
-from graphshard.torch_compat.operators import foreach_mul, foreach_norm
+from graphshard.torch_compat.torch_ops import foreach_mul, foreach_norm
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
 # Where torchao has the step of its optimizers with states of eight and four bits, and in float8.

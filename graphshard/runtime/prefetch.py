@@ -31,7 +31,7 @@ from graphshard.runtime.bound_program import BoundProgram, SlotValues, profiling
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import Written, written
 from graphshard.torch_compat.autograd_state import disable_autocast
-from graphshard.torch_compat.operators import assert_async
+from graphshard.torch_compat.torch_ops import assert_async
 
 # Inputs of forward that gathers send.
 _OF_SHARD = ("param", "part")

@@ -27,7 +27,7 @@ from graphshard.ir.mesh import axes_around
 from graphshard.ir.param_table import ParamSpec
 from graphshard.runtime.shards import SHARD_ATTRIBUTE, Alias, ParamRef, shard_of
 from graphshard.torch_compat.dtensor import dtensor_of
-from graphshard.torch_compat.operators import make_subclass
+from graphshard.torch_compat.torch_ops import make_subclass
 
 
 @dataclass(frozen=True)

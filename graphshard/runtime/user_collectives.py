@@ -24,7 +24,7 @@ from graphshard.ir.graph import GATHERS, REDUCES, WAIT, c10d, is_collective, is_
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Phase
 from graphshard.torch_compat.dtensor import process_group, started
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 Hook = Callable[[torch.Tensor], None]
 

@@ -38,7 +38,7 @@ LaunchKind = CollectiveKind | ModelKind | Literal["upload", "download"]
 
 
 @dataclass(frozen=True)
-class Event:
+class TimedEvent:
     """An action of an executor.
 
     Attributes:
@@ -55,7 +55,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Call(Event):
+class TimedCall(TimedEvent):
     """A region runs.
 
     Attributes:
@@ -70,7 +70,7 @@ class Call(Event):
 
 
 @dataclass(frozen=True)
-class Launch(Event):
+class Launch(TimedEvent):
     """A collective, or a copy to or from the host, is launched.
 
     Attributes:
@@ -92,7 +92,7 @@ class Launch(Event):
 
 
 @dataclass(frozen=True)
-class Wait(Event):
+class TimedWait(TimedEvent):
     """Compute goes on when the event at the index `launch` has ended."""
 
     launch: int
@@ -119,7 +119,7 @@ class Sizes:
     model: Callable[[Node], ModelCollective | None] = model_collective
 
 
-def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
+def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
     """Return what a lowered program does in a step, in the order of its executors.
 
     Args:
@@ -127,7 +127,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
     """
     measured = {name for name, key in program.region_names.items() if key in costs.measured}
     axes = {axis.name for axis in program.mesh.every_axis}  # one that is installed names process groups instead
-    events: list[Event] = []
+    events: list[TimedEvent] = []
     for name, phase in program.phases.items():
         order = 0
         started: dict[Node, int] = {}
@@ -142,21 +142,21 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[Event]:
                 started[node] = len(events)
                 events.append(_of_model(program, costs, sizes, node, sent, name, order))
                 if sent.at_once:
-                    events.append(Wait(sent.name, name, order, node, len(events) - 1))
+                    events.append(TimedWait(sent.name, name, order, node, len(events) - 1))
             elif node.target is SETTLED and node.all_input_nodes[0] not in started:
                 pass  # of a model's collective that is left out
             elif node.target in (WAIT, ARRIVED, SETTLED):
                 launch = started[launch_of(node) if node.target is WAIT else node.all_input_nodes[0]]
-                events.append(Wait(events[launch].name, name, order, node, launch))
+                events.append(TimedWait(events[launch].name, name, order, node, launch))
             elif node.op == "call_module":
                 region = str(node.target)
                 seconds, alone = sizes.region[region], region not in measured
-                events.append(Call(region, name, order, node, module_of(node), seconds, alone))
+                events.append(TimedCall(region, name, order, node, module_of(node), seconds, alone))
                 order += 1
         # Saved values are waited for where they are copied back.
         saved = {node for node, slot in zip(phase.results, phase.outputs) if slot.kind == "saved"}
         ends = (i for node, i in started.items() if node.target is DOWNLOAD and node not in saved)
-        events += [Wait(events[i].name, name, order, None, i) for i in ends]
+        events += [TimedWait(events[i].name, name, order, None, i) for i in ends]
     return events
 
 
@@ -204,13 +204,15 @@ class Times:
     ends: list[Scalar] = field(default_factory=list)
     slower: list[Scalar] = field(default_factory=list)
 
-    def step(self, events: Sequence[Event]) -> Scalar:
+    def step(self, events: Sequence[TimedEvent]) -> Scalar:
         """Seconds until compute is done."""
         ends = [end for event, end in zip(events, self.ends) if not isinstance(event, Launch)]
         return ends[-1] if ends else 0.0
 
 
-def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scalar], Scalar] | None = None) -> Times:
+def run(
+    events: Sequence[TimedEvent], contention: Scalar, define: Callable[[str, Scalar], Scalar] | None = None
+) -> Times:
     """Run events through the clock.
 
     Args:
@@ -234,10 +236,10 @@ def run(events: Sequence[Event], contention: Scalar, define: Callable[[str, Scal
                 busy = maximum(*beside, begin) - begin if beside else 0.0
                 end += slowed(event.seconds, busy, contention) - event.seconds
             end = free[event.link] = define(f"end {event.name}", end)
-        elif isinstance(event, Wait):
+        elif isinstance(event, TimedWait):
             end = compute = define(f"after wait {event.name}", maximum(found.ends[event.launch], compute))
         else:
-            assert isinstance(event, Call)
+            assert isinstance(event, TimedCall)
             end = compute + event.seconds
             if event.alone and not is_zero(contention):
                 busy = maximum(*free.values(), compute) - compute
@@ -271,7 +273,7 @@ class TimelineDag:
         end: the last event of compute, where the step ends.
     """
 
-    def __init__(self, events: Sequence[Event], times: Times) -> None:
+    def __init__(self, events: Sequence[TimedEvent], times: Times) -> None:
         self.seconds = {_BEGIN: 0.0}
         # By event: the event of compute before it, and the launch that it queues for or waits for, if any.
         self._order: list[int] = []
@@ -279,13 +281,13 @@ class TimelineDag:
         here, on_link = _BEGIN, dict[str, int]()
         for index, event in enumerate(events):
             length = times.ends[index] - times.begins[index]
-            self.seconds[index] = 0.0 if isinstance(event, Wait) else length
+            self.seconds[index] = 0.0 if isinstance(event, TimedWait) else length
             self._order.append(here)
             if isinstance(event, Launch):
                 self._other.append(on_link.get(event.link))
                 on_link[event.link] = index
             else:
-                self._other.append(event.launch if isinstance(event, Wait) else None)
+                self._other.append(event.launch if isinstance(event, TimedWait) else None)
                 here = index
         self.end = here
 

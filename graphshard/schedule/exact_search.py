@@ -54,16 +54,16 @@ class _Flight(NamedTuple):
     load: Load
 
 
-class _Step(NamedTuple):
+class _SearchStep(NamedTuple):
     """An event, the bucket that it starts (None for other events), and the step before."""
 
     bucket: Bucketed | None
     event: Occurrence
-    before: _Step | None
+    before: _SearchStep | None
 
 
 @dataclass(frozen=True)
-class _State:
+class _SearchState:
     """Prefix of a schedule.
 
     Attributes:
@@ -87,7 +87,7 @@ class _State:
     reductions: tuple[_Flight, ...] = ()
     seconds: tuple[_Flight, ...] = ()
     num_buckets: int = 0
-    last: _Step | None = None
+    last: _SearchStep | None = None
     own: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -130,11 +130,11 @@ class _ExactSearch:
         self.kept: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> ExactResult:
-        frontier = deque([_State()])
-        best: _State | None = None
+        frontier = deque([_SearchState()])
+        best: _SearchState | None = None
         # An item is run last, so all states of a position exist when the first state of the next position is taken.
         while frontier:
-            following: list[_State] = []
+            following: list[_SearchState] = []
             while frontier:
                 if self.budget.ended:
                     left = min(map(self._least, (*frontier, *following)))
@@ -154,7 +154,7 @@ class _ExactSearch:
 
     # --- pruning ---
 
-    def _is_new(self, state: _State) -> bool:
+    def _is_new(self, state: _SearchState) -> bool:
         """Return whether a state may become the best and none dominates it; forget the states that it dominates."""
         self.budget.spend(_STATE)
         if self._least(state) >= self.below:
@@ -174,7 +174,7 @@ class _ExactSearch:
         others.append(clocks)
         return True
 
-    def _least(self, state: _State) -> float:
+    def _least(self, state: _SearchState) -> float:
         """Return the seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
         left = [*self.own_rest[state.at]]
         left[0] += self.rest["gather"][state.gathered]
@@ -183,7 +183,7 @@ class _ExactSearch:
         compute = state.compute + self.chain.elapsed[-1] - self.chain.elapsed[state.at]
         return max(compute, state.channels[0] + left[0], state.channels[1] + left[1])
 
-    def _clocks(self, state: _State) -> tuple[float, ...]:
+    def _clocks(self, state: _SearchState) -> tuple[float, ...]:
         """Return everything that decides what is still possible: less is better in every entry.
 
         A transfer in flight counts with the end of its bucket, and with copies and buffer at the bucket's first one.
@@ -207,14 +207,14 @@ class _ExactSearch:
 
     # --- moves ---
 
-    def _moves(self, state: _State) -> Iterator[_State]:
+    def _moves(self, state: _SearchState) -> Iterator[_SearchState]:
         """Yield the states after each event that is possible before the next item."""
         for kind in KINDS:
             yield from self._starts(kind, state)
         if state.gathers and self.chain.gathers[state.gathers[0].first].at == state.at:
             flight = state.gathers[0]
             if self._fits(state, flight.load.transient):
-                step = _Step(None, Occurrence("wait", flight.bucket, state.at), state.last)
+                step = _SearchStep(None, Occurrence("wait", flight.bucket, state.at), state.last)
                 compute = max(state.compute, flight.done) + flight.load.copy_out
                 yield replace(state, compute=compute, gathers=state.gathers[1:], last=step)
         # Continuing a reduction starts its second leg, which may pay with or without a limit.
@@ -223,7 +223,7 @@ class _ExactSearch:
         if state.seconds and self.limit < math.inf:
             yield self._waited(state)
 
-    def _starts(self, kind: CollectiveKind, state: _State) -> Iterator[_State]:
+    def _starts(self, kind: CollectiveKind, state: _SearchState) -> Iterator[_SearchState]:
         transfers = self.chain.transfers(kind)
         first = state.gathered if kind == "gather" else state.reduced
         for end in range(first + 1, len(transfers) + 1):
@@ -238,11 +238,11 @@ class _ExactSearch:
                 if self._fits(new, 0 if kind == "gather" else cost.transient):
                     yield new
 
-    def _started(self, state: _State, bucket: Bucketed, cost: Load) -> _State:
+    def _started(self, state: _SearchState, bucket: Bucketed, cost: Load) -> _SearchState:
         compute = state.compute + cost.copy_in
         channels, done = self._launched(state.channels, bucket.kind, compute, cost.seconds)
         flight = _Flight(state.num_buckets, bucket.first, bucket.end, done, cost)
-        step = _Step(bucket, Occurrence("start", state.num_buckets, state.at), state.last)
+        step = _SearchStep(bucket, Occurrence("start", state.num_buckets, state.at), state.last)
         new = replace(state, compute=compute, channels=channels, num_buckets=state.num_buckets + 1, last=step)
         if bucket.kind == "gather":
             return replace(new, gathered=bucket.end, gathers=(*state.gathers, flight))
@@ -256,25 +256,25 @@ class _ExactSearch:
         done = max(compute, channels[channel]) + seconds
         return ((done, channels[1]) if channel == 0 else (channels[0], done)), done
 
-    def _passed_on(self, state: _State) -> _State:
+    def _passed_on(self, state: _SearchState) -> _SearchState:
         """Wait for the oldest first leg, and start its second one if there is one."""
         flight = state.reductions[0]
         compute, rest = max(state.compute, flight.done), state.reductions[1:]
         state = replace(state, compute=compute, freed=flight.end, reductions=rest)
         if self.link.all_reduce is None:
-            step = _Step(None, Occurrence("wait", flight.bucket, state.at), state.last)
+            step = _SearchStep(None, Occurrence("wait", flight.bucket, state.at), state.last)
             return replace(state, last=step)
         channels, done = self._launched(state.channels, "all_reduce", compute, flight.load.second)
-        step = _Step(None, Occurrence("continue", flight.bucket, state.at), state.last)
+        step = _SearchStep(None, Occurrence("continue", flight.bucket, state.at), state.last)
         return replace(state, channels=channels, seconds=(*state.seconds, flight._replace(done=done)), last=step)
 
-    def _waited(self, state: _State) -> _State:
+    def _waited(self, state: _SearchState) -> _SearchState:
         """Wait for the oldest second leg."""
         flight = state.seconds[0]
-        step = _Step(None, Occurrence("wait", flight.bucket, state.at), state.last)
+        step = _SearchStep(None, Occurrence("wait", flight.bucket, state.at), state.last)
         return replace(state, compute=max(state.compute, flight.done), seconds=state.seconds[1:], last=step)
 
-    def _settled(self, state: _State) -> _State:
+    def _settled(self, state: _SearchState) -> _SearchState:
         """Continue and wait for reductions that have ended."""
         while self.continues and state.reductions and state.reductions[0].done <= state.compute:
             state = self._passed_on(state)
@@ -282,7 +282,7 @@ class _ExactSearch:
             state = self._waited(state)
         return state
 
-    def _advanced(self, state: _State) -> _State | None:
+    def _advanced(self, state: _SearchState) -> _SearchState | None:
         """Return the state after the next item; None if its parameters are not there, or it does not fit."""
         gathers, at = self.chain.gathers, state.at
         if at == self.end or (state.gathers and gathers[state.gathers[0].first].at == at):
@@ -301,7 +301,7 @@ class _ExactSearch:
         own = tuple(clocks.pending.items())
         return self._settled(replace(state, at=at + 1, compute=compute, channels=channels, own=own))
 
-    def _finished(self, state: _State) -> _State:
+    def _finished(self, state: _SearchState) -> _SearchState:
         """Wait for everything; nothing competes for a channel any more."""
         while state.reductions:
             state = self._passed_on(state)
@@ -311,14 +311,14 @@ class _ExactSearch:
 
     # --- memory ---
 
-    def _fits(self, state: _State, transient: int) -> bool:
+    def _fits(self, state: _SearchState, transient: int) -> bool:
         alive = self._gathered(state) + self._unreduced(state, state.at - 1)
         return self.chain.boundary[state.at] + alive + transient <= self.limit
 
-    def _gathered(self, state: _State) -> int:
+    def _gathered(self, state: _SearchState) -> int:
         return sum(g.num_bytes for g in self.chain.gathers[: state.gathered] if g.last >= state.at)
 
-    def _unreduced(self, state: _State, item: int) -> int:
+    def _unreduced(self, state: _SearchState, item: int) -> int:
         twice = sum(flight.load.twice for flight in state.seconds)
         return twice + sum(r.num_bytes for r in self.chain.reductions[state.freed :] if r.at - 1 <= item)
 

@@ -69,7 +69,7 @@ Itinerary = tuple[Bucket, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ItineraryRun:
     """Result of running an itinerary.
 
     Attributes:
@@ -155,13 +155,13 @@ class Course:
         return tuple((leg.start, (index,)) for index, leg in enumerate(self.legs))
 
 
-def run(course: Course, itinerary: Itinerary, *, as_given: bool = False) -> Outcome | None:
+def run(course: Course, itinerary: Itinerary, *, as_given: bool = False) -> ItineraryRun | None:
     """Run an itinerary through the clock; return None if a leg would start before one that it is made of.
 
     Args:
         as_given: wait where the graph does, not where something needs it.
     """
-    events: list[clock.Event] = []
+    events: list[clock.TimedEvent] = []
     launched: dict[int, int] = {}  # event by leg
     bucket_of: dict[int, int] = {}
     waited: set[int] = set()
@@ -171,14 +171,14 @@ def run(course: Course, itinerary: Itinerary, *, as_given: bool = False) -> Outc
 
     def compute(seconds: float) -> None:
         if seconds > 0:
-            events.append(clock.Call("", "", 0, None, "", seconds, True))
+            events.append(clock.TimedCall("", "", 0, None, "", seconds, True))
 
     def wait(leg: int) -> bool:
         if leg not in launched:
             return False
         if leg not in waited:
             waited.add(leg)
-            events.append(clock.Wait(str(bucket_of[leg]), "", 0, None, launched[leg]))
+            events.append(clock.TimedWait(str(bucket_of[leg]), "", 0, None, launched[leg]))
             compute(course.legs[leg].unpacking)
         return True
 
@@ -210,7 +210,9 @@ def run(course: Course, itinerary: Itinerary, *, as_given: bool = False) -> Outc
     return _outcome(events, clock.run(events, course.contention), reached, len(itinerary))
 
 
-def _outcome(events: Sequence[clock.Event], times: clock.Times, reached: Sequence[int], buckets: int) -> Outcome:
+def _outcome(
+    events: Sequence[clock.TimedEvent], times: clock.Times, reached: Sequence[int], buckets: int
+) -> ItineraryRun:
     done = [0.0]  # when compute is done with each number of events
     starts: dict[str, tuple[float, float]] = {}
     waits: dict[str, tuple[float, float]] = {}
@@ -218,14 +220,14 @@ def _outcome(events: Sequence[clock.Event], times: clock.Times, reached: Sequenc
     for event, begin, end in zip(events, times.begins, times.ends, strict=True):
         if isinstance(event, clock.Launch):
             starts[event.name] = begin, end
-        elif isinstance(event, clock.Wait):
+        elif isinstance(event, clock.TimedWait):
             held = end - begin
             exposed += held
             if event.name not in waits or held > 0:
                 waits[event.name] = begin, held
         done.append(done[-1] if isinstance(event, clock.Launch) else end)
     numbers = [str(number) for number in range(buckets)]
-    return Outcome(
+    return ItineraryRun(
         done[-1],
         exposed,
         tuple(starts[number] for number in numbers),

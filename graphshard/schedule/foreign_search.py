@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from graphshard.schedule.bounds import chain_bound
-from graphshard.schedule.foreign_graph import Bucket, Course, Itinerary, Leg, Outcome, run
+from graphshard.schedule.foreign_graph import Bucket, Course, Itinerary, ItineraryRun, Leg, run
 from graphshard.schedule.problem import Budget, Chain, Cost, Link, Problem, Transfer
 from graphshard.schedule.solver import STEPS, Solver
 
@@ -53,7 +53,7 @@ class Best:
     fits: Fits
     budget: Budget
     itinerary: Itinerary
-    outcome: Outcome
+    outcome: ItineraryRun
 
     def consider(self, itinerary: Itinerary | None, most: float | None = None) -> bool:
         """Take an itinerary if it is shorter, or takes `most` seconds, and fits; return whether it was taken."""
@@ -117,7 +117,9 @@ def _ordered(course: Course, entries: Iterable[_Entry]) -> Itinerary | None:
     return tuple(found)
 
 
-def _late(course: Course, itinerary: Itinerary, outcome: Outcome, margin: float, since: int = 0) -> Itinerary | None:
+def _late(
+    course: Course, itinerary: Itinerary, outcome: ItineraryRun, margin: float, since: int = 0
+) -> Itinerary | None:
     """Start buckets from `since` on as late as keeps the clocks of a run, but `margin` times their length before."""
     behind: dict[str, tuple[int, float]] = {}
     entries: list[_Entry] = []

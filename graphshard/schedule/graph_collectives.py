@@ -25,8 +25,8 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT, c10d
 from graphshard.ir.mesh import MOST_RANKS, Axis, Mesh
 from graphshard.torch_compat.dtensor import process_group
-from graphshard.torch_compat.operators import OpOverload, OpOverloadPacket
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket
 from graphshard.utils.argument_validation import check_count, is_int
 from graphshard.utils.text import brief
 

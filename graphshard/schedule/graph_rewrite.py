@@ -12,10 +12,10 @@ from itertools import accumulate
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import is_view, start_together
-from graphshard.schedule.foreign_graph import Course, Itinerary, Outcome
+from graphshard.schedule.foreign_graph import Course, Itinerary, ItineraryRun
 from graphshard.schedule.graph_collectives import Message, bytes_of
 from graphshard.schedule.reordering_windows import Windows, asked_for, parts, shared
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Writer:
         """The nodes between inputs and output, as the graph has them."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
 
-    def order(self, course: Course, itinerary: Itinerary, outcome: Outcome) -> list[Node]:
+    def order(self, course: Course, itinerary: Itinerary, outcome: ItineraryRun) -> list[Node]:
         """Return the nodes between inputs and output in the order of an itinerary; a bucket's side by side."""
         return _Order(self, course, itinerary, outcome).nodes()
 
@@ -160,7 +160,7 @@ def _vals(val: object) -> list[object]:
 
 
 class _Order:
-    def __init__(self, writer: Writer, course: Course, itinerary: Itinerary, outcome: Outcome) -> None:
+    def __init__(self, writer: Writer, course: Course, itinerary: Itinerary, outcome: ItineraryRun) -> None:
         self.writer, self.course, self.itinerary = writer, course, itinerary
         self.waits = {wait for message in writer.messages for wait in message.waits}
         self.placed: dict[Node, None] = {}
@@ -174,7 +174,7 @@ class _Order:
                 due = max(ended, window.not_before[wait]) if closing else window.due[wait]
                 self.due.setdefault(min(due, window.due[wait]), []).append(wait)
 
-    def _ended(self, number: int, outcome: Outcome) -> int:
+    def _ended(self, number: int, outcome: ItineraryRun) -> int:
         """Return the number of compute nodes after which a bucket has ended, with some time to spare."""
         position, _ = self.itinerary[number]
         if self.course.prompt:

@@ -55,7 +55,7 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryTimeline:
     """Allocated bytes over one step, on the time axis of the timeline; `alive` is sorted, largest first."""
 
     points: tuple[MemoryPoint, ...]
@@ -64,7 +64,7 @@ class Memory:
     alive: tuple[Alive, ...]
 
 
-def memory_of(program: Program, found: Estimate) -> Memory:
+def memory_of(program: Program, found: Estimate) -> MemoryTimeline:
     """Return the memory curve of a step, and what is alive at its peak."""
     held, seconds = tensors(program, found), found.seconds
     changes: dict[float, int] = {}
@@ -79,7 +79,7 @@ def memory_of(program: Program, found: Estimate) -> Memory:
     peak = max(points, key=lambda point: point.num_bytes, default=MemoryPoint(0.0, 0))
     alive = [t for t in held if t.start <= peak.time < t.end or t.end == seconds == peak.time]
     alive.sort(key=lambda tensor: -tensor.num_bytes)
-    return Memory(
+    return MemoryTimeline(
         points=tuple(points),
         peak_bytes=peak.num_bytes,
         peak_time=peak.time,

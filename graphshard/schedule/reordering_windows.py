@@ -36,7 +36,7 @@ from graphshard.ir.graph import WAIT, aten, is_random, is_view
 from graphshard.ir.sizes import is_size
 from graphshard.schedule.graph_collectives import Message
 from graphshard.torch_compat.fake_tensors import FakeTensor
-from graphshard.torch_compat.operators import HigherOrderOperator, OpOverload
+from graphshard.torch_compat.torch_ops import HigherOrderOperator, OpOverload
 
 # Shares its input's memory, though its schema does not say so.
 _SHARES = frozenset({aten._unsafe_view.default, WAIT})
@@ -79,7 +79,7 @@ def is_barrier(node: Node) -> bool:
     return not (number or name.startswith("sym_"))
 
 
-class Memory:
+class SharedMemory:
     """Values that may share memory.
 
     Two inputs may be the same memory. Fake tensors of one mode tell; where each has a separate mode (`make_fx` of real
@@ -218,7 +218,7 @@ class _Finder:
         self.message_of = {wait: m for m in found for wait in m.waits}
         ours = {m.node for m in found} | {node for m in found for arrived in m.arrivals for node in arrived}
         self.ours = ours | self.message_of.keys()
-        self.memory = Memory(graph)
+        self.memory = SharedMemory(graph)
         self.attached: set[Node] = set()
         self.light: set[Node] = set()
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.schedule.foreign_graph import Course, Itinerary, Outcome, course_of, cuts_of, run
+from graphshard.schedule.foreign_graph import Course, Itinerary, ItineraryRun, course_of, cuts_of, run
 from graphshard.schedule.foreign_search import course_bound, frugal, search
 from graphshard.schedule.graph_collectives import Group, GroupsLike, Wire, bytes_of, check_groups, messages
 from graphshard.schedule.graph_rewrite import Writer
@@ -180,7 +180,7 @@ class _Task:
         return _Task(module, groups, Writer(module.graph, found, placed, cuts), course, memory_limit, reread)
 
     @functools.cached_property
-    def given(self) -> Outcome:
+    def given(self) -> ItineraryRun:
         """Outcome of the graph as it is."""
         outcome = run(self.course, self.course.as_given(), as_given=True)
         assert outcome is not None, "the graph's own order is one"
@@ -240,7 +240,7 @@ class _Task:
             groups=dict(self.groups),
         )
 
-    def _found(self, steps: int) -> tuple[Course, Itinerary, Outcome | None]:
+    def _found(self, steps: int) -> tuple[Course, Itinerary, ItineraryRun | None]:
         """Return the best itinerary that fits, from the graph's own or from the one that takes least."""
         budget = Budget(steps)
         peaks = [self.peak]

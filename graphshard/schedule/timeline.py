@@ -19,7 +19,18 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program
-from graphshard.schedule.clock import HOST_LINKS, Call, Event, Launch, Sizes, TimelineDag, Times, Wait, events_of, run
+from graphshard.schedule.clock import (
+    HOST_LINKS,
+    Launch,
+    Sizes,
+    TimedCall,
+    TimedEvent,
+    TimedWait,
+    TimelineDag,
+    Times,
+    events_of,
+    run,
+)
 from graphshard.schedule.program_memory import workspaces
 
 # Reason of a wait of compute: it is for the phase's first or last collective; the link was busy; the launch was too
@@ -93,7 +104,7 @@ class Estimate:
         workspace: by the call of a region, most bytes inside it beyond its inputs and results.
     """
 
-    events: list[Event]
+    events: list[TimedEvent]
     times: Times
     steps: list[Step]
     compute: float
@@ -109,7 +120,7 @@ class Estimate:
     @cached_property
     def waits(self) -> dict[str, int]:
         """By bucket, the regions of its phase that were called before compute waits for it."""
-        return {e.name: e.order for e in reversed(self.events) if isinstance(e, Wait)}
+        return {e.name: e.order for e in reversed(self.events) if isinstance(e, TimedWait)}
 
     @cached_property
     def dag(self) -> TimelineDag:
@@ -164,9 +175,9 @@ class Estimate:
         """Waits at the ends of the step."""
         order = []
         for event, begin, end in zip(self.events, self.times.begins, self.times.ends):
-            if isinstance(event, Call):
+            if isinstance(event, TimedCall):
                 order.append(("compute", end - begin))
-            elif isinstance(event, Wait):
+            elif isinstance(event, TimedWait):
                 sent = self.events[event.launch]
                 if isinstance(sent, Launch) and sent.kind not in MODEL_KINDS:
                     order.append((sent.kind, end - begin))
@@ -209,7 +220,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
         events=events,
         times=times,
         steps=list(steps_of(events, times)),
-        compute=sum(event.seconds for event in events if isinstance(event, Call)),
+        compute=sum(event.seconds for event in events if isinstance(event, TimedCall)),
         at_once=sum(event.seconds for event in events if isinstance(event, Launch) and event.at_once),
         phases=_phases(program, events, times),
         node_times=_node_times(program, events, times),
@@ -217,7 +228,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
     )
 
 
-def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[Event]:
+def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[TimedEvent]:
     """Return the events of a lowered program's executors.
 
     Args:
@@ -233,7 +244,7 @@ def sent_bytes(node: Node) -> int:
     return num_bytes(node) if kind_of(node) == "gather" else sum(map(num_bytes, node.all_input_nodes))
 
 
-def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
+def steps_of(events: Sequence[TimedEvent], times: Times) -> Iterator[Step]:
     """Yield events with their times; a wait only if it holds compute up."""
     behind = _queued(events, times)
     launches = [event for event in events if isinstance(event, Launch)]
@@ -243,12 +254,12 @@ def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
     for index, event in enumerate(events):
         begin, end = times.begins[index], times.ends[index]
         step = Step("compute", event.name, "", event.phase, begin, end, index, order=event.order)
-        if isinstance(event, Call):
+        if isinstance(event, TimedCall):
             yield replace(step, where=event.where)
         elif isinstance(event, Launch):
             found = {"kind": event.kind, "num_bytes": event.num_bytes, "link": event.link}
             yield replace(step, **found, where=event.where, behind=behind[index])
-        elif isinstance(event, Wait) and end > begin:
+        elif isinstance(event, TimedWait) and end > begin:
             sent, queued = events[event.launch], behind[event.launch]
             assert isinstance(sent, Launch)
             why: Why = "link" if queued else "late"
@@ -261,7 +272,7 @@ def steps_of(events: Sequence[Event], times: Times) -> Iterator[Step]:
             yield replace(step, kind="exposed", where=sent.where, why=why, behind=queued)
 
 
-def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:
+def _queued(events: Sequence[TimedEvent], times: Times) -> dict[int, str]:
     """Return by the index of a launch what it queues for on its link, or ""."""
     found: dict[int, str] = {}
     before: dict[str, str] = {}
@@ -275,7 +286,7 @@ def _queued(events: Sequence[Event], times: Times) -> dict[int, str]:
     return found
 
 
-def _phases(program: Program, events: Sequence[Event], times: Times) -> dict[str, tuple[float, float]]:
+def _phases(program: Program, events: Sequence[TimedEvent], times: Times) -> dict[str, tuple[float, float]]:
     """Return when each phase begins and ends."""
     found: dict[str, tuple[float, float]] = {}
     began = 0.0
@@ -286,7 +297,7 @@ def _phases(program: Program, events: Sequence[Event], times: Times) -> dict[str
     return found
 
 
-def _node_times(program: Program, events: Sequence[Event], times: Times) -> dict[Node, float]:
+def _node_times(program: Program, events: Sequence[TimedEvent], times: Times) -> dict[Node, float]:
     """Return compute's clock after each node."""
     ends = {e.node: end for e, end in zip(events, times.ends) if e.node is not None and not isinstance(e, Launch)}
     found: dict[Node, float] = {}

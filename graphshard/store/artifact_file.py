@@ -1,6 +1,6 @@
 """Files of compiled programs, `.gshard` of `graphshard.export` and `.gscache` of the compile cache: one format.
 
-first line                          `Manifest`: environment, model, programs by mesh, regions
+first line                          `ArtifactManifest`: environment, model, programs by mesh, regions
 summary.txt                         for people
 meshes/0.json                       parameter table on that mesh
 programs/0.json  0.txt  0.plan.json   lowered program, its scheduled graph as text, its plan
@@ -43,12 +43,12 @@ from graphshard.lower.aoti_package import Package, check_package
 from graphshard.lower.eager import outputs_of
 from graphshard.lower.region_store import Kernels
 from graphshard.store.artifact_manifest import (
+    ArtifactManifest,
     BackwardEntry,
     CacheLabel,
     Code,
     Environment,
     KernelEntry,
-    Manifest,
     MeshEntry,
     ModelFacts,
     ProgramEntry,
@@ -69,7 +69,7 @@ class Artifact:
     """A file that was read and checked."""
 
     archive: Archive
-    manifest: Manifest
+    manifest: ArtifactManifest
 
     @property
     def path(self) -> Path:
@@ -144,7 +144,7 @@ def artifact_of(archive: Archive) -> Artifact:
     """Return the artifact in an archive; raise ArtifactError if it is not one, or not complete."""
     path = archive.path
     try:
-        artifact = Artifact(archive, read(dict(archive.facts), Manifest))
+        artifact = Artifact(archive, read(dict(archive.facts), ArtifactManifest))
         expected = set(artifact.manifest.members)
         for key, region in artifact.manifest.regions.items():
             if region.code == "native":
@@ -290,7 +290,7 @@ class ArtifactWriter:
         Raises:
             OSError: it cannot be written.
         """
-        manifest = Manifest(environment, model, self.meshes, self.regions, cached)
+        manifest = ArtifactManifest(environment, model, self.meshes, self.regions, cached)
         write_archive(path, write(manifest), {**self.members, "summary.txt": summarize(manifest).encode()}, sign)
 
 

@@ -194,7 +194,7 @@ class CacheLabel:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ArtifactManifest:
     """The first line of a file, without its format and the sizes of members."""
 
     environment: Environment
@@ -249,7 +249,7 @@ def library_file(key: str, name: str) -> str:
 # --- the summary -------------------------------------------------------------------------------------------------
 
 
-def summarize(manifest: Manifest) -> str:
+def summarize(manifest: ArtifactManifest) -> str:
     """Return a few lines on the model, the machine, each mesh and its programs, and the regions."""
     environment, regions = manifest.environment, manifest.regions
     orders = dict.fromkeys(mesh.options.passes["(order)"] for mesh in manifest.meshes)
@@ -274,7 +274,7 @@ def summarize(manifest: Manifest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _device_line(manifest: Manifest) -> str:
+def _device_line(manifest: ArtifactManifest) -> str:
     environment = manifest.environment
     if manifest.capabilities:
         return f"{environment.device}, compute capability {' and '.join(map(dotted, manifest.capabilities))}"

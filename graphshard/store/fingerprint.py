@@ -39,7 +39,7 @@ from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.store.artifact_manifest import Environment, ModelFacts, StoredOptions
 from graphshard.torch_compat.autograd_state import modes_of_functions
-from graphshard.torch_compat.operators import kernels_in_python
+from graphshard.torch_compat.torch_ops import kernels_in_python
 from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables
 from graphshard.utils.text import brief, users_class
 from graphshard.utils.version import own_version
@@ -161,7 +161,7 @@ def _pass_settings(step: Pass) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FingerprintDifference:
     """A field that differs.
 
     Attributes:
@@ -180,14 +180,14 @@ class Difference:
         return f"{what} was {self.exported} when it was exported and is {self.here} here. {remedy}"
 
 
-def refuse(path: Any, found: Iterator[Difference]) -> None:
+def refuse(path: Any, found: Iterator[FingerprintDifference]) -> None:
     """Raise ArtifactError for the first difference, if there is one."""
     first = next(found, None)
     if first is not None:
         raise ArtifactError(f"{path} does not fit: {first}", field=first.field)
 
 
-def differences(exported: Any, here: Any, names: Collection[str] | None = None) -> Iterator[Difference]:
+def differences(exported: Any, here: Any, names: Collection[str] | None = None) -> Iterator[FingerprintDifference]:
     """Yield the differences between two dataclasses, part by part where a field is a mapping.
 
     Args:
@@ -199,15 +199,17 @@ def differences(exported: Any, here: Any, names: Collection[str] | None = None) 
         if value == other or (names is not None and name not in names):
             continue
         if not isinstance(value, dict) or not isinstance(other, dict):
-            yield Difference(name, "", _shown(value), _shown(other))
+            yield FingerprintDifference(name, "", _shown(value), _shown(other))
             continue
         parts = (*value, *(part for part in other if part not in value))
         for part in sorted(parts, key=lambda part: part.startswith("(")):  # summaries come last
             if value.get(part) != other.get(part):
-                yield Difference(name, part, _shown(value.get(part)), _shown(other.get(part)))
+                yield FingerprintDifference(name, part, _shown(value.get(part)), _shown(other.get(part)))
 
 
-def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str, str]) -> Iterator[Difference]:
+def table_differences(
+    exported: ParamTable, here: ParamTable, names: Mapping[str, str]
+) -> Iterator[FingerprintDifference]:
     """Yield the differences between two parameter tables in some fields, the first parameter first.
 
     Args:
@@ -221,13 +223,13 @@ def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str
         for field, name in names.items():
             value, other = getattr(row, field), getattr(known[row.names], field)
             if value != other:
-                yield Difference(name, row.name, _shown(write(value)), _shown(write(other)))
+                yield FingerprintDifference(name, row.name, _shown(write(value)), _shown(write(other)))
 
 
-def _names_difference(exported: ParamTable, here: ParamTable) -> Difference:
+def _names_difference(exported: ParamTable, here: ParamTable) -> FingerprintDifference:
     former, latter = ([" = ".join(row.names) for row in table] for table in (exported, here))
     pairs = zip([*former, "missing"], [*latter, "missing"])
-    return Difference("parameter names", "", *next(pair for pair in pairs if pair[0] != pair[1]))
+    return FingerprintDifference("parameter names", "", *next(pair for pair in pairs if pair[0] != pair[1]))
 
 
 def _shown(value: Any) -> str:

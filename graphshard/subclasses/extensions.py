@@ -54,7 +54,7 @@ from graphshard.ir.subclasses import (
 from graphshard.ir.units import reduced_in
 from graphshard.subclasses.closure_variables import read_by
 from graphshard.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, new_fake_mode
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from graphshard.utils.source_lines import line_of
 
 COMMUNICATION = (

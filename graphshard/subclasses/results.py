@@ -23,7 +23,7 @@ from graphshard.errors import UnsupportedError
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 
 def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorResult:

@@ -36,7 +36,7 @@ from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
 from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.program import Phase, Slot
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
-from graphshard.torch_compat.operators import OpOverload, pytree
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 
 # Collectives that add up what ranks have of a gradient: of all of it, and of a piece for each.
 _SUMS = (REDUCED, SCATTERED)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from graphshard.torch_compat.fake_tensors import FakeTensor, fake_mode_of
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 
 __all__ = [
     "AOTInput",

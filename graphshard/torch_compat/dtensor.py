@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from graphshard.torch_compat.operators import replaced
+from graphshard.torch_compat.torch_ops import replaced
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphshard.torch_compat.operators import OpOverload, make_contiguous_strides_for, replaced
+from graphshard.torch_compat.torch_ops import OpOverload, make_contiguous_strides_for, replaced
 
 __all__ = [
     "DataDependentOutputException",

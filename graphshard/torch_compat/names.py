@@ -142,7 +142,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch.fx.graph": "_BoxedCodeGen",
         "torch.fx.graph_module": "_loader.eval_cache",
     },
-    "inductor": {
+    "inductor_compiler": {
         "torch._higher_order_ops.triton_kernel_wrap": "kernel_side_table triton_kernel_wrapper_mutation",
         "torch._inductor": "async_compile codecache",
         "torch._inductor.codecache": "CppPythonBindingsCodeCache FxGraphCache PyCodeCache get_lock_dir",
@@ -170,7 +170,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch._inductor.cpu_vec_isa": "VecISA",
         "torch._inductor.runtime.cache_dir_utils": "cache_dir",
     },
-    "operators": {
+    "torch_ops": {
         "torch": (
             "Tensor._make_subclass Tensor._make_wrapper_subclass _assert_async _foreach_copy_ _foreach_mul "
             "_foreach_norm"

@@ -48,8 +48,8 @@ from graphshard.schedule.build_problem import Constraints
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.torch_compat.fake_tensors import new_fake_mode
-from graphshard.torch_compat.operators import OpOverload, pytree
 from graphshard.torch_compat.symbolic_sizes import new_size
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from tests.helpers import Blocks, captured, through
 
 # Fields that are blank when they come back: times, objects of another process, and the texts of earlier stages, which

@@ -31,7 +31,7 @@ from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.pipeline.rules import verify
 from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from tests.helpers import PACKED, Affine, Blocks, Tied, captured
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

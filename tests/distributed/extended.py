@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
 from graphshard.ir.subclasses import parts_of
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, fsdp2, local
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks

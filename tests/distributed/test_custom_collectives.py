@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.nets import Net, rows
 from tests.distributed.twins import BF16, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks

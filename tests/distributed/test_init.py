@@ -18,7 +18,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import build_table
 from graphshard.ir.units import find_units, precision_of
 from graphshard.runtime.shards import Storage, shard_module
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.nets import Net, Tied, full, largest_dim, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, local, params_of, twins, world_mesh
 from tests.helpers import resident

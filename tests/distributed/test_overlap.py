@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import graphshard
 from graphshard.passes import MakePlan
 from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, AliveBytes, assert_same, filled, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.runtime.step_recorder import DeviceClock
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.nets import Block
 from tests.distributed.twins import GATHERS, filled, world_mesh
 from tests.ranks import Ranks

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard.passes import Float8AllGather
 from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.torch_compat.operators import TorchDispatchMode
+from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.twins import (
     GATHERS,
     CountLaunches,

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graphshard
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from tests.distributed.test_checkpoint import Net, steps, trainer
 from tests.distributed.twins import assert_same, fsdp2, twins, world_mesh
 from tests.ranks import Ranks

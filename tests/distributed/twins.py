@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
 from graphshard.ir.units import find_units
-from graphshard.torch_compat.operators import TorchDispatchMode, pytree
+from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
 VOCAB = 101  # no multiple of any world size here: shards are uneven
 FP32 = MixedPrecisionPolicy()

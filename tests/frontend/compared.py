@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 STEPS = 4
 _NOT_COMPARED = {*vars(nn.Module()), "forward"} - {"training"}

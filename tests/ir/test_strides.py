@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphshard.ir.graph import aten
 from graphshard.ir.strides import ANY_STRIDES
-from graphshard.torch_compat.operators import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload
 
 
 def g(*shape: int, seed: int = 0) -> Tensor:

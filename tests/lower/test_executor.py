@@ -19,7 +19,7 @@ from graphshard.ir.graph import WAIT, aten, c10d
 from graphshard.ir.program import Program
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor, lines_of, profiler_range
-from graphshard.lower.executor_lines import Call, Operator, Return, Start, Take, Wait, print_lines
+from graphshard.lower.executor_lines import CallLine, Operator, Return, Start, Take, WaitLine, print_lines
 from graphshard.lower.regions import RegionCall, executor, lower
 from tests.helpers import PACKED, Blocks, captured, through
 
@@ -70,9 +70,9 @@ def test_kinds_of_lines() -> None:
     first, *lines, last = _executor(_lowered(), "backward").lines
     assert isinstance(first, Take)
     assert isinstance(last, Return)
-    assert {type(line) for line in lines} == {Start, Call, Wait, Operator}
+    assert {type(line) for line in lines} == {Start, CallLine, WaitLine, Operator}
     starts = [line.bucket for line in lines if isinstance(line, Start)]
-    waits = [line.bucket for line in lines if isinstance(line, Wait)]
+    waits = [line.bucket for line in lines if isinstance(line, WaitLine)]
     assert sorted(starts) == sorted(waits)
     assert len(set(starts)) == 3
     assert {line.target for line in lines if type(line) is Operator} <= {aten.t.default, aten.reshape.default}
@@ -84,7 +84,7 @@ def test_inputs_of_a_region_are_freed_before_it_runs() -> None:
     """
     for phase in ("forward", "backward"):
         lines = _executor(_lowered(), phase).lines
-        calls = [(i, line) for i, line in enumerate(lines) if isinstance(line, Call)]
+        calls = [(i, line) for i, line in enumerate(lines) if isinstance(line, CallLine)]
         assert any(call.frees for _, call in calls)
         for i, call in calls:
             last = {name for name in call.inputs if not any(name in later.reads for later in lines[i + 1 :])}

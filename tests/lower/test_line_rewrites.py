@@ -15,7 +15,7 @@ from graphshard.lower.executor import profiler_range
 from graphshard.lower.executor_lines import (
     Arrive,
     Begin,
-    Call,
+    CallLine,
     Line,
     Operator,
     Replay,
@@ -23,7 +23,7 @@ from graphshard.lower.executor_lines import (
     Start,
     Take,
     Variable,
-    Wait,
+    WaitLine,
 )
 from graphshard.lower.line_rewrites import Run, Taken, hand_over_gradients, take_out_gathers, take_out_runs
 from graphshard.lower.regions import RegionCall, executor
@@ -38,7 +38,7 @@ def _start(result: str, read: str, bucket: str) -> Line:
 
 
 def _wait(result: str, read: str, bucket: str) -> Line:
-    return Wait(results=_v(result), target=torch.relu, args=_v(read), kwargs={}, several=False, bucket=bucket)
+    return WaitLine(results=_v(result), target=torch.relu, args=_v(read), kwargs={}, several=False, bucket=bucket)
 
 
 def _view(result: str, read: str) -> Line:
@@ -46,7 +46,7 @@ def _view(result: str, read: str) -> Line:
 
 
 def _call(result: str, read: str, where: str = "layers.0") -> Line:
-    return Call(results=_v(result), region="region_0", inputs=_v(read), where=where)
+    return CallLine(results=_v(result), region="region_0", inputs=_v(read), where=where)
 
 
 def _order(lines: list[Line]) -> list[str]:
@@ -205,7 +205,7 @@ def test_gathers_whose_values_are_read_elsewhere_stay() -> None:
 
 
 def _region_call(result: str, *read: str, region: str = "region_0") -> Line:
-    return Call(results=_v(result), region=region, inputs=_v(*read), where="layers.0")
+    return CallLine(results=_v(result), region=region, inputs=_v(*read), where="layers.0")
 
 
 def _op(result: str, target: Any, *args: Any) -> Line:
@@ -220,7 +220,7 @@ def _gathered(result: str, read: str) -> Line:
     return _wait(result, read, "gather 0")
 
 
-def _every(call: Call) -> bool:
+def _every(call: CallLine) -> bool:
     return True
 
 

@@ -21,7 +21,7 @@ import graphshard
 from graphshard.frontend.inputs import leaf_key
 from graphshard.frontend.signature import Signature
 from graphshard.module.installed_programs import reason_at, reason_of
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 STEPS = 14
 

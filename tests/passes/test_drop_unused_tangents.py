@@ -17,7 +17,7 @@ from graphshard.ir.printer import print_phase, print_program
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.passes import DropUnusedTangents
 from graphshard.pipeline.pipeline import run_pass
-from graphshard.torch_compat.operators import pytree
+from graphshard.torch_compat.torch_ops import pytree
 from tests.helpers import Blocks, calls, captured, full_gradients, run_ranks, step, through
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Call, Line, Start, Take, Wait
+from graphshard.lower.executor_lines import CallLine, Line, Start, Take, WaitLine
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline import rules
@@ -418,23 +418,23 @@ def _freed(lines: Sequence[Line], at: Callable[[Line], bool], frees: Callable[[L
 
 def test_a_value_that_is_never_freed() -> None:
     lines = _executor(_lowered()).lines
-    (found,) = wrong_frees(_freed(lines, lambda line: isinstance(line, Wait), lambda line: ()))
+    (found,) = wrong_frees(_freed(lines, lambda line: isinstance(line, WaitLine), lambda line: ()))
     gather = next(line.results[0] for line in lines if isinstance(line, Start))
-    assert found == (f"{gather} is never freed", next(i for i, line in enumerate(lines) if isinstance(line, Wait)))
+    assert found == (f"{gather} is never freed", next(i for i, line in enumerate(lines) if isinstance(line, WaitLine)))
 
 
 def test_a_value_that_is_freed_too_early() -> None:
     lines = _executor(_lowered()).lines
-    call = next(line for line in lines if isinstance(line, Call))
+    call = next(line for line in lines if isinstance(line, CallLine))
     early = _freed(lines, lambda line: isinstance(line, Take), lambda line: call.frees)
     assert (f"{call.frees[0]} is read after it was freed", lines.index(call)) in list(wrong_frees(early))
 
 
 def test_a_value_that_is_freed_too_late() -> None:
     lines = _executor(_lowered()).lines
-    index = next(i for i, line in enumerate(lines) if isinstance(line, Wait))
+    index = next(i for i, line in enumerate(lines) if isinstance(line, WaitLine))
     (gathering,) = lines[index].frees
-    late = _freed(lines, lambda line: isinstance(line, Wait), lambda line: ())
+    late = _freed(lines, lambda line: isinstance(line, WaitLine), lambda line: ())
     late[index + 1] = replace(late[index + 1], frees=(*late[index + 1].frees, gathering))
     assert list(wrong_frees(late)) == [(f"{gathering} outlives its last use", index)]
 
@@ -442,7 +442,7 @@ def test_a_value_that_is_freed_too_late() -> None:
 def test_wrong_frees_are_shown() -> None:
     program = _lowered()
     executor = _executor(program)
-    executor.lines = tuple(_freed(executor.lines, lambda line: isinstance(line, Wait), lambda line: ()))
+    executor.lines = tuple(_freed(executor.lines, lambda line: isinstance(line, WaitLine), lambda line: ()))
     shown = r"(?s)rule freed_at_last_use in forward: \w+ is never freed.*\n--> wait_\w+ = torch.ops"
     with pytest.raises(PassError, match=shown):
         verify_lowered(program)

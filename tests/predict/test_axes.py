@@ -27,7 +27,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
 from graphshard.predict.study import Study
 from graphshard.schedule.build_problem import Settings, build
-from graphshard.schedule.clock import Launch, Wait, run
+from graphshard.schedule.clock import Launch, TimedWait, run
 from tests.conftest import FakeWorld
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
 from tests.distributed.expert_parallel import Moe, grouped, one_by_one
@@ -139,7 +139,7 @@ def test_contention_slows_collectives_of_the_model() -> None:
     gather = Launch("gather", "forward", 0, None, "gather", "network", 1, 10.0)
     for link, end in (("node", 4 + 0.5 * 8), ("network", 10 + 4)):
         mine = Launch("reduced over tp", "forward", 0, None, "reduced", link, 1, 4.0, at_once=True)
-        times = run([gather, mine, Wait("reduced over tp", "forward", 0, None, 1)], contention=0.5)
+        times = run([gather, mine, TimedWait("reduced over tp", "forward", 0, None, 1)], contention=0.5)
         assert times.ends[-1] == end
     assert run([gather, mine], contention=0.0).ends == [10.0, 14.0]
 

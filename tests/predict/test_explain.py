@@ -20,7 +20,7 @@ from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters
 from graphshard.predict.step_prediction import advise, critical_parts, limit_of
 from graphshard.predict.study import Study
-from graphshard.schedule.clock import Call, Launch, Wait, run
+from graphshard.schedule.clock import Launch, TimedCall, TimedWait, run
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.timeline import ends_of, steps_of
@@ -397,13 +397,13 @@ def test_what_the_advice_gains(study):
 def test_a_slow_bucket_is_named(study):
     """One reduction that takes long while the link is idle otherwise: the advice is about it, and what it costs."""
     found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
-    calls = [event for event in found._timeline.events if isinstance(event, Call)]
+    calls = [event for event in found._timeline.events if isinstance(event, TimedCall)]
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
     slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(calls[0], seconds=3.0)
     for events, limit in (
-        ([calls[0], slow, calls[1], Wait(slow.name, slow.phase, 1, None, 1), long], "link"),
-        ([long, slow, Wait(slow.name, slow.phase, 1, None, 1)], "tail"),
-        ([slow, Wait(slow.name, slow.phase, 1, None, 0), long], "head"),
+        ([calls[0], slow, calls[1], TimedWait(slow.name, slow.phase, 1, None, 1), long], "link"),
+        ([long, slow, TimedWait(slow.name, slow.phase, 1, None, 1)], "tail"),
+        ([slow, TimedWait(slow.name, slow.phase, 1, None, 0), long], "head"),
     ):
         times = run(events, 0.0)
         phases = {"forward": (0.0, times.step(events))}
@@ -413,7 +413,7 @@ def test_a_slow_bucket_is_named(study):
         assert limit_of(timeline) == limit
         about = {"limit": limit, "tokens": 1, "flop": {"bfloat16": 1.0}, "memory": {}}
         (line,) = (line for line in advise(found._program, found._costs, timeline, **about) if slow.name in line)
-        gain = times.step(events) - sum(e.seconds for e in events if isinstance(e, Call))
+        gain = times.step(events) - sum(e.seconds for e in events if isinstance(e, TimedCall))
         assert f"the step would be {format_seconds(gain)} shorter without it" in line
 
 
@@ -421,10 +421,10 @@ def test_a_slow_bucket_is_named(study):
 def test_a_step_that_computes_nearly_all_the_time_is_limited_by_that(study, compute: float, limit: str):
     """96 % of compute beside one reduction, and 89 %: the advice names the reduction in both."""
     found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
-    call = next(event for event in found._timeline.events if isinstance(event, Call))
+    call = next(event for event in found._timeline.events if isinstance(event, TimedCall))
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
     slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(call, seconds=compute)
-    events = [long, slow, Wait(slow.name, slow.phase, 1, None, 1)]
+    events = [long, slow, TimedWait(slow.name, slow.phase, 1, None, 1)]
     times = run(events, 0.0)
     phases = {"forward": (0.0, times.step(events))}
     timeline = dataclasses.replace(

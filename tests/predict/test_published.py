@@ -11,7 +11,7 @@ from benchmarks.published import FREE, Case, case_of, fit, left_out, machine, or
 from benchmarks.published_steps import ROWS
 from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
-from graphshard.schedule.clock import Call, Launch, Wait
+from graphshard.schedule.clock import Launch, TimedCall, TimedWait
 
 LARGE = Gemm(1, 8192, 8192, 8192)
 REGION = (
@@ -24,8 +24,8 @@ def case(row, matmuls: int, moves: int, seconds: float | None = None) -> Case:
     """A step of some products and copies behind one gather; as if it had been measured to take so many seconds."""
     events = (
         Launch("gather", "forward", 0, None, "gather", "node", 10**8, 0.0),
-        Wait("gather", "forward", 0, None, 0),
-        Call("region", "forward", 0, None, "", 0.0, True),
+        TimedWait("gather", "forward", 0, None, 0),
+        TimedCall("region", "forward", 0, None, "", 0.0, True),
     )
     kernels = {"region": (REGION[0],) * matmuls + (REGION[1],) * moves}
     return Case(row if seconds is None else replace(row, seconds=seconds), kernels, events, {0: 1}, 10**8, 1.0)

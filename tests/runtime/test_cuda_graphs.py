@@ -18,7 +18,7 @@ from graphshard.errors import ArgumentError
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.program import Program, Region
 from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Call, Operator, Return, Take, Variable
+from graphshard.lower.executor_lines import CallLine, Operator, Return, Take, Variable
 from graphshard.lower.line_rewrites import Run
 from graphshard.lower.regions import RegionCall
 from graphshard.runtime.cuda_graphs import MOST_GRAPHS, GraphArena, GraphedRun, ModelGraphs, can_be_captured
@@ -246,9 +246,9 @@ def test_neighbours_by_cost(kept: set[str], own: set[str], expected: list[range]
     region = _region(20, 100, large)
     a, b, d, v, w, x = map(Variable, "abdvwx")
     lines = [
-        Call(results=(a,), region="region_0", inputs=(x, v), where=""),
+        CallLine(results=(a,), region="region_0", inputs=(x, v), where=""),
         Operator(results=(b,), target=torch.ops.aten.view.default, args=(a, [100]), kwargs={}, several=False),
-        Call(results=(d,), region="region_0", inputs=(b, w), where=""),
+        CallLine(results=(d,), region="region_0", inputs=(b, w), where=""),
     ]
     replaying = ModelGraphs(GraphArena(Graphs(), torch.device("cpu")), costs)
     program = SimpleNamespace(region_names={"region_0": "key"}, regions={"key": region}, device=torch.device("cpu"))

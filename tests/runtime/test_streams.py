@@ -21,7 +21,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.lower.executor import Executor, _with_frees
-from graphshard.lower.executor_lines import Call, Line, Start, Wait
+from graphshard.lower.executor_lines import CallLine, Line, Start, WaitLine
 from graphshard.lower.line_rewrites import Taken, hand_over_gradients
 from graphshard.passes import MakePlan, OffloadActivations, OffloadParameters
 from graphshard.schedule.fsdp2_order import PlanByUnit
@@ -100,15 +100,15 @@ def bound(
     return [Bound(program, phase) for phase in (program.phases["forward"], *backwards)]
 
 
-def waits(lines: Sequence[Line]) -> Iterator[tuple[int, Wait, int]]:
+def waits(lines: Sequence[Line]) -> Iterator[tuple[int, WaitLine, int]]:
     """Waits with their places, and those of what they wait for."""
     started = {name: place for place, line in enumerate(lines) if isinstance(line, Start) for name in line.results}
     for place, line in enumerate(lines):
-        if isinstance(line, Wait):
+        if isinstance(line, WaitLine):
             yield place, line, started[line.args[0]]
 
 
-def _without(wait: Wait) -> Callable[[str], str]:
+def _without(wait: WaitLine) -> Callable[[str], str]:
     """The code without a wait."""
     given = re.escape(str(wait.args[0]))
     return lambda code: _changed(code, rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({given}\)", wait.args[0])
@@ -181,8 +181,8 @@ def test_casts_behind_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) 
     computed = []
     for place, wait, start, lines in found:
         (reader,) = (line for line in lines[place:] if wait.results[0] in line.reads)
-        assert isinstance(reader, Call)
-        computed.append(any(isinstance(line, Call) for line in lines[start:place]))
+        assert isinstance(reader, CallLine)
+        computed.append(any(isinstance(line, CallLine) for line in lines[start:place]))
         assert any("reads" in text and "while group" in text for text in backward.problems(_without(wait)))
     assert computed.count(False) <= 1
     assert backward.problems() == []
@@ -337,7 +337,7 @@ def test_swapped_waits(fake_world: FakeWorld) -> None:
     assert swapped
 
 
-def _waits_for(one: Wait, other: Wait) -> str:
+def _waits_for(one: WaitLine, other: WaitLine) -> str:
     """Waits for one collective, if it is under way, and goes on with the result of another."""
     given = one.args[0]
     return f"[{given} and torch.ops._c10d_functional.wait_tensor.default({given}), {other.args[0]}][1]"

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.schedule.clock import Call, Event, Launch, TimelineDag, Times, Wait, run
+from graphshard.schedule.clock import Launch, TimedCall, TimedEvent, TimedWait, TimelineDag, Times, run
 
 EPSILON = 0.25
 CONTENTION = 0.5
 
 
-def call(seconds: float, name: str = "region") -> Call:
-    return Call(name, "forward", 0, None, "", seconds, True)
+def call(seconds: float, name: str = "region") -> TimedCall:
+    return TimedCall(name, "forward", 0, None, "", seconds, True)
 
 
 def launch(seconds: float, name: str, link: str = "node") -> Launch:
     return Launch(name, "forward", 0, None, "gather", link, 1, seconds)
 
 
-def wait(index: int, name: str = "") -> Wait:
-    return Wait(name, "forward", 0, None, index)
+def wait(index: int, name: str = "") -> TimedWait:
+    return TimedWait(name, "forward", 0, None, index)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Event]:
+def steps(draw: st.DrawFn) -> list[TimedEvent]:
     """Calls, launches on two links and waits in any order that an executor may have; whole seconds."""
-    events: list[Event] = []
+    events: list[TimedEvent] = []
     pending: list[int] = []
     for _ in range(draw(st.integers(1, 14))):
         kind = draw(st.sampled_from(("call", "launch", "launch", "wait")))
@@ -44,23 +44,23 @@ def steps(draw: st.DrawFn) -> list[Event]:
     return events + [wait(index) for index in pending]
 
 
-def of(events: list[Event], contention: float = 0.0) -> tuple[TimelineDag, Times]:
+def of(events: list[TimedEvent], contention: float = 0.0) -> tuple[TimelineDag, Times]:
     times = run(events, contention)
     return TimelineDag(events, times), times
 
 
-def with_seconds(events: list[Event], index: int, seconds: float) -> list[Event]:
+def with_seconds(events: list[TimedEvent], index: int, seconds: float) -> list[TimedEvent]:
     """The same with another length of one event."""
-    assert isinstance(events[index], (Call, Launch))
+    assert isinstance(events[index], (TimedCall, Launch))
     return [replace(e, seconds=seconds) if i == index else e for i, e in enumerate(events)]  # type: ignore[call-arg]
 
 
-def timed(events: list[Event]) -> list[int]:
+def timed(events: list[TimedEvent]) -> list[int]:
     """Indices of what takes time."""
-    return [i for i, event in enumerate(events) if not isinstance(event, Wait)]
+    return [i for i, event in enumerate(events) if not isinstance(event, TimedWait)]
 
 
-def waited(events: list[Event], index: int) -> float:
+def waited(events: list[TimedEvent], index: int) -> float:
     """Seconds that compute waits at an event."""
     times = run(events, 0.0)
     return times.ends[index] - times.begins[index]
@@ -68,12 +68,12 @@ def waited(events: list[Event], index: int) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from((0.0, 0.5)))
-def test_the_critical_path_is_the_step(events: list[Event], contention: float) -> None:
+def test_the_critical_path_is_the_step(events: list[TimedEvent], contention: float) -> None:
     """Its events follow each other without a gap, from the begin to the end."""
     dag, times = of(events, contention)
     clock, path = 0.0, dag.critical_path
     for index in path:
-        if not isinstance(events[index], Wait):
+        if not isinstance(events[index], TimedWait):
             assert times.begins[index] == pytest.approx(clock)
         clock += dag.seconds[index]
     assert clock == pytest.approx(times.step(events)) == dag.step()
@@ -83,7 +83,7 @@ def test_the_critical_path_is_the_step(events: list[Event], contention: float) -
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_slack_is_what_a_bucket_can_be_longer(events: list[Event]) -> None:
+def test_slack_is_what_a_bucket_can_be_longer(events: list[TimedEvent]) -> None:
     """By its slack the step does not change, by more it does, and by exactly what is more; so says the clock."""
     dag, times = of(events)
     for index in timed(events):
@@ -96,11 +96,11 @@ def test_slack_is_what_a_bucket_can_be_longer(events: list[Event]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_what_delays_a_wait(events: list[Event]) -> None:
+def test_what_delays_a_wait(events: list[TimedEvent]) -> None:
     """Without an item, as the clock runs then, a wait is shorter by what the graph says, and otherwise no shorter."""
     dag, _ = of(events)
     for index, event in enumerate(events):
-        if isinstance(event, Wait):
+        if isinstance(event, TimedWait):
             delays = dag.delays(index)
             for item in timed(events):
                 shorter = waited(events, index) - waited(with_seconds(events, item, 0.0), index)
@@ -109,7 +109,7 @@ def test_what_delays_a_wait(events: list[Event]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_what_a_step_gains(events: list[Event]) -> None:
+def test_what_a_step_gains(events: list[TimedEvent]) -> None:
     """Without an item a step is shorter by what the graph says."""
     dag, times = of(events)
     gains = dag.gains(dag.end) if dag.end >= 0 else {}
@@ -120,7 +120,7 @@ def test_what_a_step_gains(events: list[Event]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(steps())
-def test_slack_where_communication_slows_compute_down(events: list[Event]) -> None:
+def test_slack_where_communication_slows_compute_down(events: list[TimedEvent]) -> None:
     """A bucket that is longer by its slack makes the step no longer than what it slows down beside it."""
     dag, times = of(events, CONTENTION)
     step = times.step(events)

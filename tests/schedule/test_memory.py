@@ -10,12 +10,12 @@ import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.ir.graph import WAIT, kind_of, launch_of
 from graphshard.ir.program import Program
-from graphshard.schedule.memory import Memory, memory_of, tensors
+from graphshard.schedule.memory import MemoryTimeline, memory_of, tensors
 from graphshard.schedule.timeline import estimate
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 
-def groups(memory: Memory) -> Counter[str]:
+def groups(memory: MemoryTimeline) -> Counter[str]:
     """Bytes at the peak by what they are."""
     found = Counter[str]()
     for value in memory.alive:

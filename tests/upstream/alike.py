@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from graphshard.torch_compat.operators import TorchDispatchMode, pytree
+from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, filled, grads_of, local, params_of
 
