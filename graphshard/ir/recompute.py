@@ -167,16 +167,15 @@ def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[No
         return set()
     reason = None
     if len({node.meta.get("ac_graph_id") for node in path}) > 1:
-        reason = "several regions, or a region and other code, write it, and backward repeats that in another order"
+        reason = "Several regions, or a region and other code, write it, and backward repeats that in another order"
     elif repeated != {1}:
-        reason = "backward repeats only a part of the write, or repeats it several times"
+        reason = "Backward repeats only a part of the write, or repeats it several times"
     elif any(_reads_in_backward(user) for node in dependents for user in node.users):
-        reason = "gradients depend on it, and backward would read the new value"
+        reason = "Gradients depend on it, and backward would read the new value"
     if reason is not None:
         raise GraphBreak(
             f"{label}.forward",
-            f"A region of torch.utils.checkpoint writes buffer {name}. Eager mode repeats this in backward, and "
-            f"{reason}.",
+            f"A region of torch.utils.checkpoint writes buffer {name}, which eager mode repeats in backward. {reason}.",
             "Move the write to the buffer out of the checkpoint.",
         )
     return path

@@ -63,7 +63,7 @@ def test_a_mesh_beside_the_mesh() -> None:
     assert [axis.name for axis in mesh.every_axis] == ["all", "dp", "ep"]
     assert mesh.named("dp") == Axis("dp", 4, "shard")
     assert [mesh.distance(mesh.named(name)) for name in ("all", "dp", "ep")] == [1, 2, 1]
-    with pytest.raises(ArgumentError, match=r"^mesh has an axis 'dp', and the mesh that some parameters lie on has"):
+    with pytest.raises(ArgumentError, match=r"^mesh has an axis 'dp', and the mesh of expert parameters has"):
         Mesh.of_shape({"dp": 8}).with_experts(own)
 
 
