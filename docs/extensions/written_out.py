@@ -12,7 +12,7 @@ import griffe
 
 OPTIONS = "options.options.Options"
 # Whose fields else, by the name of the keyword arguments.
-ALSO = {"ExplainArguments": "explain.training.Training"}
+ALSO = {"ExplainArguments": "predict.training_config.Training"}
 
 
 class WrittenOut(griffe.Extension):
