@@ -244,7 +244,7 @@ def test_runs_end_at_collectives() -> None:
     ]
     found, runs = take_out_runs(lines, _every, _all)
     assert [type(line).__name__ for line in found] == [
-        *("Take", "Start", "Operator", "Replay", "Operator", "Wait", "Replay", "Return")
+        *("Take", "Start", "Operator", "Replay", "Operator", "WaitLine", "Replay", "Return")
     ]
     first, second = runs
     replay = found[3]
@@ -274,7 +274,7 @@ def test_what_computes_between_regions_ends_a_run() -> None:
         Return(values=_v("y")),
     ]
     found, runs = take_out_runs(lines, lambda call: call.region == "region_0", _all)
-    assert [type(line).__name__ for line in found] == ["Take", "Call", "Replay", "Return"]
+    assert [type(line).__name__ for line in found] == ["Take", "CallLine", "Replay", "Return"]
     assert len(runs) == 1
     assert take_out_runs(lines, lambda call: False, _all) == (lines, [])
 
@@ -300,7 +300,7 @@ def test_some_of_the_regions() -> None:
     found, runs = take_out_runs(lines, _every, some)
     assert asked == [(lines[1:6], {"e", "g", "b"}, {"x"})]
     assert [type(line).__name__ for line in found] == [
-        *("Take", "Replay", "Call", "Operator", "Replay", "Start", "Return")
+        *("Take", "Replay", "CallLine", "Operator", "Replay", "Start", "Return")
     ]
     assert [run.lines[1:-1] for run in runs] == [(lines[1],), (lines[4], lines[5])]
     assert [line.results for line in found if isinstance(line, Replay)] == [("a",), ("e",)]
