@@ -32,6 +32,8 @@ FORMAT = 12
 WRITES_FOR = 60.0
 _LEFT_BEHIND = 3600.0
 _LONGEST = 16 << 30
+# Bytes of members for each byte of a file; a file that would unpack to more is a bomb.
+_MAX_RATIO = 200
 _CHECK = re.compile(rb"sha256:([0-9a-f]{64})(?: ed25519:([0-9a-f]{128}))?")
 _AGAIN = "Copy or export it again"
 
@@ -78,7 +80,10 @@ def write_archive(
     """
     sizes = {name: len(content) for name, content in members.items()}
     line = json.dumps({"format": FORMAT, **facts, "members": sizes}, allow_nan=False).encode()
-    body = zlib.compress(b"".join(members.values()), 1)
+    content = b"".join(members.values())
+    body = zlib.compress(content, 1)
+    if len(content) > _most_in(body):
+        body = zlib.compress(content, 0)
     digest = _digest(line, body)
     check = b"sha256:" + digest
     if sign is not None:
@@ -143,15 +148,21 @@ def read_private(path: Path) -> Archive:
 
 
 def _members(sizes: dict[str, int], body: bytes) -> dict[str, bytes]:
-    total = sum(sizes.values())
-    unpacker = zlib.decompressobj()
-    content = unpacker.decompress(body, total + 1)
+    total, unpacker = sum(sizes.values()), zlib.decompressobj()
+    # A total of -1 would be no limit.
+    is_possible = min(sizes.values(), default=0) >= 0 and total <= _most_in(body)
+    content = unpacker.decompress(body, total + 1) if is_possible else b""
     if len(content) != total or not unpacker.eof or unpacker.unused_data:
         raise ValueError(f"the members have {total} bytes, and it holds others")
     members, start = {}, 0
     for name, size in sizes.items():
         members[name], start = content[start : start + size], start + size
     return members
+
+
+def _most_in(body: bytes) -> int:
+    """Return the most bytes that `write_archive` compresses to a body of this length."""
+    return _MAX_RATIO * max(len(body), 1024)
 
 
 def _digest(line: bytes, body: bytes) -> bytes:

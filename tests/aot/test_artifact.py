@@ -24,7 +24,7 @@ from graphshard import ArtifactError
 from graphshard.lower.aoti_package import check_package
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.store.artifact_file import read_artifact
-from graphshard.utils.archive import read_archive
+from graphshard.utils.archive import read_archive, write_archive
 from tests.exported import Net, export_net, rewritten, zipped
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -352,6 +352,25 @@ def test_no_more_is_unpacked_than_the_members_have(net_file: Path, tmp_path: Pat
         copy.write_bytes(_with_digest(line, other))
         with pytest.raises(ArtifactError, match="and it holds others"):
             read_artifact(copy)
+
+
+@pytest.mark.parametrize("sizes", [{"bomb.txt": 1 << 24}, {"bomb.txt": 1 << 24, "a": -(1 << 24) - 1}])
+def test_bombs_are_refused_before_they_unpack(net_file: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Whatever sizes the file says: all of a bomb's, or a negative one, with which there would be no limit."""
+    facts = json.loads(net_file.read_bytes().partition(b"\n")[0])
+    line = json.dumps({**facts, "members": sizes}).encode()
+    copy = tmp_path / "copy.gshard"
+    copy.write_bytes(_with_digest(line, zlib.compress(b"\0" * (1 << 24))))
+    unpacker = mock.Mock(decompress=mock.Mock(side_effect=AssertionError("unpacked")), eof=False)
+    unpacked = mock.patch("zlib.decompressobj", return_value=unpacker)
+    with unpacked, pytest.raises(ArtifactError, match="and it holds others"):
+        read_artifact(copy)
+
+
+def test_what_is_written_can_be_read_however_small_it_becomes(tmp_path: Path) -> None:
+    members = {"zeros": b"\0" * (1 << 24)}
+    write_archive(tmp_path / "zeros", {}, members)
+    assert read_archive(tmp_path / "zeros").members == members
 
 
 def test_forged_contents_with_right_checksums_are_refused_in_words(net_file: Path, mesh: DeviceMesh) -> None:
