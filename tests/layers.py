@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Import:
         return f"{self.source}:{self.line} imports {self.target}"
 
 
+@functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Files of the package by dotted name; `graphshard/passes` is a link to `passes`."""
     inside = [path for path in (root / "graphshard").rglob("*.py") if (root / "graphshard/passes") not in path.parents]
@@ -56,27 +58,35 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in files.items()}
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, parsed once for all tests of the process."""
+    return ast.parse(path.read_text())
+
+
 def package(module: str) -> str:
     """The room that a module is in."""
     return [*module.split("."), "__init__"][1]
 
 
-def imports(root: Path = ROOT, *, in_functions: bool = True) -> Iterator[Import]:
-    """Yield the imports of the package's modules by each other."""
+@functools.cache
+def imports(root: Path = ROOT, *, in_functions: bool = True) -> tuple[Import, ...]:
+    """Return the imports of the package's modules by each other."""
     known = modules(root)
+    found = []
     for source, path in known.items():
         for target, line in imported(path, in_functions=in_functions):
             if target.startswith("graphshard"):
                 while target not in known:  # a name of a module, not a module
                     target = target.rpartition(".")[0]
                 if target != source:
-                    yield Import(source, target, line)
+                    found.append(Import(source, target, line))
+    return tuple(found)
 
 
 def imported(path: Path, *, in_functions: bool = True) -> Iterator[tuple[str, int]]:
     """Yield the names that a file imports, and the lines; `from a import b` yields a.b."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree) if in_functions else tree.body:
+    for node in ast.walk(tree(path)) if in_functions else tree(path).body:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -14,7 +14,7 @@ import tokenize
 
 import pytest
 
-from tests.layers import modules
+from tests.layers import modules, tree
 
 PHRASES = {
     "that of": (r"\b(that of|those of|those that|those which)\b", 0.25),
@@ -55,7 +55,7 @@ def texts() -> tuple[list[str], list[str]]:
     functions: list[str] = []
     for path in modules().values():
         source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree(path)):
             documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             if documented and (doc := ast.get_docstring(node)):
                 every.append(doc)
