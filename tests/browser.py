@@ -1,5 +1,6 @@
-"""A real browser, driven over its own protocol, through a pipe: keys and clicks are real ones, and nothing has to be
-installed but Chromium.
+"""A real headless browser, driven by the DevTools protocol through a pipe, with real keys and clicks.
+
+Chromium is the only dependency.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str = "", /, timeout: float = 60, **params: Any) -> dict[str, Any]:
-        """The result of one command; events that come meanwhile are kept in `events`."""
+        """Run a command and return its result; events that arrive meanwhile are kept in `events`."""
         self._id += 1
         message = {"id": self._id, "method": method, "params": params} | ({"sessionId": session} if session else {})
         os.write(self._out, json.dumps(message).encode() + b"\0")
@@ -84,7 +85,7 @@ class Browser:
 
 
 class Page:
-    """One tab that shows one report."""
+    """A tab that shows one report."""
 
     def __init__(self, browser: Browser, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
         self._browser = browser
@@ -105,7 +106,7 @@ class Page:
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, or of the promise it gives."""
+        """Evaluate an expression and return its value; a promise is awaited."""
         reply = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]["exception"]["description"]
         return reply["result"].get("value")
@@ -117,7 +118,7 @@ class Page:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Until what was asked for is drawn."""
+        """Wait until the page is drawn."""
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
     def key(self, key: str, *, shift: bool = False) -> None:
@@ -146,13 +147,13 @@ class Page:
         self.settle()
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
-        """Left, top, width and height of an element, which is scrolled into the middle if it is out of view."""
+        """Return left, top, width and height of an element; scroll it to the middle if it is out of view."""
         node = f"document.querySelector({json.dumps(selector)})"
         self.js(f"{node}.checkVisibility() && {node}.scrollIntoView({{block: 'center'}})")
         return tuple(self.js(f"(b => [b.x, b.y, b.width, b.height])({node}.getBoundingClientRect())"))
 
     def click(self, selector: str) -> None:
-        """A click of the mouse in the middle of an element."""
+        """Click in the middle of an element."""
         left, top, width, height = self.box(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, left + width / 2, top + height / 2, clickCount=1)
@@ -173,7 +174,7 @@ class Page:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **clip)["data"]))
 
     def problems(self) -> list[str]:
-        """Exceptions, errors on the console, violated policies, and requests for anything but the file."""
+        """Return exceptions, console errors, policy violations, and requests for anything but the file."""
         found = []
         for event in self._browser.events:
             params, method = event.get("params", {}), event.get("method")

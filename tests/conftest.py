@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: worlds of real ranks, fake worlds, and the skip of GPU tests."""
+"""Fixtures for all tests: worlds of real ranks, fake worlds, and skipped GPU and slow tests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
 
-# The rules are checked before the first pass and after the last, here and in the processes that tests start. Checking
-# them after every pass takes a third of a test's time; `rules_after_every_pass` does so.
+# Programs are verified before the first pass and after the last, here and in the processes that tests start. Verifying
+# after every pass takes a third of a test's time; the fixture `rules_after_every_pass` does it.
 os.environ.setdefault("GRAPHSHARD_VERIFY", "ends")
-# Tests compile what they test; those of the cache give it a directory. With one given here a second run of all tests is
-# a second launch of each model.
+# Tests compile without the cache; tests of the cache set a directory. With a directory set here, a second run of all
+# tests is a second launch of each model.
 os.environ["GRAPHSHARD_CACHE"] = os.environ.get("GRAPHSHARD_TEST_CACHE", "off")
 
 
@@ -27,7 +27,7 @@ SLOW_CASES = frozenset(
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found = {item.nodeid for item in items}
     tests = {nodeid.partition("[")[0] for nodeid in found}
@@ -42,27 +42,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(0)  # what a test draws does not depend on the tests before it
+    torch.manual_seed(0)  # the same random numbers whatever ran before
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture
 def rules_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the rules of a program after every pass, here and on the first rank."""
+    """Verify programs after every pass, here and on the first rank."""
     monkeypatch.setenv("GRAPHSHARD_VERIFY", "each")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """`ranks(n)` are n gloo ranks of the session's pool; see tests/ranks.py."""
+    """Yield `ranks(n)`, which returns n gloo ranks of the session's pool; see tests/ranks.py."""
     with RankPool() as pool:
         yield pool.world
 
 
 @pytest.fixture
 def fake_world() -> Iterator[FakeWorld]:
-    """`fake_world(n)` makes this process a rank of n. Collectives return at once, with made-up values.
+    """Yield `fake_world(n)`, which makes this process a rank of n. Collectives return at once, with made-up values.
 
     A second call in the same test replaces the world.
     """
@@ -77,6 +77,6 @@ def fake_world() -> Iterator[FakeWorld]:
 
 @pytest.fixture
 def mesh(fake_world: FakeWorld) -> DeviceMesh:
-    """A mesh of this process alone; modules whose tests want another have a fixture of this name."""
+    """Return a mesh of this process alone; a module that needs another overrides this fixture."""
     fake_world(1)
     return init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""A model with everything that an artifact has to carry, and ways to export it and to spoil the file."""
+"""A model with everything that an artifact must carry, and helpers that export it and corrupt the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model in small: tied embeddings, a loss and logits as outputs, a constant made in forward."""
+    """A small language model with tied embeddings, loss and logits as outputs, and a constant made in forward."""
 
     def __init__(self, width: int = WIDTH, p: float = 0.2) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class Small(nn.Module):
-    """As few regions as can be: for tests that compile them."""
+    """A model with as few regions as possible, for tests that compile them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Small(nn.Module):
 
 
 def hf_llama() -> nn.Module:
-    """A small Llama of transformers, which has a configuration, and another one for generation."""
+    """Return a small Llama of transformers, which has a config and a generation config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -81,7 +81,7 @@ def hf_llama() -> nn.Module:
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one rank."""
+    """Return tokens and targets of one rank."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(TOKENS, (2, 2, 3), generator=generator)
     return tokens, targets
@@ -90,7 +90,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 def export_net(
     path: Path, mesh: Any = ((1,), (2,), (4,)), calls: Sequence[graphshard.Call] = (), **options: Any
 ) -> Path:
-    """The model on the meta device; if not for other calls, then for training, inference, its last layer and more."""
+    """Export the model from the meta device; by default for training, inference, its last layer and more."""
     with torch.device("meta"):
         model = Net()
     everything = [
@@ -103,7 +103,7 @@ def export_net(
 
 @contextlib.contextmanager
 def nothing_is_compiled() -> Iterator[None]:
-    """Let whatever plans or compiles fail, C++ compilers included, while the block is open. Traces may be made."""
+    """Fail on any planning or compiling, including C++ compilers, while the block runs. Tracing is allowed."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("something is planned or compiled")
@@ -123,12 +123,12 @@ def nothing_is_compiled() -> Iterator[None]:
             stack.enter_context(mock.patch(name, refuse))
         stack.enter_context(mock.patch.dict(os.environ, {"PATH": "/nowhere", "CXX": "", "CC": ""}))
         yield
-    # Other tests of this process may have imported it before.
+    # An earlier test of this process may have imported it.
     assert loaded or "torch._inductor.compile_fx" not in sys.modules
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], None]) -> Path:
-    """A copy of a file with other facts or members, and the checksums that belong to them."""
+    """Copy a file with other facts or members and matching checksums."""
     archive = read_archive(path)
     facts = json.loads(json.dumps(archive.facts))
     members = dict(archive.members)
@@ -139,7 +139,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], N
 
 
 def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """A zip of these members."""
+    """Return a zip archive of these members."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, data in members.items():
@@ -147,7 +147,7 @@ def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) 
     return buffer.getvalue()
 
 
-if __name__ == "__main__":  # another process than those that load
+if __name__ == "__main__":  # exports in a process other than the ones that load
     what, path = sys.argv[1], Path(sys.argv[2])
     if what == "net":
         export_net(path)

@@ -1,8 +1,8 @@
-"""What stands for CUDA graphs on a CPU: operators are recorded with the tensors that they were given, and run again.
+"""CUDA graphs emulated on the CPU: operators are recorded with their arguments and run again on replay.
 
-As on a GPU, capturing computes nothing and draws nothing; Python does not run when a graph is launched; and memory that
-a graph allocates is worth nothing before the launch, and nothing behind it, as other graphs use it, too. Such memory is
-filled with what no step could train with.
+As on a GPU, capturing computes nothing and draws no random numbers, and no Python runs when a graph is launched. Memory
+that a graph allocates is undefined before the launch and after it, because other graphs share it; the emulation fills
+such memory with NaN.
 
     with on_cpu() as graphs:
         model = graphshard.compile(model, mesh, backend="eager", cuda_graphs=True)
@@ -23,7 +23,7 @@ from graphshard.module import compiled_module
 from graphshard.runtime.cuda_graphs import CudaGraphs, ResultT
 from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
-# A call, its results, and whether it writes to what it is given.
+# A call, its results, and whether it writes to its arguments.
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]
 
 
@@ -45,7 +45,7 @@ class _Recorder(TorchDispatchMode):
             results = (args[0] if first else kwargs[written]) if schema.returns else None
         elif any(result.alias_info is not None for result in schema.returns):
             return func(*args, **kwargs)
-        else:  # of zeros, which are good for indices, too
+        else:  # zeros are valid indices, too
             results = func(*pytree.tree_map_only(Tensor, torch.zeros_like, args), **kwargs)
         self.calls.append((func, args, kwargs, results, schema.is_mutable))
         return results
@@ -53,7 +53,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass
 class Graphs(CudaGraphs):
-    """`CudaGraphs` of a CPU.
+    """`CudaGraphs` on a CPU.
 
     Attributes:
         captured, launched: how often.
@@ -96,7 +96,7 @@ class Graphs(CudaGraphs):
 
 
 def _spoil(calls: list[_Call]) -> None:
-    """Fill what calls have made."""
+    """Overwrite the results of the calls with garbage."""
     for _, _, _, results, writes in calls:
         for value in pytree.tree_leaves(results):
             if isinstance(value, Tensor) and not writes:
@@ -105,7 +105,7 @@ def _spoil(calls: list[_Call]) -> None:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[Graphs]:
-    """In the block `cuda_graphs=` of `compile` captures on the CPU."""
+    """Let `cuda_graphs=` of `compile` capture on the CPU."""
     graphs = Graphs()
     with mock.patch.object(compiled_module, "graphs_of", return_value=graphs):
         yield graphs

@@ -1,4 +1,4 @@
-"""Tiny models, the way to a program at any stage, and steps on simulated ranks; no process group anywhere.
+"""Tiny models, programs at any stage of the pipeline, and steps on simulated ranks without process groups.
 
 program = captured(Blocks(2), (torch.randn(2, 4),))     the joint graph
 through(program, "partition")                           forward and backward
@@ -93,7 +93,7 @@ class Blocks(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model in small: `head.weight` is `embed.weight`."""
+    """A small language model with tied weights: `head.weight` is `embed.weight`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Tied(nn.Module):
 
 
 class ParallelBiases(nn.Module):
-    """`f(x) + g(x)`: both layers have the same gradients, so that the partitioner's CSE sees equal reductions."""
+    """`f(x) + g(x)`: both layers have equal gradients, so the partitioner's CSE sees equal reductions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def captured(
     dynamic_shapes: Any = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Program:
-    """What `graphshard.compile(model, mesh, ...)` captures for `model(*args, **kwargs)`; all tensors are different."""
+    """Capture `model(*args, **kwargs)` as `graphshard.compile(model, mesh, ...)` does, with no tensor passed twice."""
     names = find_units(model, units)
     precision = precision_of(mp_policy, names)
     mesh = Mesh.of_shape(world_size)
@@ -152,9 +152,9 @@ def captured(
 
 
 def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> Program:
-    """Run the passes of the pipeline that the program has not seen yet, up to and with the one named `last`.
+    """Run the passes that the program has not seen yet, up to and including `last`.
 
-    Outputs that are not differentiated stay: `drop-unused-tangents` only runs where it is named.
+    Outputs that are not differentiated stay: `drop-unused-tangents` only runs when it is `last`.
     """
     seen = {stage.name for stage in program.history} | ({"plan"} if program.plan else set())
     for p in Pipeline().replace("plan", MakePlan(planner)):
@@ -166,33 +166,33 @@ def through(program: Program, last: str, *, planner: PlanByUnit = COALESCED) -> 
 
 
 def copied(program: Program) -> Program:
-    """A copy whose graphs can be rewritten, so that tests share the time of a capture."""
+    """Copy a program so that its graphs can be rewritten; tests share the time of a capture."""
     phases = {name: phase.clone() for name, phase in program.phases.items()}
     return replace(program, phases=phases, history=list(program.history), established=set(program.established))
 
 
 def target_name(node: Node) -> str:
-    """The operator of a node by name: "mm"."""
+    """Return the name of a node's operator, such as "mm"."""
     target = node.target
     return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
 def calls(phase: Phase, name: str) -> list[Node]:
-    """All calls of an operator in a phase."""
+    """Return all calls of an operator in a phase."""
     return [n for n in phase.module.graph.nodes if n.op == "call_function" and target_name(n) == name]
 
 
 def result(phase: Phase, label: str) -> Any:
-    """The value a phase returns as `label`, such as "grad:layers.0.weight"."""
+    """Return the value that a phase returns as `label`, such as "grad:layers.0.weight"."""
     return phase.results[list(map(str, phase.outputs)).index(label)]
 
 
 def run_ranks(
     phase: Phase, inputs: Sequence[Mapping[Slot, Any]], sent: list[list[torch.Tensor]] | None = None
 ) -> list[dict[Slot, Any]]:
-    """Run a phase on all ranks at once, node by node; a collective sees what every rank sends.
+    """Run a phase on all ranks at once, node by node; collectives exchange values between the simulated ranks.
 
-    `sent` receives one entry per reduced tensor: what each rank sends.
+    `sent` collects one entry per reduced tensor: the tensors that the ranks send.
     """
     values: list[dict[Node, Any]] = [{} for _ in inputs]
     slots = phase.slot_of()
@@ -221,7 +221,7 @@ def run_ranks(
 
 
 def _collective(node: Node, tensors: list[Any], sent: list[list[torch.Tensor]] | None) -> list[Any]:
-    """The results of a collective by rank, from what it is given by rank."""
+    """Compute a collective's results per rank from its inputs per rank."""
     if isinstance(tensors[0], (list, tuple)):
         single = [_collective(node, list(column), sent) for column in zip(*tensors)]
         return list(map(list, zip(*single)))
@@ -240,7 +240,7 @@ def _scattered(operation: Any, tensors: list[Any]) -> list[Any]:
 
 
 def _of_the_model(operator: Any, args: Any, tensors: list[Any]) -> list[Any]:
-    """The results of what a model gathers, scatters, or exchanges in equal pieces, by rank; of several from several."""
+    """Compute the results per rank of the model's own collective: all-gather, reduce-scatter or even all-to-all."""
     if operator in TOGETHER.values():
         single = next(done for done, together in TOGETHER.items() if together is operator)
         columns = [_of_the_model(single, args, list(column)) for column in zip(*tensors)]
@@ -254,7 +254,7 @@ def _of_the_model(operator: Any, args: Any, tensors: list[Any]) -> list[Any]:
 
 
 def padded_shard(param: torch.Tensor, row: ParamSpec, rank: int) -> torch.Tensor:
-    """A rank's piece of a full parameter, padded with NaN, which must not reach any result."""
+    """Return a rank's shard of a full parameter. The padding is NaN, which must not reach any result."""
     start, length = row.local_range(rank)
     shard = torch.empty_strided(row.padded_shape, row.stride_of(row.padded_shape), dtype=row.dtype)
     shard.fill_(math.nan if row.dtype.is_floating_point else -1)
@@ -269,10 +269,10 @@ def step(
     tangents: Mapping[str, torch.Tensor] | None = None,
     sent: list[list[torch.Tensor]] | None = None,
 ) -> list[dict[str, Any]]:
-    """One step of a partitioned program on simulated ranks, a batch for each.
+    """Run one step of a partitioned program on simulated ranks, with one batch per rank.
 
-    Returns, per rank, what both phases return by label: "output:0", "grad:w", "mutation:buffer", ...
-    Tangents are ones unless given.
+    Returns, per rank, what both phases return by label: "output:0", "grad:w", "mutation:buffer", ... Tangents default
+    to ones.
     """
     inputs = []
     for rank, batch in enumerate(batches):
@@ -298,7 +298,7 @@ def step(
 
 
 def full_gradients(program: Program, results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | None]:
-    """Gradients by parameter name, put together from the ranks' shards and cut to the parameter's rows."""
+    """Concatenate the ranks' gradient shards by parameter name and cut the padding."""
     grads = {}
     for row in program.params:
         shards = [r.get(f"grad:{row.name}") for r in results]
@@ -307,7 +307,7 @@ def full_gradients(program: Program, results: Sequence[Mapping[str, Any]]) -> di
 
 
 def mean_gradients(model: nn.Module, batches: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | None]:
-    """What autograd computes without graphshard: the mean of the batches' gradients, by parameter name."""
+    """Compute the gradients without graphshard: the mean over the batches, by parameter name."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = [model(*batch).sum() for batch in batches]
     grads = [torch.autograd.grad(loss, list(params.values()), allow_unused=True) for loss in losses]
@@ -316,13 +316,13 @@ def mean_gradients(model: nn.Module, batches: Sequence[Sequence[torch.Tensor]]) 
 
 
 def assert_gradients(program: Program, model: nn.Module, batches: Sequence[Sequence[torch.Tensor]]) -> None:
-    """A program's gradients are the mean over the ranks, within rounding."""
+    """Check that a program's gradients are the mean over the ranks, within rounding."""
     found = full_gradients(program, step(program, model, batches))
     torch.testing.assert_close(found, mean_gradients(model, batches))
 
 
 def resident(field: str) -> int:
-    """Bytes of this process in memory, as the kernel counts them: "VmRSS" now, "VmHWM" the most so far."""
+    """Return the resident memory of this process in bytes: "VmRSS" now, "VmHWM" the peak."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024

@@ -1,6 +1,6 @@
-"""The floors of the house: which package may import which, and what the source says about it.
+"""Layers of the package: which package may import which, and the imports found in the source.
 
-`python -m tests.layers [ROOT]` counts floors, arrows between packages and files, and circles.
+`python -m tests.layers [ROOT]` counts layers, import edges between packages and files, and cycles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 
-# From the ground: a package may import those on lower floors, and nothing else.
+# Bottom first: a package may import packages on lower floors only.
 FLOORS = (
     ("errors",),
     ("torch_compat",),
@@ -39,7 +39,7 @@ FLOORS = (
 
 @dataclass(frozen=True)
 class Import:
-    """That one module imports another, by their dotted names."""
+    """One module's import of another, by dotted names."""
 
     source: str
     target: str
@@ -51,7 +51,7 @@ class Import:
 
 @functools.cache
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Files of the package by dotted name; `graphshard/passes` is a link to `passes`."""
+    """Return the package's files by dotted name; `graphshard/passes` is a link to `passes`."""
     inside = [path for path in (root / "graphshard").rglob("*.py") if (root / "graphshard/passes") not in path.parents]
     files = {path.relative_to(root): path for path in inside}
     files |= {Path("graphshard") / path.relative_to(root): path for path in (root / "passes").rglob("*.py")}
@@ -65,7 +65,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def package(module: str) -> str:
-    """The room that a module is in."""
+    """Return the package that a module is in."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -94,12 +94,12 @@ def imported(path: Path, *, in_functions: bool = True) -> Iterator[tuple[str, in
 
 
 def floors(graph: nx.DiGraph) -> int:
-    """How many floors a graph of arrows takes, each circle being one room."""
+    """Return the number of layers of an import graph, with each cycle as one node."""
     return int(nx.dag_longest_path_length(nx.condensation(graph))) + 1
 
 
 def circles(graph: nx.DiGraph) -> list[list[str]]:
-    """Groups of rooms that import each other."""
+    """Return the import cycles."""
     return sorted(sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1)
 
 

@@ -26,8 +26,8 @@ hangs on the order of a set differs between ranks.
 
 The rules are checked after every pass by the first rank only, as the program is the same on all of them by design.
 
-A rank that dies or hangs takes its pool along, and the next run starts a fresh one. What the ranks print, the
-test process prints again, so that pytest shows it with a test that fails.
+If a rank dies or hangs, its pool is closed, and the next run starts a new one. The test process repeats the ranks'
+output, so pytest shows it with a failing test.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# Defaults: what the environment of the tests says comes first.
+# Defaults; the environment of the test process takes precedence.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # A pool of compile workers in each rank costs more than it gives.
+    # A pool of compile workers in each rank costs more than it saves.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # Gloo otherwise resolves the name of the host, which may lead outside or nowhere.
+    # Otherwise gloo resolves the host name, which may lead to an external address or to none.
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
 START_TIMEOUT = 300.0
 
-# Of all ranks but the first.
+# Environment of all ranks except the first.
 UNVERIFIED = {"GRAPHSHARD_VERIFY": "off"}
 
-# A rank with more threads is replaced. Some models of DTensors leave their process groups, and the threads of each look
-# for work a hundred times a second: hundreds of them take half of the machine.
+# Ranks with more threads are replaced. Some DTensor models leak process groups, whose threads poll a hundred times a
+# second; hundreds of them take half of the machine.
 MOST_THREADS = 60
 
-# How the names of graphshard's environment variables begin.
+# Prefixes of graphshard's environment variables.
 OURS = "GRAPHSHARD_"
 
 
@@ -85,7 +85,7 @@ class RankError(Exception):
 
 
 class RankPool:
-    """Processes that serve as ranks: started when a run first needs them, and after a run that lost one."""
+    """Processes that serve as ranks. They start on the first run, and again after a run that lost one."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -100,7 +100,7 @@ class RankPool:
         self.close()
 
     def world(self, world_size: int) -> World:
-        """So many ranks of the pool."""
+        """Return a world of the pool's first ranks."""
         return World(self, world_size)
 
     def run(
@@ -113,8 +113,8 @@ class RankPool:
     ) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
 
-        `function` is sent by name, so it sits at the top level of its module. Arguments and values are sent
-        by value, tensors too. The ranks have `timeout` seconds, and `grace` after the first error.
+        `function` is sent by name and must be at the top level of its module. Arguments and results, including tensors,
+        are pickled. The ranks have `timeout` seconds, and `grace` seconds after the first error.
         """
         __tracebackhide__ = True
         environment = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
@@ -129,7 +129,7 @@ class RankPool:
                 rank.send(request)
             answers = _collect(chosen, timeout, grace)
         except BaseException:
-            self.close()  # after a KeyboardInterrupt, say, answers are left in the pipes
+            self.close()  # an interrupted run leaves answers in the pipes
             raise
         if any(answer.lost for answer in answers):
             self.close()
@@ -138,7 +138,7 @@ class RankPool:
         return [pickle.loads(answer.value) for answer in answers]
 
     def close(self) -> None:
-        """Kill the processes: left to themselves they take a second each, as torch is slow to leave."""
+        """Kill the processes; a regular exit takes a second each, because torch shuts down slowly."""
         self._relay_output()
         for rank in self._ranks:
             rank.process.kill()
@@ -149,10 +149,10 @@ class RankPool:
         self._folder.close()
 
     def _start(self, world_size: int) -> None:
-        """Start as many processes as are missing."""
+        """Start the missing processes."""
         if not self._ranks:
             self._directory = Path(self._folder.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
-            # Served from here, the store has a port that is free for certain, and outlives any rank.
+            # The test process serves the store: its port is free, and it outlives any rank.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         assert self._store is not None
         missing = range(len(self._ranks), world_size)
@@ -170,7 +170,7 @@ class RankPool:
 
 @dataclass(frozen=True)
 class World:
-    """The first ranks of a pool, as a world of their own."""
+    """The first ranks of a pool, as one world."""
 
     pool: RankPool
     world_size: int
@@ -187,16 +187,16 @@ FakeWorld: TypeAlias = Callable[..., None]
 
 @dataclass(frozen=True)
 class _Request:
-    """What a rank is asked to do, as one of `world_size`."""
+    """A call for a rank to run as one of `world_size` ranks."""
 
     number: int
     world_size: int
     call: bytes  # the pickled function and its arguments; loading it imports the test's module
-    environment: dict[str, str]  # of graphshard, as the test process has it
+    environment: dict[str, str]  # graphshard's variables in the test process
 
 
 def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[_Answer]:
-    """Wait for an answer of each rank, and answer for those that hang."""
+    """Wait for an answer of each rank; report an error for ranks that hang."""
     waiting = {rank.connection: rank for rank in ranks}
     answers: list[_Answer] = []
     deadline = time.monotonic() + timeout
@@ -214,18 +214,18 @@ def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[_Answer]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank returned, or why it did not."""
+    """A rank's result or error."""
 
     rank: int
-    value: bytes = b""  # pickled by the rank itself, so that its failure to do so is an error like others
+    value: bytes = b""  # pickled by the rank, so that a failure to pickle is an ordinary error
     error: str = ""
     detail: str = ""
-    time: float = 0.0  # of the error; the clock is the same in all processes
+    time: float = 0.0  # of the error; all processes share the clock
     lost: bool = False  # the process died or hangs
 
 
 def _raise_errors(answers: list[_Answer]) -> None:
-    """Raise one RankError for all errors, if there are any."""
+    """Raise one RankError for all errors, if any."""
     __tracebackhide__ = True
     errors = sorted((answer for answer in answers if answer.error), key=lambda answer: answer.time)
     if errors:
@@ -235,13 +235,13 @@ def _raise_errors(answers: list[_Answer]) -> None:
 
 @dataclass
 class _Rank:
-    """A process, as the test process sees it."""
+    """A rank's process as seen by the test process."""
 
     rank: int
     process: SpawnProcess
     connection: Connection
-    log: TextIO  # what the rank prints
-    stacks: TextIO  # what it writes when asked where it hangs
+    log: TextIO  # output of the rank
+    stacks: TextIO  # stack traces that a hanging rank writes on request
 
     def num_threads(self) -> int:
         """Return how many threads the process has; 0 if it is gone."""
@@ -260,11 +260,11 @@ class _Rank:
         args = (rank, port, theirs, log, stacks)
         process = context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
         process.start()
-        theirs.close()  # the only other end is the rank's, so its death ends the pipe
+        theirs.close()  # the rank holds the only other end, so its death closes the pipe
         return cls(rank, process, ours, log.open(errors="replace"), stacks.open())
 
     def send(self, request: bytes) -> None:
-        with contextlib.suppress(OSError):  # dead: found when its answer is due
+        with contextlib.suppress(OSError):  # a dead rank is found when its answer is due
             self.connection.send_bytes(request)
 
     def receive(self) -> _Answer:
@@ -272,7 +272,7 @@ class _Rank:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(10.0)
-            # Errors of the other ranks follow from this one, so its time is the earliest.
+            # The errors of the other ranks follow from this one, so it gets the earliest time.
             return _Answer(self.rank, error=f"died with exit code {self.process.exitcode}", lost=True)
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class _Rank:
 
 
 def _hanging(ranks: list[_Rank], error: str) -> list[_Answer]:
-    """The answers for ranks that hang: their stacks."""
+    """Return answers with the stack traces of ranks that hang."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGUSR1)
     if ranks:
@@ -293,7 +293,7 @@ def _hanging(ranks: list[_Rank], error: str) -> list[_Answer]:
 
 
 def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path) -> None:
-    """The life of a rank: answer requests until it is killed."""
+    """Answer requests until the process is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     with stacks.open("w") as stacks_file, log.open("w") as log_file:
@@ -307,9 +307,9 @@ def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path
         frozen = 0
         while True:
             request = pickle.loads(connection.recv_bytes())
-            reset_distributed()  # not before all ranks have answered: one may still be in a collective
+            reset_distributed()  # only now: before, another rank may still be in a collective
             gc.collect()
-            if len(sys.modules) > frozen:  # what imports made stays, and takes 0.1 s to go through
+            if len(sys.modules) > frozen:  # keep imported objects out of collections, which take 0.1 s
                 frozen = len(sys.modules)
                 gc.freeze()
             answer = _answer(request, dist.PrefixStore(f"run{request.number}", store), rank)
@@ -319,7 +319,7 @@ def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path
 
 
 def _leave_with_parent() -> None:
-    """Exit when the test process is killed, though this rank may hang."""
+    """Exit when the test process dies, even if this rank hangs."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -336,17 +336,17 @@ def _answer_here(request: _Request, store: dist.Store, rank: int) -> _Answer:
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
         function, args = pickle.loads(request.call)
-        torch.manual_seed(0)  # last, as the first run of a module imports it here
+        torch.manual_seed(0)  # last: the first run of a module imports it above
         value = pickle.dumps(function(rank, request.world_size, *args))
         check_modes()
         return _Answer(rank, value=value)
-    except BaseException as error:  # SystemExit and pytest.fail, too
+    except BaseException as error:  # including SystemExit and pytest.fail
         summary = "".join(traceback.format_exception_only(error)).strip()
         return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
 
 
 def check_modes() -> None:
-    """Check that no mode of torch is left open: what runs next in this process would be in it."""
+    """Check that no torch mode is left open; it would affect the next run."""
     torch.autocast_increment_nesting()
     assert torch.autocast_decrement_nesting() == 0, "autocast is left open"
     assert not torch.is_autocast_enabled("cpu"), "autocast is left open"
@@ -358,11 +358,11 @@ def check_modes() -> None:
 
 
 def reset_distributed() -> None:
-    """Leave all process groups, and forget what names or holds them.
+    """Destroy all process groups and clear what names or holds them.
 
-    DTensor caches its plans by device mesh. A mesh equals that of an earlier run, but a plan of then names
-    groups that are gone, or are others by now. While a mesh is in a cache its groups live, too, and the threads of
-    each look for news a hundred times a second.
+    DTensor caches its plans by device mesh. A mesh can equal one of an earlier run whose plan names groups that are
+    gone or belong to other ranks by now. A cached mesh also keeps its groups alive, whose threads poll a hundred times
+    a second.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Reports to render: a small one with everything in it, and a deep one."""
+"""Reports to render: a small one that uses every feature, and a deep one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ forward:
 
 
 def small_report(**changes: Any) -> Report:
-    """Two layers: three gathers, two reductions, one of each exposed."""
+    """Build a report of two layers: three gathers and two reductions, of which one each is exposed."""
     unfolded = "".join(f"  %{i}: f32[4] = relu(%{i - 1})\n" for i in range(30, 60))
     stages = (
         StageView("capture", 0, 1.5, 16, True, BEFORE, BEFORE, "00-capture.txt"),
@@ -131,7 +131,7 @@ def small_report(**changes: Any) -> Report:
 
 
 def measured_report() -> Report:
-    """The small report of a step that was measured, too: a third slower, and with a wait that is not predicted."""
+    """Build the small report with measured times: a third slower than predicted, and with an unpredicted wait."""
     plain = small_report()
     assert plain.timeline
     ms = 1e-3
@@ -158,7 +158,7 @@ def measured_report() -> Report:
 
 
 def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
-    """As large as the largest models: 20,000 lines, a thousand spans."""
+    """Build a report the size of the largest models: 20,000 lines, a thousand spans."""
 
     def stage(i: int) -> str:
         lines = ["forward:"]

@@ -1,18 +1,18 @@
-"""An oracle of streams: the code of an executor runs on values that know who has written them, and checks every access.
+"""A race detector for streams: runs an executor's code on values that record their accesses, and checks the order.
 
-    problems(executor.lines, [COMPUTE, HOST, ...])      accesses that are not ordered, in words
+    problems(executor.lines, [COMPUTE, HOST, ...])      unordered accesses, in words
 
-The code that runs is that of the executor, with another `torch` in its scope, and so are `upload`, `arrived` and
-`download`. Names are let go of where the code lets go of them: a buffer ends when Python drops the last reference.
-What the model takes for granted is what torch does on CUDA devices:
+The code is the executor's, with a fake `torch` in its scope; `upload`, `arrived` and `download` are the real ones.
+References die where the code drops them: a buffer is freed when Python drops the last reference. The model assumes what
+torch does on CUDA devices:
 
-* A region and an operator run on the compute stream. Their results are allocated there.
-* A collective runs on the stream of its process group, behind all that the compute stream has been given by then. Its
-  results are allocated on the compute stream. Its work holds what it reads until somebody waits for it
-  (`ProcessGroupNCCL` stashes it), but not what it writes.
-* `wait_tensor` lets the compute stream wait for the collective, those of all tensors that travel together.
-* What is freed is at once there again for the stream that it was allocated on, or when those that `record_stream` was
-  told have done what they have been given by then. One of these must be behind every other stream that has used it.
+* Regions and operators run on the compute stream and allocate their results there.
+* A collective runs on the stream of its process group, after all work launched so far on the compute stream. Its
+  results are allocated on the compute stream. Its `Work` holds the inputs until a wait (`ProcessGroupNCCL` stashes
+  them), but not the outputs.
+* `wait_tensor` makes the compute stream wait for the collective, with all tensors of a coalesced one.
+* Freed memory is reused at once by the stream that allocated it, or, after `record_stream`, once the recorded streams
+  have finished the work launched so far. One of these streams must be ordered after every other stream that used it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES | FUNCTIONAL.keys()
 
 
 class Buffer:
-    """Memory, and the accesses that others must be ordered behind.
+    """Memory, and the accesses that later ones must be ordered after.
 
     Attributes:
-        home: the stream that it was allocated on; HOST is no device's memory.
+        home: the stream that allocated it; HOST for host memory.
         written: the last write: a stream and its count.
         used: the last access of each stream.
         recorded: streams that `record_stream` was called with.
@@ -63,7 +63,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class Value:
-    """A tensor: a reference to a buffer, with as much of the interface as copies use."""
+    """A tensor: a reference to a buffer, with the methods that copies use."""
 
     buffer: Buffer
 
@@ -110,7 +110,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Event:
-    """What a stream had been given when it was recorded."""
+    """`torch.cuda.Event`: the clock of its stream when it was recorded."""
 
     machine: Machine
     clock: Counter[str]
@@ -121,7 +121,7 @@ class Event:
 
 @dataclass(eq=False)
 class Work:
-    """A collective that is under way: where its stream was behind it, and what it holds."""
+    """A collective in flight: its stream's clock, and the inputs that it keeps alive."""
 
     end: Counter[str]
     holds: list[Value]
@@ -129,54 +129,54 @@ class Work:
 
 @dataclass(eq=False)
 class Machine:
-    """Streams, what each of them is behind of, and collectives under way.
+    """Streams with vector clocks, and collectives in flight.
 
     Attributes:
-        holds: whether works hold what they read.
-        problems: accesses that are not ordered, in order.
+        holds: whether works keep their inputs alive.
+        problems: unordered accesses, in program order.
     """
 
     holds: bool = True
     problems: list[str] = field(default_factory=list)
     current: str = COMPUTE
-    _behind: dict[str, Counter[str]] = field(default_factory=dict)
+    _clocks: dict[str, Counter[str]] = field(default_factory=dict)
     _work_of: weakref.WeakKeyDictionary[Buffer, Work] = field(default_factory=weakref.WeakKeyDictionary)
-    _under_way: list[Work] = field(default_factory=list)
+    _in_flight: list[Work] = field(default_factory=list)
     _numbers: Counter[str] = field(default_factory=Counter)
 
     def made(self, name: str, home: str | None = None) -> Value:
-        """A new buffer, allocated on the current stream."""
+        """Allocate a buffer on the current stream."""
         self._numbers[name] += 1
         return Value(Buffer(self, f"{name} {self._numbers[name]}", home or self.current))
 
     def reads(self, value: Value, stream: str) -> None:
-        """A stream reads a value: it must be behind its write."""
+        """Record a read by a stream, which must be ordered after the last write."""
         written = value.buffer.written
-        if written is not None and not self._is_behind(stream, *written):
+        if written is not None and not self._is_ordered_after(stream, *written):
             self.problems.append(f"{stream} reads {value.buffer.name} while {written[0]} writes it")
         value.buffer.used[stream] = self._counts(stream)
 
     def writes(self, value: Value, stream: str) -> None:
-        """A stream writes a value: it must be behind all that has used it."""
+        """Record a write by a stream, which must be ordered after all earlier accesses."""
         for other, count in value.buffer.used.items():
-            if not self._is_behind(stream, other, count):
+            if not self._is_ordered_after(stream, other, count):
                 self.problems.append(f"{stream} writes {value.buffer.name} while {other} uses it")
         value.buffer.used[stream] = count = self._counts(stream)
         value.buffer.written = stream, count
 
     def freed(self, buffer: Buffer) -> None:
-        """Nobody refers to a buffer any more."""
-        until = {buffer.home, *buffer.recorded}  # have done what they have been given by now, when it is used again
+        """Check that the memory of an unreferenced buffer is not reused while a stream accesses it."""
+        until = {buffer.home, *buffer.recorded}  # reuse waits for the work launched on these so far
         for other, count in buffer.used.items():
-            if buffer.home != HOST and not any(self._is_behind(stream, other, count) for stream in until):
+            if buffer.home != HOST and not any(self._is_ordered_after(stream, other, count) for stream in until):
                 self.problems.append(f"{buffer.name} is freed while {other} uses it")
 
     def waits(self, stream: str, other: str) -> None:
-        """A stream waits for all that another has been given by now."""
+        """Make a stream wait for all work launched so far on another one."""
         self._wait_for(stream, self._clock(other))
 
     def started(self, group: str, given: Sequence[Value], results: Sequence[Value]) -> None:
-        """A collective of a group starts."""
+        """Start a collective of a group."""
         stream = f"group {group}"
         self.waits(stream, self.current)
         for value in given:
@@ -184,18 +184,18 @@ class Machine:
         for value in results:
             self.writes(value, stream)
         work = Work(self._clock(stream).copy(), list(given) if self.holds else [])
-        self._under_way.append(work)
+        self._in_flight.append(work)
         self._work_of.update((value.buffer, work) for value in results)
 
     def waited(self, value: Value) -> None:
-        """The current stream waits for the collective that makes a value, if it is under way."""
+        """Make the current stream wait for the collective that produces a value, if it is in flight."""
         work = self._work_of.pop(value.buffer, None)
         if work is not None:
             self._wait_for(self.current, work.end)
             work.holds.clear()
 
     def copied(self, value: Value, device: str, non_blocking: bool) -> Value:
-        """A copy of a value on another device, made by the current stream."""
+        """Copy a value to another device on the current stream."""
         self.reads(value, self.current)
         made = self.made("copy", HOST if device == "cpu" else None)
         self.writes(made, self.current)
@@ -204,8 +204,8 @@ class Machine:
         return made
 
     def end(self) -> None:
-        """Works that nobody has waited for are waited for at some time."""
-        self._under_way.clear()
+        """Finish the works without a wait."""
+        self._in_flight.clear()
 
     def _counts(self, stream: str) -> int:
         clock = self._clock(stream)
@@ -213,26 +213,26 @@ class Machine:
         return clock[stream]
 
     def _clock(self, stream: str) -> Counter[str]:
-        return self._behind.setdefault(stream, Counter())
+        return self._clocks.setdefault(stream, Counter())
 
-    def _is_behind(self, stream: str, other: str, count: int) -> bool:
-        # What the host has done itself was done before it launched anything else.
+    def _is_ordered_after(self, stream: str, other: str, count: int) -> bool:
+        # The host finishes its own accesses before it launches anything else.
         return other in (stream, HOST) or self._clock(stream)[other] >= count
 
     def _wait_for(self, stream: str, clock: Mapping[str, int]) -> None:
         mine = self._clock(stream)
-        mine |= clock  # the larger count of each
+        mine |= clock  # elementwise maximum
 
-    # --- what stands for torch ------------------------------------------------------------------------------
+    # --- fake torch -----------------------------------------------------------------------------------------
 
     def torch(self) -> Any:
-        """`torch` in the scope of an executor's code."""
+        """Return `torch` as the executor's code sees it."""
         dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
         return types.SimpleNamespace(ops=_Operators(self, torch.ops), **dtypes)
 
     @contextlib.contextmanager
     def copies(self) -> Iterator[None]:
-        """In the block copies between host and device are made on this machine."""
+        """Run copies between host and device on this machine."""
 
         @contextlib.contextmanager
         def on(stream: Stream) -> Iterator[None]:
@@ -308,10 +308,10 @@ class Machine:
     def _collective(self, operator: Any, args: tuple[Any, ...]) -> Any:
         several = isinstance(args[0], (list, tuple))
         given = list(args[0]) if several else [args[0]]
-        if operator in FUNCTIONAL:  # over what is given
+        if operator in FUNCTIONAL:  # in place
             results = given
             self.started(args[-1], given, given)
-        elif operator in ALL_REDUCES:  # of a copy
+        elif operator in ALL_REDUCES:  # on a copy
             results = [self.call(torch.ops.aten.clone.default, (value,), {}) for value in given]
             self.started(args[-1], results, results)
         else:
@@ -322,7 +322,7 @@ class Machine:
 
 @dataclass
 class _Operators:
-    """`torch.ops` of a machine, down to overloads, which it runs."""
+    """`torch.ops` of a machine, down to overloads, which run on the machine."""
 
     machine: Machine
     real: Any
@@ -336,7 +336,7 @@ class _Operators:
 
 @dataclass
 class _Regions:
-    """`self` of an executor's code: its methods are regions."""
+    """`self` in the executor's code: its methods are regions."""
 
     machine: Machine
     results: Mapping[str, int]
@@ -368,16 +368,16 @@ def problems(
     finishes: bool = True,
     unread: Collection[int] = (),
 ) -> list[str]:
-    """Accesses of the code of some lines that are not ordered.
+    """Return the unordered accesses in the code of some lines.
 
     Args:
-        inputs: for each input where it was allocated, COMPUTE or HOST, behind KEPT if somebody else has it, too.
-        change: makes a fault in the code.
-        holds: whether works hold what they read.
-        offloaded: whether the host waits for copies in the end, before it writes to what it has given.
-        updates: for each group of gradients that arrive, the places of the inputs that the optimizer writes then.
+        inputs: where each input was allocated: COMPUTE or HOST, prefixed with KEPT if the caller keeps a reference.
+        change: injects a fault into the code.
+        holds: whether works keep their inputs alive.
+        offloaded: whether the program offloads, so that the host should wait for copies before it writes to the inputs.
+        updates: indices of the inputs that the optimizer writes when a group of gradients arrives.
         finishes: whether the host does wait for them.
-        unread: places of results that nobody reads before backward gets them back.
+        unread: indices of results that are not read before backward receives them.
     """
     machine = Machine(holds)
     counts = {line.region: len(line.results) for line in lines if isinstance(line, CallLine)}
@@ -396,7 +396,7 @@ def problems(
     made: dict[str, Any] = {}
     exec(code, scope, made)
     with machine.copies():
-        # Inputs are this list's alone while the code runs, as those of a step are.
+        # The list owns the inputs while the code runs, as in a step.
         results = made["forward"](_Regions(machine, counts), given)
         if offloaded and finishes:
             operators.finish_copies(CUDA)

@@ -1,4 +1,4 @@
-"""Models whose attention is shared by the ranks of a context axis, each of which has a part of every sequence."""
+"""Models with context parallelism: each rank of the context axis has a part of every sequence."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Attention = Callable[[Tensor, Tensor, Tensor, DeviceMesh | None], Tensor]
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor:
-    """Of all positions, on one rank: q, k and v are [batch, heads, length, width]."""
+    """Compute attention over all positions on one rank: q, k and v are [batch, heads, length, width]."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor:
-    """Each rank's queries see the keys of all, which are gathered along the sequence."""
+    """Gather the keys and values of all ranks along the sequence, for the queries of this rank."""
     assert axis is not None
     group, length = axis.get_group(), q.shape[2]
     k, v = (
@@ -36,7 +36,7 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor
 
 
 def _swapped(x: Tensor, axis: DeviceMesh, cut: int, joined: int) -> Tensor:
-    """Of dim `cut` every rank gets a part, of dim `joined` what all have."""
+    """All-to-all that splits dim `cut` over the ranks and concatenates dim `joined`."""
     size = axis.size()
     sent = torch.stack(x.chunk(size, cut)).contiguous()
     got = collectives.all_to_all_single_autograd(sent.flatten(0, 1), None, None, axis.get_group())
@@ -44,14 +44,14 @@ def _swapped(x: Tensor, axis: DeviceMesh, cut: int, joined: int) -> Tensor:
 
 
 def by_heads(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor:
-    """Each rank has all positions of some heads."""
+    """Give each rank all positions of some heads (Ulysses)."""
     assert axis is not None
     q, k, v = (_swapped(each, axis, 1, 2) for each in (q, k, v))
     return _swapped(whole(q, k, v, None), axis, 2, 1)
 
 
 class _ToTheNext(torch.autograd.Function):
-    """Around the ring: what a rank has goes to the next one, and gradients the other way."""
+    """Ring shift: sends a tensor to the next rank, and the gradient to the previous one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: DeviceMesh) -> Tensor:
@@ -70,7 +70,7 @@ def _sent(x: Tensor, axis: DeviceMesh, by: int) -> Tensor:
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh | None) -> Tensor:
-    """Keys and values go around, and what each part of the sequence adds is weighed by its sum of exponentials."""
+    """Pass keys and values around the ring, and weigh each part by its sum of exponentials."""
     assert axis is not None
     rank, size, length = axis.get_local_rank(), axis.size(), q.shape[2]
     parts, weights = [], []
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens, targets: [batch, positions of this rank]; the loss is the mean of these."""
+    """tokens, targets: [batch, positions of this rank]; the loss is the mean over these."""
 
     def __init__(self, attention: Attention, axis: DeviceMesh | None, depth: int = 2) -> None:
         super().__init__()
@@ -122,17 +122,17 @@ NAMES = ("dp_replicate", "dp_shard", "cp")
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """The last axes of replicas, shards and context ranks."""
+    """Build a mesh of the last axes of (replicas, shards, context)."""
     return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
 
 
 def sequences(step: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Tokens and targets that the ranks of a context axis share: [2, positions]."""
+    """Return tokens and targets that the ranks of a context axis share: [2, positions]."""
     data = mesh.get_rank() // mesh.size(mesh.ndim - 1)
     tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + data))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def own(sequence: Tensor, axis: DeviceMesh) -> Tensor:
-    """The part of a sequence that is this rank's."""
+    """Return this rank's part of a sequence."""
     return sequence.chunk(axis.size(), 1)[axis.get_local_rank()]

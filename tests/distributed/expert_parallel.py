@@ -1,4 +1,4 @@
-"""A model with experts that are dealt out to ranks, to which tokens are sent; and what shards it, ours and FSDP2's."""
+"""A mixture-of-experts model with expert parallelism, and functions that shard it with graphshard or FSDP2."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ EXPERTS, TOP, WIDTH, HIDDEN = 4, 2, 8, 16
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """Of data axes and, inside of them, an expert axis."""
+    """Build a mesh of data axes and an innermost expert axis."""
     return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
 
 
 def dense_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """What parameters are sharded over that are no experts'."""
+    """Return the mesh of all parameters outside of experts."""
     flat = mesh["dp", "ep"]._flatten("dp_ep")
     return mesh["replicate", "dp_ep"] if mesh.ndim == 3 else flat
 
 
 def expert_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """What those of experts are sharded over."""
+    """Return the mesh of the experts' parameters."""
     return mesh["replicate", "dp"] if mesh.ndim == 3 else mesh["dp"]
 
 
 def one_by_one(rows: Tensor, sizes: list[int], up: Tensor, down: Tensor) -> Tensor:
-    """Each expert by products of its own."""
+    """Compute each expert with separate matmuls."""
     parts = rows.split(sizes)
     return torch.cat([F.gelu(part @ up[expert]) @ down[expert] for expert, part in enumerate(parts)])
 
 
 def grouped(rows: Tensor, sizes: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """All experts by one grouped product, which takes bfloat16."""
+    """Compute all experts with one grouped matmul, in bfloat16."""
     ends = sizes.cumsum(0).to(torch.int32)
     hidden = F.silu(F.grouped_mm(rows.bfloat16(), up.bfloat16(), offs=ends))
     return F.grouped_mm(hidden, down.bfloat16(), offs=ends).to(rows.dtype)
 
 
 class Experts(nn.Module):
-    """Gets tokens that are sorted by expert, and how many there are for each; some are on other ranks."""
+    """Local experts: takes tokens sorted by expert and the count for each expert; some experts are on other ranks."""
 
     def __init__(self, axis: DeviceMesh | None, product: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class Layer(nn.Module):
 
 
 class Moe(nn.Module):
-    """Layers of a shared part and of experts, of which each token has two.
+    """Layers of a dense part and experts, of which each token uses two.
 
     Args:
-        axis: the ranks that experts are dealt out to; None keeps them all.
+        axis: the expert axis; None keeps all experts on every rank.
     """
 
     def __init__(self, axis: DeviceMesh | None, product: Callable[..., Tensor] = one_by_one, layers: int = 1) -> None:
@@ -124,12 +124,12 @@ class Moe(nn.Module):
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Inputs: [2, 6, width]."""
+    """Return inputs: [2, 6, width]."""
     return torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def placements(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """FSDP2's function that names a mesh for each parameter."""
+    """Return FSDP2's function that names a mesh for each parameter."""
 
     def info(axes: DeviceMesh) -> FSDPMeshInfo:
         if axes.ndim == 2:
@@ -142,7 +142,7 @@ def placements(model: nn.Module, mesh: DeviceMesh) -> Callable[[nn.Parameter], A
 
 
 def by_placements(shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """A layer is one unit, whose parameters are on two meshes."""
+    """Shard each layer as one unit, whose parameters are on two meshes."""
     function, axes = placements(model, mesh), dense_axes(mesh)
     for layer in model.layers:
         shard(layer, mesh=axes, shard_placement_fn=function, **options)
@@ -150,7 +150,7 @@ def by_placements(shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh,
 
 
 def by_units(shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Experts are units of their own, over their mesh."""
+    """Shard experts as separate units on their mesh."""
     axes = dense_axes(mesh)
     for layer in model.layers:
         shard(layer.experts, mesh=expert_axes(mesh), **options)
@@ -159,6 +159,6 @@ def by_units(shard: Callable[..., Any], model: nn.Module, mesh: DeviceMesh, **op
 
 
 def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Sharded by FSDP2, which refuses two meshes of the same ranks in one unit."""
+    """Shard with FSDP2, which rejects two meshes of the same ranks in one unit."""
     way = by_units if ShardPlacementResult is None or mesh["ep"].size() == 1 else by_placements
     return way(fully_shard, model, mesh, **options)

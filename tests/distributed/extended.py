@@ -1,4 +1,4 @@
-"""Parameters that follow FSDP2's protocol for what is gathered of them, and nets of them."""
+"""Parameters with FSDP2's all-gather extensions, and nets of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Net(nn.Module):
-    """Blocks of two weights; those of the blocks may be of another class."""
+    """Blocks of two weights each; the weights of the blocks may be subclasses."""
 
     def __init__(self, make_weight: Callable[[Tensor], Tensor] = lambda weight: weight, dim: int = 8) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def even(make_weight: Callable[[Tensor], Tensor] = lambda weight: weight) -> Net:
-    """A net whose weights two ranks, or four, share without a rest."""
+    """Return a net whose weights divide evenly by two or four ranks."""
     torch.manual_seed(0)
     model = Net(dim=8)
     for block in model.blocks:
@@ -83,7 +83,7 @@ def after(self: Any, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, 
 
 @contextlib.contextmanager
 def pairs_follow(how: Any = before) -> Iterator[None]:
-    """TwoTensor follows the protocol within the block."""
+    """Give TwoTensor the all-gather extensions within the block."""
     TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather = how, after
     try:
         yield
@@ -92,7 +92,7 @@ def pairs_follow(how: Any = before) -> Iterator[None]:
 
 
 def rounded(self: Any, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any) -> Any:
-    """Travel as bfloat16, whatever the policy says."""
+    """All-gather as bfloat16, whatever the policy says."""
     return (self.to(torch.bfloat16),), None
 
 
@@ -117,7 +117,7 @@ def patch_shards(model: nn.Module, pre: Any = rounded, post: Any = widened) -> N
 
 
 class Rounded(torch.Tensor):
-    """A tensor that travels as bfloat16, padded by itself to the size of the largest shard."""
+    """A tensor that is gathered as bfloat16 and pads itself to the size of the largest shard."""
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Rounded:
@@ -145,11 +145,11 @@ class Rounded(torch.Tensor):
 
 
 def tell(tensor: Tensor | None) -> dict[str, Tensor]:
-    """Copies of the plain tensors that this rank holds of a tensor."""
+    """Return copies of the plain tensors of this rank's shard."""
     return {str(i): part.detach().clone() for i, part in enumerate(parts_of(local(tensor)))}
 
 
-def train_beside_fsdp2(
+def train_and_compare_with_fsdp2(
     make: Callable[[], nn.Module],
     mesh: DeviceMesh,
     *,
@@ -159,10 +159,10 @@ def train_beside_fsdp2(
     after_step: Callable[[nn.Module], None] = lambda model: None,
     **options: Any,
 ) -> nn.Module:
-    """Steps of Adam, in graphshard and in FSDP2: equal results, gradients and parameters, bit for bit.
+    """Train with Adam in graphshard and in FSDP2; check that outputs, gradients and parameters are bitwise equal.
 
     Args:
-        make: makes equal models; some subclasses cannot be copied.
+        make: builds equal models; some subclasses cannot be copied.
     """
     ours = graphshard.compile(make(), mesh, backend="eager", **options)
     twin = fsdp2(make(), mesh, **options)

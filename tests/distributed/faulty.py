@@ -1,9 +1,9 @@
-"""Jobs in which one rank does something wrong, each on processes of their own; `test_faults.py` asks what ranks say.
+"""Jobs in which one rank does something wrong, each in separate processes; `test_faults.py` checks the errors.
 
     python -m tests.distributed.faulty [CASE ...]      prints a line of JSON for each rank of each case
 
 The processes are forked from this one, which has imported torch. One serves the rendezvous store, as torchrun does. The
-ranks end as scripts do: by an error that nobody catches, or at the end of their code.
+ranks end as scripts do: by an uncaught error, or at the end of their code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Broken(Pass):
-    """Requires: nothing. Ensures: nothing. Preserves: nothing, on one rank."""
+    """Requires: nothing. Ensures: nothing. Preserves: nothing.
+
+    Breaks the program on one rank only.
+    """
 
     name = "broken"
 
@@ -82,25 +85,25 @@ class Job:
             model(torch.ones(rows, 4)).backward()
 
     def trained(self, **options: Any) -> Any:
-        """A model after two steps, and one without gradients; from here on a fault counts."""
+        """Train a model for two steps and a forward without gradients; time counts from the next fault."""
         model = self.model(**options)
         self.steps(model, 2)
         dist.barrier()
         return model
 
     def fault(self) -> None:
-        """What comes now is the fault."""
+        """Mark the time of the fault."""
         if self.odd:
             self.store.set("fault", str(time.time()))
 
     def end(self) -> None:
-        """The odd rank's script is at its end; the others have seen to it that it is in time."""
+        """End the odd rank's script; a barrier before ensures that it is on time."""
         self.fault()
         if self.odd:
             sys.exit()
 
     def kill(self) -> None:
-        """The odd rank's process dies without a word."""
+        """Kill the odd rank's process."""
         self.fault()
         if self.odd:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,7 +117,7 @@ def capture_error(job: Job) -> None:
 
 
 def caught_capture_error(job: Job) -> None:
-    """The process lives on."""
+    """The process survives its error."""
     with contextlib.suppress(graphshard.CaptureError):
         capture_error(job)
     time.sleep(20)
@@ -145,7 +148,7 @@ def accumulation(job: Job) -> None:
 
 
 def known_accumulation(job: Job) -> None:
-    """All ranks have accumulated before, so no rank makes a new program."""
+    """All ranks have accumulated before, so no rank compiles a new program."""
     model = job.trained()
     for sync in (False, True, False, True):
         model.set_requires_gradient_sync(sync)
@@ -157,7 +160,7 @@ def known_accumulation(job: Job) -> None:
 
 
 def gathered_ahead(job: Job) -> None:
-    """One rank writes to its shard between two steps, so it alone gathers again."""
+    """One rank writes to its shard between two steps, so only this rank gathers again."""
     model = job.trained(width=4)
     step = graphshard.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), gather_ahead=True)
     x = torch.ones(2, 4)
@@ -208,7 +211,7 @@ def killed(job: Job) -> None:
 
 
 def killed_before_a_new_program(job: Job) -> None:
-    """Nobody is in a collective: the others wait to compare their programs."""
+    """No rank is in a collective: the others wait to compare their programs."""
     model = job.trained()
     job.kill()
     model.layers[0].bias.requires_grad_(False)
@@ -247,7 +250,7 @@ CASES: dict[str, Callable[[Job], None]] = {
 
 
 def run(name: str, rank: int, port: int) -> None:
-    """One rank of a case; prints what it ends with."""
+    """Run one rank of a case and print its outcome."""
     case, _, check = name.partition(":")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -263,11 +266,11 @@ def run(name: str, rank: int, port: int) -> None:
         finally:
             since = time.time() - float(dist.PrefixStore("job", own).get("fault"))
             row = {"case": name, "rank": rank, "error": found, "message": message, "seconds": round(since, 2)}
-            os.write(1, f"{json.dumps(row)}\n".encode())  # at once, as others write, too
+            os.write(1, f"{json.dumps(row)}\n".encode())  # one write, because other processes write, too
 
 
 def serve() -> tuple[int, int]:
-    """The process that serves the store, and its port. It has no other threads than this one when it is forked."""
+    """Fork the process that serves the store and return it and its port. It has no other threads at the fork."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -293,7 +296,7 @@ def main() -> None:
 
 
 def wait_for(children: list[int]) -> None:
-    """Wait for processes, and kill those that take too long."""
+    """Wait for processes, and kill them after the time limit."""
     deadline = time.monotonic() + LIMIT
     while children and time.monotonic() < deadline:
         children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]

@@ -1,4 +1,4 @@
-"""A small net and how it is trained, for tests of what is sharded and how."""
+"""Small nets and training loops for tests of sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Placement = Callable[[nn.Parameter], Shard | None]
 
 
 def largest_dim(param: nn.Parameter) -> Shard:
-    """Shard along the largest dim, counted from behind."""
+    """Shard along the largest dim, as a negative index."""
     sizes = list(param.shape)
     return Shard(sizes.index(max(sizes)) - len(sizes))
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """Weights tied across units, and within one."""
+    """Weights tied across units and within one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def rows(rank: int, *shape: int) -> Tensor:
 
 
 def train(model: nn.Module, inputs: list[Tensor], lr: float = 0.1) -> dict[str, Any]:
-    """Steps of SGD on this rank's inputs; losses, and gradients and parameters at the end."""
+    """Train with SGD on this rank's inputs; return losses, and final gradients and parameters."""
     optim = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
     losses = []
     for x in inputs:
@@ -88,7 +88,7 @@ def full(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_parallel(model: nn.Module, step_inputs: list[list[Tensor]], lr: float = 0.1) -> dict[str, Any]:
-    """The same steps without sharding: the gradient is the mean over the ranks' inputs."""
+    """Train the same steps without sharding: the gradient is the mean over the ranks' inputs."""
     optim = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
     for inputs in step_inputs:
         optim.zero_grad()
@@ -99,7 +99,7 @@ def data_parallel(model: nn.Module, step_inputs: list[list[Tensor]], lr: float =
 
 
 def hashes_agree(model: nn.Module) -> None:
-    """Every rank made the same plan of the same graph."""
+    """Check that every rank has the same plan of the same graph."""
     plans = [p.plan.hash for p in graphshard.programs(model) if isinstance(p.plan, Plan)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, plans)

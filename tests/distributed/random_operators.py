@@ -1,4 +1,4 @@
-"""Operators and layers that random programs are made of; the other half, and what all share, is in `random_pieces`."""
+"""Operators and layers of random programs; `random_pieces` has the stateful pieces and the shared base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS: dict[str, type[nn.Module]] = {}
 
 
 def kind(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Register a module as what `Piece.kind` may name."""
+    """Register a module under a name for `Piece.kind`."""
 
     def register(cls: type[nn.Module]) -> type[nn.Module]:
         KINDS[name] = cls
@@ -23,7 +23,7 @@ def kind(name: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
 
 
 class Varied(nn.Module):
-    """A piece of which `size` chooses one of the variants."""
+    """A piece whose `size` selects one of its variants."""
 
     variants = 1
 
@@ -75,7 +75,7 @@ class _Norm(Varied):
 
 @kind("batch_norm")
 class _BatchNorm(nn.Module):
-    """Writes its buffers. FSDP2 cannot do it in bfloat16 on a CPU: the generator has it in float32 only."""
+    """Batch norm, which writes its buffers. In float32 only: FSDP2 cannot run it in bfloat16 on a CPU."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _BatchNorm(nn.Module):
 
 @kind("embedding")
 class _Embedding(Varied):
-    """Rows of a table by tokens: as an embedding, by indexing, by gather, by index_select."""
+    """Embedding lookup: as an embedding, by indexing, by gather, by index_select."""
 
     variants = 4
 
@@ -121,7 +121,7 @@ class _Einsum(Varied):
 
 @kind("put")
 class _Put(Varied):
-    """Values written into others by index: index_put, index_add, scatter_add, a slice."""
+    """Indexed writes: index_put, index_add, scatter_add, a slice."""
 
     variants = 4
 
@@ -236,7 +236,7 @@ class _Multihead(Varied):
 
 @kind("encoder")
 class _Encoder(nn.Module):
-    """With norm_first, dropout sees values that are not contiguous."""
+    """An encoder layer; with norm_first, dropout sees non-contiguous values."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Encoder(nn.Module):
 
 @kind("dropout")
 class _Dropout(Varied):
-    """Random numbers: dropout of contiguous and other values, of channels, noise."""
+    """Random numbers: dropout of contiguous and non-contiguous values, of channels, noise."""
 
     variants = 5
 
@@ -272,7 +272,7 @@ class _Dropout(Varied):
 
 @kind("linalg")
 class _Linalg(Varied):
-    """Never in bfloat16, for which LAPACK has no functions."""
+    """Linear algebra; never in bfloat16, which LAPACK lacks."""
 
     variants = 3
 
@@ -291,7 +291,7 @@ class _Linalg(Varied):
 
 @kind("reduction")
 class _Reduction(Varied):
-    """Reductions and choices among values: ties and order matter to their gradients."""
+    """Reductions and selections: ties and order matter to their gradients."""
 
     variants = 6
 

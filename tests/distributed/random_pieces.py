@@ -1,9 +1,9 @@
 """What random programs are made of: small modules that take and return values of one shape.
 
-Each is made for a width and a `Piece` of `random_programs`, whose `size` and `flag` choose among its variants. Values
-are of shape [batch, length, width], tokens of [batch, length]; both batch and length may be dynamic. Those that only
-compute are in `random_operators`; here are those with state, functions and hooks of autograd, modes, regions that are
-computed again, and parameters that are frozen or unused.
+Each is built for a width and a `Piece` of `random_programs`, whose `size` and `flag` select a variant. Values are
+[batch, length, width], tokens [batch, length]; batch and length may be dynamic. Pure operators are in
+`random_operators`; this file has state, autograd functions and hooks, modes, checkpointed regions, and parameters that
+are frozen or unused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Buffer(Varied):
 
 
 class _Steeper(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
+    """A function whose backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -62,7 +62,7 @@ class _Steeper(torch.autograd.Function):
 
 
 class Saving(torch.autograd.Function):
-    """Saves what it needs; has two inputs and two outputs."""
+    """A function that saves tensors, with two inputs and two outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class _TensorHook(Varied):
 
 @kind("module_hook")
 class _ModuleHook(nn.Module):
-    """Forward hooks of a module that is no unit, which change what goes in or comes out."""
+    """Forward hooks of a module that is not a unit; they change inputs or outputs."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _ModuleHook(nn.Module):
 
 @kind("attribute")
 class _Attribute(nn.Module):
-    """Reads numbers of its own, which a training loop may change between steps."""
+    """Numbers in attributes, which a training loop may change between steps."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class _Attribute(nn.Module):
 
 @kind("detached")
 class _Detached(Varied):
-    """Parts without gradient: detach, no_grad, a branch on grad mode, and inference of a teacher."""
+    """Parts without gradients: detach, no_grad, a branch on grad mode, and inference of a teacher."""
 
     variants = 3
 
@@ -206,7 +206,7 @@ class _Autocast(nn.Module):
 
 @kind("penalty")
 class _Penalty(Varied):
-    """A gradient of its own as a part of the value."""
+    """A gradient penalty: a gradient is a part of the value."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__(width, size, flag)
@@ -223,7 +223,7 @@ class _Penalty(Varied):
 
 @kind("checkpoint")
 class _Checkpoint(nn.Module):
-    """A region of a unit that is computed again."""
+    """A checkpointed region of a unit."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class _LowRank(nn.Module):
 
 @kind("unused")
 class _Unused(Varied):
-    """Holds parameters that nothing uses, or only where a gradient is not wanted."""
+    """Parameters that are never used, or only without gradients."""
 
     def __init__(self, width: int, size: int, flag: bool) -> None:
         super().__init__(width, size, flag)

@@ -13,9 +13,8 @@ FSDP2 on a CPU cannot do everything, and what it cannot do is never generated:
 * a unit that is called twice, of which one call is in a reentrant checkpoint: it stays gathered after backward; or
   which has such a region in it: each call's gradients are reduced by themselves.
 
-Neither are what graphshard refuses: buffers that a checkpointed region reads and writes, or several regions write; nor
-code that asks in a reentrant checkpoint whether gradients are enabled: eager mode says no at first, and yes when it
-runs again.
+Neither are programs that graphshard rejects: buffers that a checkpointed region reads and writes, or that several
+regions write, and branches on grad mode in a reentrant checkpoint, which is off at first and on during recomputation.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ import cattrs
 
 from tests.distributed.random_pieces import KINDS, REENTRANT
 
-# Buffers that are written: batch norm's may be in a checkpointed region if no other call writes them.
+# Pieces that write buffers. Batch norm may be in a checkpointed region if no other call writes its buffers.
 WRITING = {"batch_norm", "buffer"}
 # Exact in float32 and float64 only.
 FULL_PRECISION = {"batch_norm", "linalg", "autocast"}
-# What Inductor draws, or how it rounds to a few bits, is not comparable with eager mode. A buffer that adds to itself
-# what depends on it makes differences of rounding grow a thousandfold in three steps.
+# Inductor's random numbers, and rounding to few bits, differ from eager mode. A buffer that accumulates values that
+# depend on it amplifies rounding differences a thousandfold in three steps.
 NOT_CLOSE = {"dropout", "multihead", "encoder", "checkpoint", "function", "reduction", "autocast", "buffer"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module of `random_pieces`; `residual` adds what goes in to what comes out."""
+    """A module of `random_pieces`; `residual` adds the input to the output."""
 
     kind: str
     size: int = 0
@@ -54,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stack:
-    """Pieces one after the other, with parameters and arithmetic of one dtype."""
+    """A sequence of pieces whose parameters and arithmetic have one dtype."""
 
     pieces: tuple[Piece, ...] = ()
     dtype: str = "float32"
@@ -62,11 +61,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Call:
-    """A block is called, and its result joined with what went in.
+    """A call of a block, and how its result is combined with the input.
 
-    `join` is "no", "add", "gate" (the value enters the block and bypasses it), "early" (an earlier value is added,
-    which other blocks have used, too) or "context" (the block is given that value as well). `checkpoint` is "no",
-    "plain", "reentrant" or "selective".
+    `join` is "no", "add", "gate" (the value enters the block and bypasses it), "early" (adds an earlier value that
+    other blocks have used) or "context" (the block also gets that value). `checkpoint` is "no", "plain", "reentrant" or
+    "selective".
     """
 
     block: int
@@ -78,10 +77,9 @@ class Call:
 class Program:
     """A model, and how it is sharded and trained.
 
-    A step has as many microbatches as `sync` has items, each of which says whether its backward reduces gradients.
-    `sizes` are batch and length of the calls, in turn; if `ragged`, not the same on all ranks. `changes` is what
-    happens to the model between the first step and the second: "no", "eval", "validate" (a call without gradient),
-    "attribute" or "freeze".
+    A step has one microbatch per item of `sync`, which says whether its backward reduces gradients. `sizes` are batch
+    and length of the calls, cyclically; with `ragged` they differ between ranks. `changes` happen to the model between
+    the first step and the second: "no", "eval", "validate" (a call without gradient), "attribute" or "freeze".
     """
 
     seed: int = 0
@@ -111,7 +109,7 @@ class Program:
 
 
 def random_program(seed: int, *, backend: str = "eager") -> Program:
-    """The program of a seed."""
+    """Generate the program of a seed."""
     draw = random.Random(seed)
     policy = draw.choice(["fp32", "fp32", "bf16", "bf16", "pure bf16", "bf16 in fp32 out", "no cast", "by unit"])
     if backend == "inductor":
@@ -136,7 +134,7 @@ def random_program(seed: int, *, backend: str = "eager") -> Program:
         )
 
     units = draw.choice(["blocks", "blocks", "blocks", "root", "some", "nested", "pieces", "ends", "joined"])
-    own = units in ("blocks", "nested", "pieces", "ends")  # each block has a unit of its own
+    own = units in ("blocks", "nested", "pieces", "ends")  # each block is a unit
     blocks = tuple(
         stack(1, 3, "float64" if own and draw.random() < 0.08 else "float32") for _ in range(draw.randint(0, 3))
     )
@@ -203,7 +201,7 @@ def _without_reentrant(stack: Stack) -> Stack:
 
 
 def to_json(program: Program) -> str:
-    """One line that `from_json` reads; what is the default is left out."""
+    """Serialize to one line that `from_json` reads; defaults are left out."""
     return json.dumps(_told(program), separators=(",", ":"))
 
 
@@ -215,12 +213,12 @@ def _told(value: Any) -> Any:
 
 
 def from_json(text: str) -> Program:
-    """The program of a line by `to_json`."""
+    """Parse the output of `to_json`."""
     return cattrs.Converter(forbid_extra_keys=True).structure(json.loads(text), Program)
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, those that lack the most first."""
+    """Yield programs with one feature less, largest reductions first."""
     for index in range(len(program.calls)):
         yield replace(program, calls=_without(program.calls, index))
     used = {call.block for call in program.calls}

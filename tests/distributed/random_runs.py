@@ -1,4 +1,4 @@
-"""Run a random program on the ranks, with graphshard and with FSDP2, and tell what differs."""
+"""Run a random program on the ranks with graphshard and with FSDP2, and report differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.distributed.random_pieces import KINDS, VOCAB
 from tests.distributed.random_programs import Call, Piece, Program, Stack
 from tests.distributed.twins import local, world_mesh
 
-# What happened, in order: when, and the values of then by name.
+# Events in order: a label, and the values at that time by name.
 Seen = list[tuple[str, dict[str, Tensor | None]]]
 
 BF16 = torch.bfloat16
@@ -47,7 +47,7 @@ ACTIVATION = {"default": None, "full": "full", "half": 0.5, "nothing": 0.0}
 
 
 class Cell(nn.Module):
-    """A piece with what stands around it: casts to its dtype, and a residual."""
+    """A piece with casts to its dtype and a residual."""
 
     def __init__(self, piece: Piece, width: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Cell(nn.Module):
 
 
 class Cells(nn.Module):
-    """The pieces of a stack, one after the other."""
+    """The pieces of a stack, in sequence."""
 
     def __init__(self, stack: Stack, width: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def _selected() -> Any:
 
 
 def _tie(modules: list[nn.Module]) -> None:
-    """Let matrices of one shape in these modules be one parameter."""
+    """Tie all matrices of one shape in these modules."""
     known: dict[Any, nn.Parameter] = {}
     for owner in (sub for module in modules for sub in module.modules()):
         for name, param in owner.named_parameters(recurse=False):
@@ -145,7 +145,7 @@ def _tie(modules: list[nn.Module]) -> None:
 
 
 def differences(rank: int, world_size: int, program: Program) -> str:
-    """Train with both; "" if all is equal, otherwise what is not, and since when. Called on every rank."""
+    """Train with both on every rank; return the first difference and when it appeared, or ""."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs, error = _outcome(_theirs, program)
@@ -210,7 +210,7 @@ def _theirs(program: Program) -> Iterator[tuple[str, dict[str, Tensor | None]]]:
 
 
 def _units(model: nn.Module, program: Program) -> list[UnitSpec] | None:
-    """The patterns that match any module with parameters."""
+    """Return patterns that match any module with parameters."""
     holders = [name for name, sub in model.named_modules() if name and any(True for _ in sub.parameters())]
     specs = UNITS[program.units]
     if specs is None:
@@ -237,7 +237,7 @@ def _policy(model: nn.Module, program: Program) -> PolicySpec:
 
 
 def _placement(program: Program) -> Any:
-    """A choice of the dim to cut; FSDP2 cuts others than the first only into equal parts."""
+    """Choose the dim to shard; FSDP2 shards dims after the first only evenly."""
     if program.placement == "rows":
         return None
 
@@ -249,10 +249,10 @@ def _placement(program: Program) -> Any:
 
 
 def _train(model: Any, program: Program) -> Iterator[tuple[str, dict[str, Tensor | None]]]:
-    """Steps of AdamW; what there is to see after each."""
+    """Train with AdamW and yield the observable state after each step."""
     rank = dist.get_rank()
-    # Where rounding differs, AdamW would make a step of 1e-2 of the noise in a gradient that is 0, such as that of the
-    # bias of the keys of attention.
+    # With rounding differences AdamW would amplify the noise of a zero gradient, such as that of the key bias in
+    # attention, to a step of 1e-2.
     eps = 1e-8 if program.backend == "eager" else 1e-3
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps)
     for step in range(program.steps):
@@ -265,7 +265,7 @@ def _train(model: Any, program: Program) -> Iterator[tuple[str, dict[str, Tensor
                 model.set_reshard_after_backward(last)
             seed = 100 * step + 10 * index + rank
             x, tokens = _inputs(program, step + index + rank * program.ragged, seed)
-            torch.manual_seed(seed)  # of dropout
+            torch.manual_seed(seed)  # for dropout
             outputs = _outputs(model(x, tokens))
             loss = torch.stack([value.float().square().mean() for value in outputs]).sum()
             loss.backward()
@@ -275,10 +275,10 @@ def _train(model: Any, program: Program) -> Iterator[tuple[str, dict[str, Tensor
             yield f"gradient of the input in {when}", {"x": x.grad}
             if any(not isinstance(p, DTensor) for p in model.parameters()) and not program.keep:
                 raise RuntimeError("parameters are gathered after backward")
-            if last and program.keep:  # FSDP2 leaves units gathered whose parameters are all frozen
+            if last and program.keep:  # FSDP2 keeps fully frozen units gathered
                 for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
                     unit.reshard()
-            if last or not program.keep:  # FSDP2 has no gradients to see while parameters are kept gathered
+            if last or not program.keep:  # FSDP2 shows no gradients while parameters stay gathered
                 yield f"gradients of {when}", {n: _copy(p.grad) for n, p in model.named_parameters()}
         if program.clip:
             yield f"norm of step {step}", {"norm": nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()}
@@ -302,7 +302,7 @@ def _change(model: Any, program: Program) -> Iterator[tuple[str, dict[str, Tenso
         model.eval()
         with torch.no_grad():
             outputs = _outputs(model(*_inputs(program, 0, 1)))
-        model.reshard()  # FSDP2 keeps the root gathered, and would not see what the optimizer does to its shards
+        model.reshard()  # FSDP2 keeps the root gathered and would not see the optimizer's writes to its shards
         model.train()
         yield "validation", dict(zip("abc", outputs))
 
@@ -325,7 +325,7 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def _compare(name: str, a: Tensor | None, b: Tensor | None, *, close: bool) -> str:
-    """What is told of two tensors that are not the same; "" of those that are."""
+    """Describe the difference of two tensors; "" if they are equal."""
     if a is None or b is None:
         return "" if a is b else f"{name} is {'None' if a is None else 'there'}"
     if a.dtype != b.dtype or a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""Parallelized models and their plans, and pairs of them: compiled by graphshard, and sharded by FSDP2."""
+"""Tensor parallel models and their plans, and pairs of them: compiled by graphshard, and sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batch: TypeAlias = Callable[[], tuple[Any, ...]]
 
 
 class Mlp(nn.Module):
-    """Two products: the first is cut along its columns, the second along its rows."""
+    """Two matmuls: the first is sharded column-wise, the second row-wise."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Mlp(nn.Module):
 
 
 class Mlps(nn.Module):
-    """Blocks that are parallelized, and a head that is not."""
+    """Parallelized blocks, and a head that is not parallelized."""
 
     def __init__(self, depth: int = 2, width: int = 8) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Mlps(nn.Module):
 
 
 def mlps(tp: DeviceMesh, depth: int = 2) -> nn.Module:
-    """The same on all ranks, but for what each has of it on the tensor axis."""
+    """Build the same MLPs on all ranks and parallelize them."""
     torch.manual_seed(1)
     model = Mlps(depth)
     for layer in model.layers:
@@ -63,28 +63,28 @@ def mlps(tp: DeviceMesh, depth: int = 2) -> nn.Module:
 
 
 def rows() -> tuple[Tensor]:
-    """Inputs of the MLPs."""
+    """Return inputs of the MLPs."""
     return (torch.randn(3, 8),)
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """Of data axes and, inside of them, a tensor axis."""
+    """Build a mesh of data axes and an innermost tensor axis."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :])
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The data axes."""
+    """Return the data axes."""
     return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
 
 
 def pair_of(make: Make, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The same model twice: compiled by graphshard, and sharded by FSDP2 by the same units."""
+    """Build the model twice, with the same units: compiled by graphshard, and sharded by FSDP2."""
     theirs = fsdp2(make(mesh["tp"]), data_of(mesh), **options)
     return graphshard.compile(make(mesh["tp"]), mesh, backend="eager", **options), theirs
 
 
 def placed(model: nn.Module) -> dict[str, str]:
-    """How parameters and gradients lie on the mesh."""
+    """Return the placements of parameters and gradients."""
     named = [*model.state_dict().items(), *((f"{name}.grad", grad) for name, grad in grads_of(model).items())]
     return {
         name: f"{t.placements} {tuple(t.shape)} {t.stride()} {t.device_mesh.mesh_dim_names} {t.device_mesh.mesh}"
@@ -103,7 +103,7 @@ def train_alike(
     clip: bool = True,
     run: Callable[..., Tensor] = lambda model, *inputs: model(*inputs),
 ) -> None:
-    """Steps with clipped gradients: equal bits, equal placements; ranks of the tensor axis see the same batch."""
+    """Train with clipped gradients; check equal bits and placements. Ranks of the tensor axis see the same batch."""
     optims = [optimizer(model.parameters(), lr=0.01) for model in pair]
     place = data_of(mesh).get_coordinate()
     assert place is not None
@@ -131,7 +131,7 @@ def train_alike(
 
 
 def _clip(model: nn.Module) -> dict[str, Tensor]:
-    """Clip gradients, those on each mesh by themselves, as torch's function adds up norms on one mesh only."""
+    """Clip gradients per mesh, because torch's function adds up norms on one mesh only."""
     norms = {}
     for index, mesh in enumerate(dict.fromkeys(p.device_mesh for p in model.parameters())):
         params = [p for p in model.parameters() if p.device_mesh == mesh]
@@ -140,9 +140,9 @@ def _clip(model: nn.Module) -> dict[str, Tensor]:
 
 
 def llama(tp: DeviceMesh, layers: int = 2, *, cut_logits: bool = False) -> nn.Module:
-    """The model of examples/ with the plan that Llamas have: sequences are cut where nothing mixes their elements.
+    """Build the model of examples/ with Llama's usual plan, including sequence parallelism.
 
-    With `cut_logits` they are DTensors, cut along the vocabulary, as `loss_parallel` takes them.
+    With `cut_logits` the logits are DTensors, sharded along the vocabulary, as `loss_parallel` expects.
     """
     torch.manual_seed(1)
     config = load_example("llama").LlamaConfig(
@@ -178,7 +178,7 @@ def llama(tp: DeviceMesh, layers: int = 2, *, cut_logits: bool = False) -> nn.Mo
 
 
 class Tied(nn.Module):
-    """An embedding that is the head, too, and layers that are computed again in backward; one weight is frozen."""
+    """Tied embedding and head, and checkpointed layers; one weight is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Tied(nn.Module):
 
 
 def tied(tp: DeviceMesh) -> nn.Module:
-    """Both ends are cut along the vocabulary."""
+    """Shard embedding and head along the vocabulary."""
     torch.manual_seed(1)
     model = Tied()
     ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
@@ -207,10 +207,10 @@ def tied(tp: DeviceMesh) -> nn.Module:
 
 
 def words() -> tuple[Tensor]:
-    """Inputs of the tied model."""
+    """Return inputs of the tied model."""
     return (torch.randint(0, 12, (2, 4)),)
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the Llama."""
+    """Return inputs and targets of the Llama."""
     return torch.randint(0, VOCAB, (2, 8)), torch.randint(0, VOCAB, (2, 8))

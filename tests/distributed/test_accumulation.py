@@ -1,4 +1,4 @@
-"""Several backwards for one step: what is sent when, and the bits of FSDP2."""
+"""Gradient accumulation: collectives of each microbatch, and bitwise equality with FSDP2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.ranks import RankError, Ranks
 
 POLICIES = {"fp32": FP32, "bf16": BF16, "bf16 reductions": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
-# What is told to a model before a microbatch: ours, and FSDP2's.
+# Settings before a microbatch, for graphshard and for FSDP2.
 Setting = Callable[[Any, bool], None]
 
 
@@ -46,7 +46,7 @@ def _no_all_reduce(model: Any, last: bool) -> None:
 
 
 def _one_block(model: Any, last: bool) -> None:
-    """The first block accumulates, the rest reduces every time."""
+    """Accumulate in the first block, reduce the rest every time."""
     if isinstance(model, FSDPModule):
         model.layers[0].set_requires_gradient_sync(last)
     else:
@@ -58,7 +58,7 @@ def _root_only(model: Any, last: bool) -> None:
 
 
 def _both(model: Any, last: bool) -> None:
-    """The first microbatch stays on the rank, the second on the shards."""
+    """Accumulate the first microbatch on the rank, the second on the shards."""
     if last:
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(True)
@@ -97,23 +97,23 @@ def _train(rank: int, world_size: int, setting: Setting, policy: MixedPrecisionP
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_microbatches_without_sync_equal_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
-    """Gradients are added up in the dtype they are reduced in."""
+def test_microbatches_without_sync_match_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """Gradients accumulate in the reduce dtype."""
     ranks(2).run(_train, _no_sync, policy)
 
 
 @pytest.mark.parametrize("setting", [_one_block, _root_only])
-def test_units_that_accumulate_alone_equal_fsdp2(ranks: Ranks, setting: Setting) -> None:
+def test_accumulation_in_some_units_matches_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(2).run(_train, setting, BF16)
 
 
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
-def test_microbatches_over_replicas_equal_fsdp2(ranks: Ranks, setting: Setting) -> None:
+def test_microbatches_over_replicas_match_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_train, setting, FP32)
 
 
 class Expanded(nn.Module):
-    """The gradient of a parameter is one number, expanded."""
+    """A model whose parameter gradient is an expanded scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ def _train_expanded(rank: int, world_size: int, policy: MixedPrecisionPolicy) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_gradients_that_are_expanded_are_added_up(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+def test_expanded_gradients_accumulate(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     ranks(2).run(_train_expanded, policy)
 
 
 def _counts(rank: int, world_size: int) -> list[list[dict[str, int]]]:
-    """Reductions of ours and of FSDP2, without sync and without all-reduce."""
+    """Count reductions of graphshard and FSDP2, without sync and without all-reduce."""
     counted = []
     for model in twins(Blocks(3, 8), _square()):
         counted.append([])
@@ -155,7 +155,7 @@ def _counts(rank: int, world_size: int) -> list[list[dict[str, int]]]:
 
 
 def test_reductions_of_three_microbatches(ranks: Ranks) -> None:
-    """Three units are reduced once, or over shards every time and over replicas once, as in FSDP2."""
+    """Three units are reduced once; or over shards for each microbatch and over replicas once, as in FSDP2."""
     for ours, theirs in ranks(4).run(_counts):
         assert ours == theirs == [{"scatter": 3, "all_reduce": 3}, {"scatter": 9, "all_reduce": 3}]
 
@@ -172,7 +172,7 @@ class Choice(nn.Module):
 
 
 def _unused_in_the_last(rank: int, world_size: int) -> None:
-    """What the last microbatch does not use is reduced with it."""
+    """The last microbatch also reduces layers that it does not use."""
     pair = twins(Choice(), world_mesh())
     for model in pair:
         torch.manual_seed(rank)
@@ -183,12 +183,12 @@ def _unused_in_the_last(rank: int, world_size: int) -> None:
     assert all(grad is not None for grad in grads_of(pair[0]).values())
 
 
-def test_a_layer_that_the_last_microbatch_does_not_use(ranks: Ranks) -> None:
+def test_a_layer_unused_in_the_last_microbatch(ranks: Ranks) -> None:
     ranks(2).run(_unused_in_the_last)
 
 
 def _pipelined(rank: int, world_size: int) -> None:
-    """One forward, one backward: two microbatches are under way at once, as in a pipeline stage."""
+    """Run 1F1B: two microbatches are in flight at once, as in a pipeline stage."""
     model, batch = example_llama(layers=1)
     pair = twins(model, world_mesh(), reshard_after_forward=False)
     for compiled in pair:
@@ -206,12 +206,12 @@ def _pipelined(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
-def test_interleaved_microbatches_equal_fsdp2(ranks: Ranks) -> None:
+def test_interleaved_microbatches_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_pipelined)
 
 
 def _given_up(rank: int, world_size: int, setting: Setting) -> None:
-    """FSDP2 does the second microbatch alone: its own `reset_iter_state` keeps what was not reduced (torch 2.13)."""
+    """FSDP2 runs the second microbatch only: its `reset_iter_state` keeps unreduced gradients (torch 2.13)."""
     ours, theirs = twins(Blocks(2, 4), _square())
     x = torch.full((2, 4), rank + 1.0)
     setting(ours, False)
@@ -224,8 +224,8 @@ def _given_up(rank: int, world_size: int, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", [_no_sync, _no_all_reduce])
-def test_a_step_that_was_given_up_leaves_nothing(ranks: Ranks, setting: Setting) -> None:
-    """Whether its gradients stayed on the rank or on the shards."""
+def test_an_abandoned_step_leaves_no_gradients(ranks: Ranks, setting: Setting) -> None:
+    """With gradients on the rank and on the shards."""
     ranks(4).run(_given_up, setting)
 
 
@@ -234,15 +234,15 @@ def _typing_error(rank: int, world_size: int) -> None:
     model.set_requires_gradient_sync(False, units=["layer.*"])
 
 
-def test_units_that_do_not_exist(ranks: Ranks) -> None:
+def test_rejects_unknown_units(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"units: 'layer\.\*' names no unit; there are '', 'layers\.0', 'layers\.1'\."):
         ranks(2).run(_typing_error)
 
 
 def _inputs_only(rank: int, world_size: int, setting: Setting) -> None:
-    """The gradient of the input is asked for in each microbatch; it leaves nothing behind and takes nothing.
+    """Compute the input's gradient in each microbatch; it must not affect the accumulated gradients.
 
-    FSDP2 is not asked: it reduces what was added up as soon as any gradient was computed, and the rest afterwards.
+    FSDP2 is not compared: it reduces the accumulated sum as soon as any gradient is computed, and the rest afterwards.
     """
     ours, theirs = pair = twins(Blocks(2, 8), _square())
     for microbatch in range(3):
@@ -264,7 +264,7 @@ def _inputs_only(rank: int, world_size: int, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
-def test_a_gradient_of_the_input_alone_adds_nothing_up(ranks: Ranks, setting: Setting) -> None:
+def test_input_gradients_alone_do_not_accumulate(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_inputs_only, setting)
 
 
@@ -281,5 +281,5 @@ def _some_parameters(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in params)
 
 
-def test_some_gradients_cannot_be_added_up_alone(ranks: Ranks) -> None:
+def test_rejects_accumulating_a_part_of_the_gradients(ranks: Ranks) -> None:
     ranks(2).run(_some_parameters)

@@ -1,4 +1,4 @@
-"""Activation checkpointing, the user's and ours, trains as FSDP2 does, bit for bit."""
+"""Activation checkpointing, the user's and graphshard's, matches FSDP2 bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class _Block(nn.Module):
-    """Attention and a gated layer with dropout, of odd width: shards are uneven."""
+    """Attention and a gated layer with dropout, of odd width, so shards are uneven."""
 
     def __init__(self, dim: int = 6, hidden: int = 9) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks that are called through `call`: plain, or checkpointed in one of torch's ways."""
+    """Blocks called through `call`: plain, or with one of torch's checkpoints."""
 
     def __init__(self, call: str = "plain", depth: int = 3) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class _Net(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
             else:
                 x = block(x)
-        return self.head(x).square()  # no view: FSDP2 warns of those
+        return self.head(x).square()  # not a view: FSDP2 warns about views
 
 
 def _every_second_addmm() -> Callable[..., bool]:
-    """A policy with a state of its own for forward and recomputation, as training code has them."""
+    """Return a policy with separate state for forward and recomputation, as training code has."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -93,7 +93,7 @@ def _batch(rank: int, step: int) -> Tensor:
 
 
 def _train(pair: tuple[nn.Module, nn.Module], rank: int, steps: int = 3) -> None:
-    """Train side by side with dropout; the same bits at every step, and the same random numbers drawn."""
+    """Train both with dropout; check that every step has the same bits and the same random numbers."""
     optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in pair]
     for step in range(steps):
         seen = []
@@ -110,11 +110,11 @@ def _train(pair: tuple[nn.Module, nn.Module], rank: int, steps: int = 3) -> None
 
 
 def _collectives(program: Program) -> Counter[str]:
-    """Launches by phase and kind."""
+    """Count launches by phase and kind."""
     return Counter(" ".join(line.split()[:2]) for line in program.communication)
 
 
-# A launch for each unit, as FSDP2 has; the root's parameters stay gathered.
+# One launch per unit, as in FSDP2; the root's parameters stay gathered.
 COLLECTIVES = {"forward: gather": 4, "backward: gather": 3, "backward: reduce": 4}
 
 
@@ -128,8 +128,8 @@ def _user(rank: int, world_size: int, call: str, options: dict[str, Any]) -> str
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
-    """Every way of checkpointing, with dropout inside; nothing is gathered or reduced more often than without."""
+def test_user_checkpoints_match_fsdp2(ranks: Ranks, call: str) -> None:
+    """Every way to checkpoint, with dropout inside; checkpoints add no collectives."""
     table = ranks(2).run(_user, call, {})[0]
     blocks = "".join(line for line in table.splitlines() if line.startswith("layers."))
     assert blocks.count("bernoulli 2") == 3, table
@@ -137,7 +137,7 @@ def test_user_checkpoints_equal_fsdp2(ranks: Ranks, call: str) -> None:
 
 
 def _wrapped_root(rank: int, world_size: int) -> None:
-    """torch's wrapper tells the names of parameters without itself, and has its own way of loading."""
+    """torch's wrapper hides itself from parameter names and loads state dicts differently."""
     model = checkpoint_wrapper(_Net(depth=2))
     pair = twins(model, world_mesh())
     _train(pair, rank)
@@ -155,18 +155,18 @@ def _wrapped_root(rank: int, world_size: int) -> None:
     assert all(grad is not None for grad in grads_of(blocks).values())
 
 
-def test_the_wrapper_may_be_what_is_compiled(ranks: Ranks) -> None:
+def test_compiles_a_checkpoint_wrapper(ranks: Ranks) -> None:
     ranks(2).run(_wrapped_root)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
-    """Recomputation reads kept parameters, and does not gather them again."""
+    """Recomputation reads parameters that are kept, without another gather."""
     ranks(2).run(_user, "non-reentrant", {"reshard_after_forward": reshard})
 
 
 class _Transposed(nn.Module):
-    """A value that is not contiguous goes into a reentrant region, and a contiguous gradient comes out of it."""
+    """A non-contiguous value enters a reentrant region, and a contiguous gradient leaves it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,12 +183,12 @@ def _reentrant(rank: int, world_size: int) -> None:
 
 
 def test_gradients_of_a_reentrant_region_have_the_strides_of_its_inputs(ranks: Ranks) -> None:
-    """Eager mode adds them up in leaves; sums over them round by the order in memory."""
+    """Eager mode accumulates them in leaves; the rounding of sums depends on the memory order."""
     ranks(2).run(_reentrant)
 
 
 class _Several(nn.Module):
-    """A reentrant region that returns a tensor without gradient beside others, and one in a dict."""
+    """A reentrant region that returns a tensor without gradient next to others, and one in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ def _requires_grad(rank: int, world_size: int) -> None:
     _train(twins(_Several(), world_mesh()), rank)
 
 
-def test_what_requires_gradients_of_the_results_of_a_reentrant_region(ranks: Ranks) -> None:
-    """As of one autograd function: its tensors, also those without, but none in a container."""
+def test_requires_grad_of_results_of_a_reentrant_region(ranks: Ranks) -> None:
+    """As for an autograd function: all tensors require gradients, but none in a container."""
     ranks(2).run(_requires_grad)
 
 
@@ -227,12 +227,12 @@ def _dpo(rank: int, world_size: int, call: str) -> None:
             seen.append(loss.detach())
         assert torch.equal(*seen)
         ours, theirs = ({n: g.to_local() for n, g in grads_of(model).items()} for model in pair)
-        # FSDP2 adds the unsharded gradients of both and reduces the sum; the order of additions is another.
+        # FSDP2 adds the unsharded gradients of both and reduces the sum, in a different order.
         torch.testing.assert_close(ours, theirs)
 
 
 def test_two_forwards_then_a_joint_loss_with_checkpoints(ranks: Ranks) -> None:
-    """DPO: each backward finds its own saved values and random states; gradients add up."""
+    """DPO: each backward finds its own saved values and random states; gradients accumulate."""
     ranks(2).run(_dpo, "non-reentrant")
 
 
@@ -250,8 +250,8 @@ def _policy(rank: int, world_size: int, activation: Any, backend: str, steps: in
 
 
 @pytest.mark.parametrize("activation", ["full", ["addmm"], 0.5, 0, 1])
-def test_activation_policies_equal_fsdp2(ranks: Ranks, activation: Any) -> None:
-    """Recomputed or saved, the same bits, as those of FSDP2 without checkpointing."""
+def test_activation_policies_match_fsdp2(ranks: Ranks, activation: Any) -> None:
+    """Recomputed or saved, the bits equal FSDP2 without checkpointing."""
     table = ranks(2).run(_policy, activation, "eager", 3)[0]
     assert ("bernoulli 2" in table) == (activation != 1), table
 
@@ -272,13 +272,13 @@ def _policy_in_inductor(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_random_numbers_are_drawn_again_in_inductor(ranks: Ranks) -> None:
-    """The masks of FSDP2's operators; no region falls back to those."""
+def test_inductor_recomputes_random_numbers(ranks: Ranks) -> None:
+    """The dropout masks equal FSDP2's; no region falls back to eager operators."""
     ranks(2).run(_policy_in_inductor)
 
 
 class _Wide(nn.Module):
-    """Blocks that save much more than they are given."""
+    """Blocks that save much more than their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class _Wide(nn.Module):
 
 
 def _decided(rank: int, world_size: int) -> None:
-    """Under the least limit there is, and under a loose one."""
+    """Compile with the smallest possible limit, and with a loose one."""
     torch.manual_seed(0)
     model = _Wide()
 
@@ -316,5 +316,5 @@ def _decided(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_decision_for_memory_equals_fsdp2(ranks: Ranks) -> None:
+def test_memory_limit_matches_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_decided)

@@ -1,6 +1,6 @@
-"""Architectures of transformers, each of another kind, in their default configurations: FSDP2's training bit for bit.
+"""Transformer architectures of different kinds in default configurations match FSDP2's training bit for bit.
 
-Models and batches are those of `benchmarks/architectures.py`, which does the same with all architectures.
+`benchmarks/architectures.py` defines models and batches and runs all architectures.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ QUICK = (
 )
 SLOW = (
     *("t5", "mixtral", "mamba", "whisper", "aya_vision", "bart", "gemma3", "segformer", "deepseek_v3", "nllb-moe"),
-    *("swin", "wav2vec2"),  # wav2vec2 chooses labels by their values, and guards their range
+    *("swin", "wav2vec2"),  # wav2vec2 chooses labels by value and guards their range
 )
 # The masks that wav2vec2 draws with numpy would be the same at each call.
 CHANGES: dict[str, dict[str, Any]] = {"wav2vec2": {"apply_spec_augment": False}}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_training_equals_fsdp2(ranks: Ranks, name: str) -> None:
-    """Losses, gradients and parameters of two steps on two ranks, each with its own batches."""
+def test_training_matches_fsdp2(ranks: Ranks, name: str) -> None:
+    """Losses, gradients and parameters of two steps on two ranks with different batches."""
     first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}))
     assert "fsdp2" not in first, first["fsdp2"]
     assert (first["result"], first.get("difference")) == ("equal", 0.0), first.get("why")
 
 
-def test_caches_are_those_of_eager_mode(mesh: DeviceMesh) -> None:
-    """A new one at each call, with the call's keys and values, that can be used as transformers uses it."""
+def test_caches_match_eager_mode(mesh: DeviceMesh) -> None:
+    """Each call returns a new cache with the call's keys and values, which transformers can use."""
     model, task = tiny_model("llama")
     torch.manual_seed(0)
     batches = [batch_of(model, task) for _ in range(2)]
@@ -57,7 +57,7 @@ def test_caches_are_those_of_eager_mode(mesh: DeviceMesh) -> None:
 
 
 def test_generation(mesh: DeviceMesh) -> None:
-    """Without a cache compiled programs generate; with one, the message says what does."""
+    """Compiled programs generate without a cache; with one, the message names the alternative."""
     model, _ = tiny_model("llama")
     plain = copy.deepcopy(model).eval()
     compiled = graphshard.compile(model.eval(), mesh, backend="eager")

@@ -1,4 +1,4 @@
-"""graphshard.async_save_checkpoint: what was there at the call is saved while training goes on, whole or not at all."""
+"""`async_save_checkpoint` saves a snapshot of the call while training continues, completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.ranks import RankError, Ranks
 
 @contextmanager
 def held() -> Iterator[threading.Event]:
-    """Nothing is written before the event is set."""
+    """Block writes until the event is set."""
     go_on = threading.Event()
 
     def waits(save: Save, ranks: Together) -> None:
@@ -46,12 +46,12 @@ def _saves(rank: int, world_size: int, impl: str, folder: Path) -> list[float]:
     steps(model, optim, 0, 2)
     with held() as go_on:
         future = graphshard.async_save_checkpoint(folder / "step-2", model, optim, extra={"step": 2}, per_rank=rank)
-        losses = steps(model, optim, 2, 5)  # with collectives of their own
+        losses = steps(model, optim, 2, 5)  # training has its collectives
         dist.barrier()
         assert not future.done()
         assert latest_checkpoint(folder) is None
         go_on.set()
-        losses += steps(model, optim, 5, 7)  # while it is written
+        losses += steps(model, optim, 5, 7)  # during the write
         future.result()
     assert latest_checkpoint(folder) == folder / "step-2"
     return losses
@@ -65,7 +65,7 @@ def _goes_on(rank: int, world_size: int, impl: str, folder: Path) -> list[float]
 
 
 @pytest.mark.parametrize("impl", ["graphshard", "fsdp2"])
-def test_what_was_there_at_the_call_is_saved(ranks: Ranks, tmp_path: Path, impl: str) -> None:
+def test_saves_a_snapshot_of_the_call(ranks: Ranks, tmp_path: Path, impl: str) -> None:
     assert ranks(2).run(_saves, impl, tmp_path) == ranks(2).run(_goes_on, impl, tmp_path)
 
 
@@ -76,7 +76,7 @@ def _one_after_the_other(rank: int, world_size: int, folder: Path) -> None:
         steps(model, optim, step, step + 1)
         futures.append(graphshard.async_save_checkpoint(folder / f"step-{step}", model, optim, extra=step, keep=2))
         assert all(future.done() for future in futures[:-1])
-    with pytest.raises(CheckpointError, match=r"step-3'?: it exists already"):  # once it is there
+    with pytest.raises(CheckpointError, match=r"step-3'?: it exists already"):  # the write has finished
         graphshard.async_save_checkpoint(folder / "step-3", model, optim)
     for future in futures:
         future.result()
@@ -97,7 +97,7 @@ def _fails_on_one(rank: int, world_size: int, folder: Path) -> None:
 
     def full(save: Save, ranks: Together) -> None:
         if rank == 1:
-            (save.partial / "rank-1.pt").mkdir()  # and so cannot be written
+            (save.partial / "rank-1.pt").mkdir()  # so the write fails
         write(save, ranks)
 
     with patch.object(save_load, "write", full):
@@ -111,7 +111,7 @@ def _fails_on_one(rank: int, world_size: int, folder: Path) -> None:
     assert latest_checkpoint(folder) == folder / "first"
 
 
-def test_an_error_of_one_rank_is_one_on_all_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_fails_on_one, tmp_path)
 
 
@@ -135,7 +135,7 @@ def _dies(rank: int, world_size: int, folder: Path) -> None:
     (folder / "told").write_text(f"{time.monotonic() - start:.1f} s: {it.value}")
 
 
-def test_a_rank_that_dies_while_it_is_written(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_dies_during_the_write(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1 of 2: died with exit code -9"):
         ranks(2).run(_dies, tmp_path)
     deadline = time.monotonic() + 10
@@ -158,5 +158,5 @@ def _of_a_group(rank: int, world_size: int, folder: Path) -> None:
     assert found == (None, {"of": rank})
 
 
-def test_some_of_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_save_on_some_of_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3).run(_of_a_group, tmp_path)

@@ -1,4 +1,4 @@
-"""Products in pieces beside collectives of tensor parallelism: what the model computes otherwise, up to rounding."""
+"""Asynchronous tensor parallelism: matmuls in pieces overlap collectives; results agree up to rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUT = graphshard.Pipeline().insert(AsyncTensorParallel(pieces=(2,)), before="ove
 
 
 def _losses(model: torch.nn.Module, rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Of three steps, and the gradients of the last one."""
+    """Return the losses of three steps, and the gradients of the last one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -45,10 +45,10 @@ def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> li
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_llama_with_sequence_parallelism(ranks: Ranks, backend: str) -> None:
-    """Gathers along the sequence before three, two and one products, and reduce-scatters behind one."""
+    """Gathers along the sequence before three, two and one matmuls, and reduce-scatters after one."""
     for lines in ranks(4).run(_with_and_without, {"backend": backend}):
         counted = {line: lines.count(line) for line in lines}
-        # Two layers and the head: a half of each gather has the product of the other half beside it.
+        # Two layers and the head: half of each gather overlaps the matmul of the other half.
         assert counted["forward: joining over tp"] == 5
         assert counted["forward: scattering over tp"] == 4
         assert counted["backward: joining over tp"] == 4

@@ -1,4 +1,4 @@
-"""What forward reads and leaves on modules, side by side with FSDP2: values, gradients and attributes are equal."""
+"""Attributes that forward reads and writes match FSDP2: values, gradients and attributes are equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Two units, and a body that a test chooses: `body(self, x)` between them."""
+    """Two units with a test's function `body(self, x)` between them."""
 
     kind = "add"
 
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def _left(model: nn.Module) -> dict[str, Any]:
-    """What is on the model's modules, parameters and methods aside."""
+    """Return the attributes of the model's modules, except parameters and methods."""
     skipped = {"training", "body", "forward", "_graphshard"}
     found = {}
     for name, module in model.named_modules():
@@ -69,7 +69,7 @@ def _left(model: nn.Module) -> dict[str, Any]:
 
 
 def _steps(rank: int, world_size: int, make: Callable[[], nn.Module], between: list[Do], loss: Do | None) -> list[str]:
-    """A training step on both after each change; why programs were captured."""
+    """Run a training step on both after each change; return the reasons of captures."""
     torch.manual_seed(0)
     pair = twins(make(), world_mesh())
     for number, change in enumerate([lambda model: None, *between]):
@@ -135,15 +135,13 @@ def _switches(rank: int, world_size: int, path: str, new: Any, old: Any, make: A
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_an_attribute_that_is_changed_takes_effect_and_switching_back_finds_the_program(
-    ranks: Ranks, case: str
-) -> None:
+def test_a_changed_attribute_takes_effect_and_changing_back_reuses_the_program(ranks: Ranks, case: str) -> None:
     path, new, old, reason = CHANGES[case]
     for reasons in ranks(2).run(_switches, path, new, old):
         assert reasons == ["first call", reason]
 
 
-def test_as_json_the_program_is_checked_as_well(ranks: Ranks) -> None:
+def test_guards_hold_after_a_json_round_trip(ranks: Ranks) -> None:
     """The second rank reads programs from JSON, which has descriptions instead of objects."""
     path, new, old, reason = CHANGES["a field"]
     assert ranks(2).run(_switches, path, new, old) == [["first call", reason]] * 2
@@ -161,7 +159,7 @@ def _structure(rank: int, world_size: int) -> list[str]:
     return _steps(rank, world_size, lambda: Net(_kinds), changes, None)
 
 
-def test_modules_forwards_buffers_and_class_attributes_may_be_replaced(ranks: Ranks) -> None:
+def test_replaced_modules_forwards_buffers_and_class_attributes(ranks: Ranks) -> None:
     for reasons in ranks(2).run(_structure):
         assert reasons == [
             "first call",
@@ -251,7 +249,7 @@ def _writes(rank: int, world_size: int, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_what_forward_leaves_is_there_after_every_call(ranks: Ranks, case: str) -> None:
+def test_attributes_written_by_forward(ranks: Ranks, case: str) -> None:
     for reasons in ranks(2).run(_writes, case):
         assert len(reasons) == WRITES[case][2], reasons
 
@@ -263,7 +261,7 @@ FACTOR = 2.0
 
 
 class _Keeps:
-    """An object with a method that is a hook."""
+    """A hook that is a method of an object."""
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
@@ -299,7 +297,7 @@ def _hooks(rank: int, world_size: int) -> list[str]:
 
 
 def _watched(model: nn.Module) -> tuple[_Keeps, list[Tensor], dict[str, int], Callable[..., None]]:
-    """Hooks that double, and that keep; what they keep, and a hook to be added later."""
+    """Add hooks that double and that record; return the records, and a hook to add later."""
     outputs: list[Tensor] = []
     keeps, count = _Keeps(), {"n": 0}
 
@@ -317,7 +315,7 @@ def _watched(model: nn.Module) -> tuple[_Keeps, list[Tensor], dict[str, int], Ca
 
 def test_forward_hooks_of_submodules_run_at_every_call(ranks: Ranks) -> None:
     for reasons in ranks(2).run(_hooks):
-        assert len(reasons) == 4  # two lists become longer
+        assert len(reasons) == 4  # two lists grow
         assert reasons[0] == "first call"
 
 
@@ -362,7 +360,7 @@ def _backward_effect(rank: int, world_size: int) -> None:
     assert_same(*norms, "what the hook keeps")
 
 
-def test_what_a_backward_hook_leaves_is_there(ranks: Ranks) -> None:
+def test_attributes_written_by_backward_hooks(ranks: Ranks) -> None:
     ranks(2).run(_backward_effect)
 
 
@@ -383,15 +381,15 @@ def _globals(rank: int, world_size: int) -> tuple[int, list[str]]:
     return len(both), reasons
 
 
-def test_globals_that_forward_names_are_read_and_written(ranks: Ranks) -> None:
+def test_forward_reads_and_writes_globals(ranks: Ranks) -> None:
     for number, reasons in ranks(2).run(_globals):
         assert number == 6
         assert reasons[0] == "first call"
-        assert len(reasons) == 2  # a list of the module's file becomes longer, and the number is another one
+        assert len(reasons) == 2  # a global list grows, and the number changes
 
 
 def _entrances(rank: int, world_size: int) -> list[int]:
-    """A replaced forward and a hook count, however the module is called."""
+    """A replaced forward and a hook run however the module is called."""
     torch.manual_seed(0)
     model = Net(lambda self, x: x)
     plain = copy.deepcopy(model.eval())
@@ -410,12 +408,12 @@ def _entrances(rank: int, world_size: int) -> list[int]:
 
 
 def _replace(part: Any) -> Any:
-    """Another forward, which uses the module's parameters, and a hook."""
+    """Replace forward with a function that uses the module's parameters, and add a hook."""
     part.forward = types.MethodType(lambda self, x: self.lin(x) * 5, part)
     part.lin.register_forward_hook(lambda module, args, out: out + 1)
     return part
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_entrance_runs_hooks_and_replaced_forwards(ranks: Ranks) -> None:
+def test_every_entry_point_runs_hooks_and_replaced_forwards(ranks: Ranks) -> None:
     ranks(2).run(_entrances)

@@ -1,4 +1,4 @@
-"""Attributes, hooks and replaced forwards of a loaded model: as traced here, or the error says what differs."""
+"""Attributes, hooks and replaced forwards of a loaded model match the traced model, or an error names them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEN: list[Tensor] = []
 
 
 class Config:
-    """Values that forward reads, and one that it does not and that differs from process to process."""
+    """Values that forward reads, and one that it does not read and that differs between processes."""
 
     def __init__(self) -> None:
         self.scale = 2.0
@@ -64,7 +64,7 @@ def negated(x: Tensor) -> Tensor:
 
 
 def made() -> Net:
-    """The model as it is exported: with hooks, and with a forward that was replaced."""
+    """Build the exported model, with hooks and a replaced forward."""
     model = Net()
     model.layers[0].register_forward_hook(double)
     model.layers[2].forward = negated
@@ -107,7 +107,7 @@ def _loaded(rank: int, world_size: int, path: Path) -> None:
         ours(rows(rank))
 
 
-def test_a_loaded_model_reads_and_leaves_what_the_compiled_one_does(ranks: Ranks, file: Path) -> None:
+def test_a_loaded_model_reads_and_writes_like_the_compiled_one(ranks: Ranks, file: Path) -> None:
     ranks(2).run(_loaded, file)
 
 
@@ -143,7 +143,7 @@ def _refused(rank: int, world_size: int, path: Path, case: str) -> tuple[str, li
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_differs_is_named_and_compiled_where_that_is_wanted(ranks: Ranks, file: Path, case: str) -> None:
+def test_a_difference_is_named_and_compiled_on_request(ranks: Ranks, file: Path, case: str) -> None:
     for message, reasons in ranks(2).run(_refused, file, case):
         assert re.search(CHANGES[case][1], message), message
         assert reasons == ["first call"]

@@ -1,6 +1,6 @@
-"""What autograd does besides differentiating operators: custom backwards, hooks, gradients of gradients, and its order.
+"""Autograd features: custom backwards, hooks, double backward, and execution order.
 
-Each net trains with the bits of FSDP2, and as plain torch does when it averages the gradients of the ranks.
+Each net trains with the bits of FSDP2, and like plain torch with gradients averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH = 5
 
 
 class _Steep(torch.autograd.Function):
-    """Doubles, and triples the gradient."""
+    """A function that doubles, and triples the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Steep(torch.autograd.Function):
 
 
 class _Recomputing(torch.autograd.Function):
-    """Saves its inputs, one of which is a parameter, and returns a gradient for one of them only half of the time."""
+    """A function that saves its inputs, one a parameter, and returns a gradient for one only half of the time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -77,7 +77,7 @@ _cube.register_autograd(_cube_backward, setup_context=_keep_input)
 
 
 class _Blocks(nn.Module):
-    """Blocks between two linear layers; a block is a linear layer and what a net makes of it."""
+    """Blocks between two linear layers; a block is a linear layer and an operation that each net defines."""
 
     def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _CustomFunction(_Blocks):
 
 
 class _FunctionOfParameters(nn.Module):
-    """The function is in the unit that holds its parameter."""
+    """An autograd function in the unit that holds its parameter."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -121,14 +121,14 @@ class _FunctionOfParameters(nn.Module):
 
 
 class _CheckpointedFunction(_Blocks):
-    """torch computes what a custom function saves again."""
+    """A custom function in a checkpoint, which recomputes its saved tensors."""
 
     def block(self, linear: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(lambda y: _Steep.apply(linear(y)).tanh(), x, use_reentrant=False)
 
 
 class _TensorHook(_Blocks):
-    """Hooks that scale, that see a gradient's values, and that look only."""
+    """Tensor hooks that scale, that read a gradient's values, and that only observe."""
 
     def block(self, linear: nn.Module, x: Tensor) -> Tensor:
         y = linear(x)
@@ -139,7 +139,7 @@ class _TensorHook(_Blocks):
 
 
 class _GradientPenalty(_Blocks):
-    """The loss has the norms of gradients with respect to the inputs of blocks."""
+    """A loss that includes norms of gradients with respect to the inputs of blocks."""
 
     class Block(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _GradientPenalty(_Blocks):
 
 
 class _PenaltyThroughUnits(_Blocks):
-    """As it is used: the gradient of all with respect to the input."""
+    """A usual gradient penalty: the gradient of the whole model with respect to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -169,7 +169,7 @@ class _PenaltyThroughUnits(_Blocks):
 
 
 class _NormFirst(nn.Module):
-    """Its dropout sees a value that is not contiguous."""
+    """A norm-first layer, whose dropout sees a non-contiguous value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class _NormFirst(nn.Module):
 
 
 class _Linalg(_Blocks):
-    """Factorisations and solutions."""
+    """Factorizations and solvers."""
 
     def block(self, linear: nn.Module, x: Tensor) -> Tensor:
         y = linear(x)
@@ -210,7 +210,7 @@ class _Autocast(_Blocks):
 
 
 class _CompiledBlock(_Blocks):
-    """A function that the user compiled."""
+    """A block with a function compiled by the user."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class _CompiledBlock(_Blocks):
 
 
 class _Bypassed(_Blocks):
-    """Values that enter a unit and go around it, and one that all units use."""
+    """Values that enter a unit and bypass it, and one that all units use."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.stem(x)
@@ -247,7 +247,7 @@ IN_FLOAT32 = ["linalg", "autocast"]
 
 
 def _steps(model: nn.Module, average: Callable[[nn.Module], None]) -> list[dict[str, Any]]:
-    """Three steps of SGD with inputs of this rank; losses, gradients and parameters after each."""
+    """Train three steps of SGD on this rank's inputs; return losses, gradients and parameters of each."""
     rank = dist.get_rank()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -281,7 +281,7 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_autograd_does_what_it_does_without_a_compiler(ranks: Ranks, name: str) -> None:
+def test_autograd_matches_eager_mode(ranks: Ranks, name: str) -> None:
     ranks(2).run(_train, name, FP32)
 
 
@@ -305,7 +305,7 @@ def test_gradient_penalty_through_units(ranks: Ranks) -> None:
 
 
 class _InputRequired(_Blocks):
-    """Its input requires a gradient from the first call on."""
+    """A model whose input requires a gradient from the first call on."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.requires_grad_()
@@ -320,11 +320,11 @@ def _gradients_of_the_input(rank: int, world_size: int, policy: MixedPrecisionPo
     seen = []
     for model in twins(_InputRequired(), world_mesh(), mp_policy=policy):
         x = rows(rank)
-        for _ in range(2):  # the second call is given one that requires a gradient
+        for _ in range(2):  # the second call gets an input that requires a gradient
             model(x).square().mean().backward()
         seen.append({"flag": x.requires_grad, "gradient": x.grad, **full(grads_of(model))})
     assert_same(*seen, f"rank {rank}")
-    assert seen[0]["flag"] == (policy == FP32)  # with another dtype forward is given a copy
+    assert seen[0]["flag"] == (policy == FP32)  # with another dtype forward gets a copy
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
@@ -333,7 +333,7 @@ def test_an_input_that_forward_makes_require_a_gradient(ranks: Ranks, policy: Mi
 
 
 class _Writing(_Blocks):
-    """Forward changes a parameter, which FSDP2 loses."""
+    """A model whose forward writes a parameter; FSDP2 loses the write."""
 
     def block(self, linear: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():

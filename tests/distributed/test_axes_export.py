@@ -1,4 +1,4 @@
-"""Files for meshes along which models communicate: made in one process, loaded on ranks with the bits of compiling."""
+"""Artifacts for meshes with model-parallel axes, exported in one process, have the bits of compiling on ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = {"dp": 2, "tp": 2}
 
 
 class Case(NamedTuple):
-    """A model for a mesh; its programs depend on a rank's place or not."""
+    """A model for a mesh; its programs may depend on a rank's coordinates."""
 
     shape: dict[str, int]
     make: Callable[[], nn.Module]
@@ -44,7 +44,7 @@ def _mlps(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Which rows of its embedding are a rank's own is written in its program."""
+    """The program contains the rank's rows of the embedding."""
     return tied(mesh["tp"])
 
 
@@ -57,7 +57,7 @@ def _sequences() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _context(name: str, shape: dict[str, int], places: int) -> Case:
-    """Which positions of a sequence are a rank's own is written in its program, unless it has all of some heads."""
+    """The program contains the rank's positions, unless it has all positions of some heads."""
     return Case(
         shape,
         lambda: Decoder(ATTENTIONS[name], None),
@@ -78,7 +78,7 @@ def _experts(shape: dict[str, int]) -> Case:
 
 
 def _neighbours(name: str, shape: dict[str, int], ring: int, places: int) -> Case:
-    """Sequences are shared by ranks that are no axis of the mesh, or all of one that is called a data axis."""
+    """Share sequences between ranks that form no axis of the mesh, or all of a data axis."""
 
     def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
         sizes = (4 // ring, ring)
@@ -112,7 +112,7 @@ def _mesh(shape: dict[str, int]) -> DeviceMesh:
 def _trained(
     model: nn.Module, batch: Callable[[], tuple[Any, ...]], mesh: DeviceMesh
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Losses and gradients; ranks of a tensor axis have the same batches."""
+    """Return losses and gradients; ranks of a tensor axis have the same batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     place = dist.get_rank() // (mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1)
     losses = []
@@ -127,7 +127,7 @@ def _trained(
 
 
 def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str | None = None) -> list[str]:
-    """Train what was loaded beside what is compiled here; why there are the programs of what is given the file."""
+    """Train the loaded model next to one compiled here; return the reasons of the loaded model's programs."""
     shape, _, parallelize, batch, _ = CASES[name]
     mesh = _mesh(shape)
     expected = _trained(graphshard.compile(parallelize(None, mesh), mesh, backend="eager"), batch, mesh)
@@ -142,7 +142,7 @@ def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str 
     return [program.reason for program in graphshard.programs(again)]
 
 
-# Neighbours and context parallelism of other kinds; experts beside replicas, which others of these have without.
+# Other kinds of neighbors and context parallelism, and experts with replicas; other tests cover these without replicas.
 _SLOW = (
     *("neighbours by heads", "neighbours and replicas", "neighbours on a context axis", "all of a data axis"),
     *("ring", "by heads", "context alone", "experts and replicas"),
@@ -150,8 +150,8 @@ _SLOW = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])
-def test_losses_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """One file for all places on these axes; a program for each where they differ."""
+def test_losses_match_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """One file for all coordinates on these axes, with separate programs if they differ."""
     shape, make, parallelize, batch, places = CASES[name]
     path = tmp_path / "model.gshard"
     with torch.device("meta"):
@@ -184,8 +184,8 @@ def _all_along_columns(tp: DeviceMesh) -> nn.Module:
     return model
 
 
-def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
-    """Another mesh, and another plan, are told."""
+def test_rejects_a_different_mesh_or_plan(ranks: Ranks, tmp_path: Path) -> None:
+    """The errors name a different mesh, and a different plan."""
     path = tmp_path / "model.gshard"
     graphshard.export(Mlps(), SHAPE, path, example_inputs=rows(), parallelize=_mlps, backend="eager", device="cpu")
     for mesh, plan in ranks(4).run(_other, str(path)):
@@ -206,8 +206,8 @@ def _context_of_others(rank: int, world_size: int, path: str) -> list[str]:
     return [*found, str(caught.value)]
 
 
-def test_as_many_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
-    """All of them shard over four ranks; what the model communicates over differs."""
+def test_rejects_the_same_number_of_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
+    """All of them shard over four ranks; the model's communication differs."""
     path = tmp_path / "model.gshard"
     shape, make, parallelize, batch, _ = CASES["by heads"]
     graphshard.export(
@@ -230,7 +230,7 @@ def _of_nobody(rank: int, world_size: int, path: str) -> str:
 
 
 def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
-    """A model that was made otherwise on the ranks than for the file has no process group for its programs."""
+    """A model built differently on the ranks than for the export has no process group for its programs."""
     path = tmp_path / "model.gshard"
     shape, make, parallelize, batch, _ = CASES["neighbours"]
     graphshard.export(
@@ -243,7 +243,7 @@ def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_limit_with_pieces_of_different_sizes(tmp_path: Path) -> None:
-    """Ranks say what they take with a plan, and none is there."""
+    """Ranks report memory with a plan, and export has no plan."""
     shape, make, parallelize, batch, _ = CASES["odd"]
     given = {"example_inputs": batch(), "parallelize": parallelize, "device": "cpu", "backend": "eager"}
     with pytest.raises(

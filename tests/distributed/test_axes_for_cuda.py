@@ -1,4 +1,4 @@
-"""Files for GPUs and meshes along which models communicate, made where there is no GPU."""
+"""Artifacts for GPUs and meshes with model-parallel axes, exported without a GPU."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda", 0)
-# Attention of the others is a GPU's own operator.
-# Experts make tensors in forward: on a CPU the trace is another one.
+# Attention of the other cases is a GPU operator.
 RUN_ANYWHERE = ("tied",)
 RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbours", "context alone")
 
@@ -42,7 +41,7 @@ def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model whose embedding is cut along the vocabulary: a place has a program of its own."""
+    """Export a model whose embedding is sharded along the vocabulary: each coordinate has a separate program."""
     pytest.importorskip("triton")
     path = tmp_path_factory.mktemp("axes") / "tied.gshard"
     words = torch.zeros(2, 3, dtype=torch.int64)
@@ -64,7 +63,7 @@ def test_regions_become_cubins(file: Path) -> None:
             assert read_cubin(kernel.name, content).capability == (9, 0)
 
 
-def test_a_place_has_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_coordinate_has_a_program(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.place for row in read_artifact(file).manifest.meshes] == [0, 1]
     assert main(["show", str(file)]) == 0
     text = capsys.readouterr().out
@@ -83,7 +82,7 @@ def test_cpus_are_refused(file: Path, fake_world: FakeWorld) -> None:
 
 
 def _for_cpu(path: Path) -> Path:
-    """The same programs with a CPU in the place of the GPU."""
+    """Relabel the programs from GPU to CPU."""
 
     def relabel(facts: dict[str, Any], members: dict[str, bytes]) -> None:
         facts["environment"]["device"] = "cpu"
@@ -95,7 +94,7 @@ def _for_cpu(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", [*RUN_ANYWHERE, *(pytest.param(n, marks=pytest.mark.slow) for n in RUN_ANYWHERE_SLOW)])
 def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    """Captured for a GPU and run on CPUs: no place of theirs is the CPU's."""
+    """Programs captured for a GPU run on CPUs: they contain no device of the exporting process."""
     shape, make, parallelize, batch, places = CASES[name]
     with torch.device("meta"):
         model = make()
@@ -140,7 +139,7 @@ class _Dropped(Mlps):
 
 
 def test_dropout_of_a_distributed_tensor(tmp_path: Path) -> None:
-    """Its random numbers on a GPU are torch's to deal out; what is drawn before, on the meta device, leaves nothing."""
+    """torch distributes the random numbers on a GPU; earlier draws on the meta device have no effect."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         made = mlps(mesh["tp"])

@@ -1,4 +1,4 @@
-"""Planted faults: what verification names, and what only running the stages side by side can find."""
+"""Injected faults: errors that verification names, and errors that only `bisect` finds by running the stages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DropWait(Pass):
 
 @dataclass(frozen=True)
 class SwapReductions(Pass):
-    """Runs a reduction after the one that follows it."""
+    """Runs a reduction after the next one."""
 
     name: ClassVar[str] = "swap-reductions"
 
@@ -76,7 +76,7 @@ class SwapReductions(Pass):
 
 @dataclass(frozen=True)
 class ScaleGradient(Pass):
-    """Scales a gradient by a percent or so, and claims to be exact."""
+    """Scales a gradient by about a percent, and claims to be exact."""
 
     name: ClassVar[str] = "scale-gradient"
     factor: float = 1.01
@@ -89,7 +89,7 @@ class ScaleGradient(Pass):
 
 @dataclass(frozen=True)
 class ScaleReduced(Pass):
-    """Sums where the mean is due."""
+    """Sums instead of averaging."""
 
     name: ClassVar[str] = "sum-instead-of-mean"
 
@@ -114,7 +114,7 @@ def _sound(rank: int, world_size: int, policy: MixedPrecisionPolicy | None) -> N
     found = graphshard.bisect(model, (tokens,))
     assert found.culprit is None, str(found)
     assert [stage.name for stage in found.stages] == [step.name for step in Pipeline()]
-    # Only the reduction, on some backends, adds in another order than the captured program.
+    # On some backends only the reduction adds in a different order than the captured program.
     assert all(stage.error == 0 for stage in found.stages[1:]), str(found)
     assert "no stage differs" in str(found)
     assert not graphshard.programs(model)
@@ -131,8 +131,8 @@ def _sound(rank: int, world_size: int, policy: MixedPrecisionPolicy | None) -> N
     [None, MixedPrecisionPolicy(reduce_dtype=torch.float64)],
     ids=["float32", "mixed"],
 )
-def test_a_sound_program(ranks: Ranks, world_size: int, policy: MixedPrecisionPolicy | None) -> None:
-    """Every stage of the default pipeline computes the same, dropout included, and the model stays as it was."""
+def test_a_correct_program(ranks: Ranks, world_size: int, policy: MixedPrecisionPolicy | None) -> None:
+    """Every stage of the default pipeline computes the same, including dropout, and the model is unchanged."""
     ranks(world_size).run(_sound, policy)
 
 
@@ -154,8 +154,8 @@ def _faulty(rank: int, world_size: int, fault: Pass, after: str, where: str) -> 
     ],
     ids=["scaled", "scaled at the end", "summed"],
 )
-def test_wrong_numbers(ranks: Ranks, fault: Pass, after: str, where: str) -> None:
-    """What no rule can know: a pass that says it is exact and is not."""
+def test_finds_wrong_numbers(ranks: Ranks, fault: Pass, after: str, where: str) -> None:
+    """A fault that no rule can find: a pass that wrongly claims to be exact."""
     ranks(2).run(_faulty, fault, after, where)
 
 
@@ -181,8 +181,8 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.slow) for n in AXES])
-def test_along_other_axes(ranks: Ranks, name: str) -> None:
-    """Pieces of parameters are gathered and reduced over the axes that shard them, and partial sums are added up."""
+def test_model_parallel_axes(ranks: Ranks, name: str) -> None:
+    """Shards are gathered and reduced over the sharding axes, and partial sums are added up."""
     ranks(4).run(_along_axes, name)
 
 
@@ -195,7 +195,7 @@ def _sums_that_are_cut(rank: int, world_size: int) -> None:
     assert all(stage.error == 0 for stage in found.stages[1:]), str(found)
 
 
-def test_sums_of_which_each_rank_has_a_piece(ranks: Ranks) -> None:
+def test_partial_sums(ranks: Ranks) -> None:
     ranks(4).run(_sums_that_are_cut)
 
 
@@ -214,8 +214,8 @@ def _refused(rank: int, world_size: int, fault: Pass, message: str) -> None:
     ],
     ids=["wait", "order"],
 )
-def test_wrong_communication(ranks: Ranks, fault: Pass, message: str) -> None:
-    """A forgotten wait and swapped reductions compute the right numbers most of the time: the rules name the pass."""
+def test_rules_name_wrong_communication(ranks: Ranks, fault: Pass, message: str) -> None:
+    """A missing wait and swapped reductions often compute correct numbers; the rules name the pass."""
     ranks(2).run(_refused, fault, message)
 
 
@@ -235,8 +235,8 @@ def _wrong_region(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_region(ranks: Ranks) -> None:
-    """With Inductor each compiled region is compared with its own operators."""
+def test_finds_a_wrong_region(ranks: Ranks) -> None:
+    """With Inductor each compiled region is compared with its eager operators."""
     ranks(2).run(_wrong_region)
 
 

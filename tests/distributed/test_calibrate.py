@@ -1,4 +1,4 @@
-"""Calibration on real ranks: collectives are measured, and all ranks agree on the result."""
+"""Calibration on real ranks measures collectives, and all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _links(rank: int, world_size: int) -> Links:
 
 
 def test_links(ranks: Ranks) -> None:
-    """Every kind has a positive bandwidth and a latency, the same on all ranks, because the slowest counts."""
+    """Every kind has a positive bandwidth and latency, equal on all ranks, because the slowest rank counts."""
     first, second = ranks(2).run(_links)
     assert first == second
     assert first.nodes == 1
@@ -70,5 +70,5 @@ def _measured(rank: int, world_size: int) -> float:
 
 
 def test_slowest(ranks: Ranks) -> None:
-    """The largest value of all ranks, on all ranks."""
+    """Every rank gets the largest value of all ranks."""
     assert ranks(2).run(_measured) == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""What scripts change of a compiled model: its forward, what needs gradients, and when ranks communicate."""
+"""Changes to a compiled model: its forward, requires_grad, and when ranks communicate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 
 
 def _wrap(model: Any) -> None:
-    """As libraries do that convert what a model returns."""
+    """Wrap forward like a library that converts a model's outputs."""
     original = model.forward
     model.forward = lambda *args, **kwargs: original(*args, **kwargs).double() * 2
 
@@ -45,8 +45,8 @@ def _wrapped(rank: int, world_size: int, wrap: Callable[[Any], None], after: int
 
 @pytest.mark.parametrize("wrap", [_wrap, _wrap_by_class])
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_forward_that_wraps_the_models(ranks: Ranks, wrap: Callable[[Any], None], after: int) -> None:
-    """It was captured itself, and failed where it called the one before."""
+def test_a_forward_that_wraps_the_original(ranks: Ranks, wrap: Callable[[Any], None], after: int) -> None:
+    """The wrapper was captured itself, and failed when it called the previous forward."""
     ranks(2).run(_wrapped, wrap, after)
 
 
@@ -71,8 +71,8 @@ def _microbatches(rank: int, world_size: int) -> None:
         assert_same(mine, theirs, "gradients")
 
 
-def test_communicating_again_is_over_replicas_too(ranks: Ranks) -> None:
-    """`set_requires_gradient_sync` left the choice of `set_requires_all_reduce` as it was; FSDP2 takes it back."""
+def test_resuming_sync_includes_replicas(ranks: Ranks) -> None:
+    """`set_requires_gradient_sync` kept the setting of `set_requires_all_reduce`; FSDP2 resets it."""
     ranks(2).run(_microbatches)
 
 
@@ -83,7 +83,7 @@ def _frozen(rank: int, world_size: int) -> None:
     model.set_requires_gradient_sync(False)
     model(x).sum().backward()
     model.head.requires_grad_(False)
-    for again in (True, False):  # the gradients that are lost are those of the first microbatch
+    for again in (True, False):  # the first microbatch's gradients are lost
         model.set_requires_gradient_sync(again)
         with pytest.raises(graphshard.ParameterError, match=r"head.weight was frozen between microbatches.*reset_iter"):
             model(x)
@@ -101,8 +101,8 @@ def _frozen(rank: int, world_size: int) -> None:
     assert_same(after, full(grads_of(model)), "nothing is left of the first microbatch")
 
 
-def test_a_parameter_that_is_frozen_between_microbatches(ranks: Ranks) -> None:
-    """Its sum was left out, and came back when it was trained again."""
+def test_a_parameter_frozen_between_microbatches(ranks: Ranks) -> None:
+    """Its sum was dropped, and came back when it was trained again."""
     ranks(2).run(_frozen)
 
 
@@ -124,7 +124,7 @@ def _clipped(rank: int, world_size: int) -> None:
 
 
 def test_clipping_without_communication(ranks: Ranks) -> None:
-    """No gradient is there to be clipped: the norm is zero, as torch says, and was an IndexError."""
+    """There is no gradient to clip: the norm is zero, as in torch; it was an IndexError."""
     ranks(2).run(_clipped)
 
 
@@ -144,8 +144,8 @@ def _kept_under_autocast(rank: int, world_size: int) -> None:
     assert_same(*seen, "losses and gradients")
 
 
-def test_keeping_parameters_that_autocast_casts(ranks: Ranks) -> None:
-    """The plan is that of the program before; what it lets live at once is not, and a rule said so."""
+def test_keeps_parameters_that_autocast_casts(ranks: Ranks) -> None:
+    """The plan is reused from the previous program, but other values are alive at once, and a rule failed."""
     ranks(2).run(_kept_under_autocast)
 
 
@@ -174,8 +174,8 @@ def _skipping(rank: int, world_size: int) -> None:
     assert seen[0]["told"][1:3] == ["ValueError: a batch of 5 is too long", "AssertionError: rows are wanted"]
 
 
-def test_exceptions_of_forward_are_its_own(ranks: Ranks) -> None:
-    """A script that skips such a batch found a CaptureError."""
+def test_exceptions_of_forward_propagate(ranks: Ranks) -> None:
+    """A script that skips such a batch got a CaptureError."""
     ranks(2).run(_skipping)
 
 
@@ -192,6 +192,6 @@ def _compiled_again(rank: int, world_size: int) -> None:
     assert [program.reason for program in graphshard.programs(ours)] == ["first call", "first call"]
 
 
-def test_torch_compile_leaves_the_model_as_it_is(ranks: Ranks) -> None:
-    """Dynamo went through graphshard's own code, and failed there."""
+def test_torch_compile_does_not_trace_a_compiled_model(ranks: Ranks) -> None:
+    """Dynamo traced into graphshard's code and failed."""
     ranks(2).run(_compiled_again)

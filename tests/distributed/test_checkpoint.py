@@ -1,4 +1,4 @@
-"""graphshard.save_checkpoint and load_checkpoint: resuming repeats training, and what is not whole is refused."""
+"""`save_checkpoint` and `load_checkpoint`: training resumes exactly, and damaged checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def trainer(impl: str, seed: int, dim: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer, sharded by graphshard or by FSDP2."""
+    """Build a model and its optimizer, sharded by graphshard or by FSDP2."""
     torch.manual_seed(seed)
     model = Net(dim)
     if impl == "fsdp2":
@@ -52,7 +52,7 @@ def trainer(impl: str, seed: int, dim: int = 7) -> tuple[nn.Module, torch.optim.
 
 
 def steps(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    """Train; the same rows on every rank, so that the result does not depend on their number."""
+    """Train on the same rows on every rank, so the result does not depend on the number of ranks."""
     losses = []
     for step in range(first, last):
         x = torch.randn(4, model.norm.num_features, generator=torch.Generator().manual_seed(step))
@@ -74,7 +74,7 @@ def _save(rank: int, world_size: int, impl: str, path: Path) -> list[float]:
 
 def _load(rank: int, world_size: int, impl: str, path: Path) -> tuple[list[float], Any]:
     model, optim = trainer(impl, seed=2)
-    steps(model, optim, 7, 8)  # what was trained here is replaced
+    steps(model, optim, 7, 8)  # loading replaces these values
     extra, per_rank = graphshard.load_checkpoint(path, model, optim)
     assert (extra["step"], extra["note"]) == (2, ["text", 1.5, None])
     assert torch.equal(extra["tensor"], torch.arange(3))
@@ -86,10 +86,10 @@ def _load(rank: int, world_size: int, impl: str, path: Path) -> tuple[list[float
     [("graphshard", 2, "graphshard", 2), ("fsdp2", 2, "graphshard", 3), ("graphshard", 3, "fsdp2", 2)],
     ids=["resume", "from-fsdp2", "to-fsdp2"],
 )
-def test_training_goes_on_as_if_it_had_not_stopped(
+def test_resumed_training_equals_uninterrupted_training(
     ranks: Ranks, tmp_path: Path, writer: str, written_by: int, reader: str, read_by: int
 ) -> None:
-    """A rank that did not exist when the checkpoint was saved has no data of its own in it."""
+    """A rank that did not exist at the save finds no rank-specific data."""
     losses = ranks(written_by).run(_save, writer, tmp_path / "step-2")[0]
     expected = [(losses, rank if rank < written_by else None) for rank in range(read_by)]
     loaded = ranks(read_by).run(_load, reader, tmp_path / "step-2")
@@ -100,11 +100,11 @@ def test_training_goes_on_as_if_it_had_not_stopped(
         torch.testing.assert_close(torch.tensor([losses for losses, _ in loaded]), torch.tensor([losses] * read_by))
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- damaged checkpoints ------------------------------------------------------------------------------------
 
 
 class _Harmful:
-    """Makes a directory when it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,14 +125,14 @@ def _flip(path: Path, name: str) -> None:
 
 
 def _replace(path: Path, name: str, content: bytes) -> None:
-    """Forge a file and the manifest along with it."""
+    """Forge a file and update the manifest."""
     (path / name).write_bytes(content)
     names = json.loads((path / "manifest.json").read_text())["files"]
     write_manifest(path, measure(path, names))
 
 
 def _forge_value(path: Path) -> None:
-    """Put something harmful in the place of the first value that is no tensor."""
+    """Replace the first value that is not a tensor with something harmful."""
     for info in SafeReader(path).index.storage_data.values():
         content = bytearray((path / info.relative_path).read_bytes())
         piece = bytes(content[info.offset : info.offset + info.length])
@@ -168,7 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def _damaged(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], list[float], list[float]]:
-    """Each damage on a copy of a checkpoint; what loading says, and that it changes nothing."""
+    """Load copies of a checkpoint with each damage; return the messages, and check that nothing changes."""
     model, optim = trainer("graphshard", seed=1)
     steps(model, optim, 0, 1)
     graphshard.save_checkpoint(folder / "good", model, optim)
@@ -184,7 +184,7 @@ def _damaged(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], 
         with pytest.raises(CheckpointError) as caught:
             graphshard.load_checkpoint(path, model, optim)
         messages[name] = str(caught.value)
-        if name != "forged value":  # seen when its turn comes
+        if name != "forged value":  # found only when the value is read
             assert_same(dict(model.state_dict()), before, name)
         dist.barrier()
         assert not (path / "harm").exists()
@@ -192,8 +192,8 @@ def _damaged(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], 
     return messages, expected, steps(model, optim, 1, 3)
 
 
-def test_damaged_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Nothing is changed, nothing harmful is unpickled, and the good checkpoint still loads."""
+def test_rejects_damaged_checkpoint_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Nothing is changed, nothing harmful is unpickled, and the intact checkpoint still loads."""
     for messages, expected, losses in ranks(3).run(_damaged, tmp_path):
         for name, (_, pattern) in DAMAGES.items():
             assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
@@ -242,7 +242,7 @@ def _other_model(rank: int, world_size: int, folder: Path) -> list[str]:
     return messages
 
 
-def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_rejects_checkpoint_of_another_model(ranks: Ranks, tmp_path: Path) -> None:
     for deeper, shallower, wider, optimizer, head in ranks(2).run(_other_model, tmp_path):
         assert "Missing key in checkpoint state_dict: model.blocks.2" in deeper
         assert "it holds blocks.2.bias, blocks.2.weight, which model or optimizers have not" in shallower
@@ -252,7 +252,7 @@ def test_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) ->
         assert "it holds state of blocks.0.bias, state of blocks.0.weight," in head
 
 
-# --- saving that fails --------------------------------------------------------------------------------------
+# --- failures while saving ----------------------------------------------------------------------------------
 
 
 def _failing_saves(rank: int, world_size: int, folder: Path) -> list[str]:
@@ -315,7 +315,7 @@ def _die(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_while_saving(ranks: Ranks, tmp_path: Path) -> None:
-    """The other ranks do not wait for the dead one, and the next run continues from the checkpoint before."""
+    """The other ranks do not wait for the dead one, and the next run resumes from the previous checkpoint."""
     losses = ranks(2).run(_save, "graphshard", tmp_path / "first")[0]
     with pytest.raises(RankError, match="rank 1 of 2: died with exit code 9"):
         ranks(2).run(_die, tmp_path)
@@ -327,7 +327,7 @@ def test_killed_while_saving(ranks: Ranks, tmp_path: Path) -> None:
 # --- manifests, in one process ------------------------------------------------------------------------------
 
 
-def test_latest_ignores_what_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_ignores_incomplete_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert latest_checkpoint(tmp_path / "nowhere") is None
     for number, name in enumerate(["step-9", "step-10", ".step-11.partial", "step-12"]):
         monkeypatch.setattr("time.time", lambda number=number: float(number))
@@ -337,7 +337,7 @@ def test_latest_ignores_what_is_not_complete(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "notes.txt").write_text("a file")
     assert latest_checkpoint(tmp_path) == tmp_path / "step-12"
     (tmp_path / "step-12" / "data").write_bytes(b"123")
-    assert latest_checkpoint(str(tmp_path)) == tmp_path / "step-10"  # a str, too
+    assert latest_checkpoint(str(tmp_path)) == tmp_path / "step-10"  # also a str
     (tmp_path / "step-10" / "data").unlink()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-9"
     (tmp_path / "step-9" / "manifest.json").write_text('{"files": {"data": 4}, "time": 1}')

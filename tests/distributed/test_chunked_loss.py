@@ -1,4 +1,4 @@
-"""The loss in chunks beside FSDP2's in one piece: equal up to rounding."""
+"""The chunked loss matches FSDP2 with an unchunked loss up to rounding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from graphshard.passes import ChunkedLoss
 from tests.distributed.twins import POLICIES, example_llama, fsdp2, grads_of, local, world_mesh
 from tests.ranks import Ranks
 
-# The example has 16 rows on a rank, so there are three chunks, the last one shorter.
+# The example has 16 rows on a rank, so there are three chunks; the last one is shorter.
 CHUNKED = graphshard.Pipeline().insert(ChunkedLoss(rows=6), before="insert-collectives")
 
 
-def _beside_fsdp2(rank: int, world_size: int, backend: str, policy: MixedPrecisionPolicy, accumulate: int) -> list[str]:
+def _compare_with_fsdp2(
+    rank: int, world_size: int, backend: str, policy: MixedPrecisionPolicy, accumulate: int
+) -> list[str]:
     torch.manual_seed(0)
     model, batch = example_llama()
     twin = fsdp2(copy.deepcopy(model), world_mesh(), mp_policy=policy)
@@ -49,11 +51,11 @@ def _beside_fsdp2(rank: int, world_size: int, backend: str, policy: MixedPrecisi
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_beside_fsdp2(ranks: Ranks, num_ranks: int, policy: str) -> None:
+def test_matches_fsdp2(ranks: Ranks, num_ranks: int, policy: str) -> None:
     """Losses and gradients of three steps with two microbatches."""
-    ranks(num_ranks).run(_beside_fsdp2, "eager", POLICIES[policy], 2)
+    ranks(num_ranks).run(_compare_with_fsdp2, "eager", POLICIES[policy], 2)
 
 
 @pytest.mark.slow
 def test_with_inductor(ranks: Ranks) -> None:
-    ranks(2).run(_beside_fsdp2, "inductor", POLICIES["fp32"], 1)
+    ranks(2).run(_compare_with_fsdp2, "inductor", POLICIES["fp32"], 1)

@@ -1,4 +1,4 @@
-"""Collectives of the model that travel together: the bits of those that travel alone, on any number of ranks."""
+"""Coalesced collectives of the model have the bits of separate ones, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _operators(rank: int, world_size: int) -> None:
 
 
 def test_operators(ranks: Ranks) -> None:
-    """Gloo adds up four ranks' values in the order that it has for each tensor."""
+    """Gloo adds four ranks' values in an order that depends on the tensor."""
     ranks(4).run(_operators)
 
 
@@ -51,8 +51,8 @@ def _sums_of_norms(rank: int, world_size: int) -> tuple[Counter[str], Counter[st
     return joined, single
 
 
-def test_gradients_of_norms_are_summed_up_together(ranks: Ranks) -> None:
-    """Both norms of a block; those of another block are not waited for."""
+def test_gradients_of_norms_are_coalesced(ranks: Ranks) -> None:
+    """Both norms of a block are reduced together, without waiting for norms of another block."""
     for joined, single in ranks(4).run(_sums_of_norms):
         assert single["backward: reduced over tp"] == 5
         assert (joined["backward: reduced_together over tp"], joined["backward: reduced over tp"]) == (2, 1)
@@ -71,7 +71,7 @@ def _keys_and_values(rank: int, world_size: int) -> list[str]:
     return graphshard.programs(model)[0].communication
 
 
-def test_keys_and_values_are_gathered_together(ranks: Ranks) -> None:
+def test_gathers_of_keys_and_values_are_coalesced(ranks: Ranks) -> None:
     for lines in ranks(4).run(_keys_and_values):
         assert lines.count("forward: joined_together over dp_shard_cp/2") == 2
         assert "forward: joined over dp_shard_cp/2" not in lines

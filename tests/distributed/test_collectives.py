@@ -1,4 +1,4 @@
-"""What travels, counted while real ranks train: as much as with FSDP2, or less."""
+"""Collectives counted while real ranks train: at most FSDP2's number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Counts = tuple[int, int]
 
 
 class _Net(nn.Module):
-    """n blocks, and a root with parameters of its own at both ends."""
+    """n blocks, and a root with parameters at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Net(nn.Module):
 
 
 def _counts(launches: Mapping[str, int]) -> Counts:
-    # On two gloo ranks an all-gather is run as one all-to-all, and a reduce-scatter as another.
+    # On two gloo ranks all-gathers and reduce-scatters run as different all-to-all operators.
     gathers = sum(number for name, number in launches.items() if "gather" in name or "alltoall_base" in name)
     reductions = sum(number for name, number in launches.items() if "reduce" in name or "all_to_all" in name)
     assert gathers + reductions == sum(launches.values()), f"unknown collective among {dict(launches)}"
@@ -56,7 +56,7 @@ def _count(call: Callable[[], Any]) -> tuple[Counts, Any]:
 
 
 def _count_step(model: nn.Module, x: Tensor) -> tuple[Counts, Counts]:
-    """Collectives in forward and in backward, in a step that is not the first."""
+    """Count the collectives in forward and backward of the second step."""
     model(x).backward()
     model.zero_grad()
     forward, loss = _count(lambda: model(x))
@@ -80,7 +80,7 @@ def _both_counts(rank: int, world_size: int, frozen: list[str], options: dict[st
     [(True, BLOCKS + 1), (None, BLOCKS), (False, 0)],
     ids=lambda value: str(value),
 )
-def test_counts_of_collectives_equal_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
+def test_counts_of_collectives_match_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
     """One launch per unit and direction. By default the root stays gathered between forward and backward."""
     expected = (BLOCKS + 1, 0), (backward_gathers, BLOCKS + 1)
     for ours, theirs in ranks(2).run(_both_counts, [], {"reshard_after_forward": reshard}):
@@ -90,9 +90,9 @@ def test_counts_of_collectives_equal_fsdp2(ranks: Ranks, reshard: bool | None, b
 @pytest.mark.parametrize(
     ("frozen", "backward", "backward_of_fsdp2"),
     [
-        # Backward ends where nothing below is trained; FSDP2 prefetches the block below all the same.
+        # Backward ends where no earlier parameter is trained; FSDP2 still prefetches the block below.
         (["stem", "blocks.0"], (BLOCKS - 1, BLOCKS), (BLOCKS, BLOCKS)),
-        # A frozen block in the middle passes gradients on, but has none of its own.
+        # A frozen block in the middle passes gradients on, but has none to reduce.
         (["blocks.1"], (BLOCKS, BLOCKS), (BLOCKS, BLOCKS)),
         # Frozen weights and trained biases share a bucket.
         (["weight"], (BLOCKS, BLOCKS + 1), (BLOCKS, BLOCKS + 1)),
@@ -115,19 +115,19 @@ def _with_comm_debug_mode(rank: int, world_size: int) -> list[Counts]:
         with CommDebugMode() as mode:
             model(x).backward()
         counts.append(_counts({str(op): number for op, number in mode.get_comm_counts().items()}))
-        model(x)  # nothing of the mode is left behind
+        model(x)  # the mode has no lasting effect
     return counts
 
 
-def test_torch_s_own_count(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`CommDebugMode`, which users have, sees the same."""
+def test_counts_match_comm_debug_mode(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's `CommDebugMode` sees the same counts."""
 
     for ours, theirs in ranks(2).run(_with_comm_debug_mode):
         assert ours == theirs == (2 * BLOCKS + 1, BLOCKS + 1)
 
 
 class _Tower(nn.Module):
-    """Every layer is a unit, the embedding too."""
+    """A model in which every layer is a unit, including the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def _tower_counts(rank: int, world_size: int) -> list[tuple[Counts, Counts]]:
     return [_count_step(model, torch.arange(4)) for model in twins(_Tower(), world_mesh())]
 
 
-def test_unit_that_backward_does_not_need_is_not_gathered(ranks: Ranks) -> None:
-    """The gradient of an embedding does not depend on its weight. FSDP2 gathers it all the same."""
+def test_units_unused_in_backward_are_not_gathered_again(ranks: Ranks) -> None:
+    """The gradient of an embedding does not depend on its weight. FSDP2 gathers it nevertheless."""
     for ours, theirs in ranks(2).run(_tower_counts):
         assert ours == ((3, 0), (2, 3))
         assert theirs == ((3, 0), (3, 3))
@@ -161,14 +161,14 @@ def _alone(rank: int, world_size: int) -> tuple[tuple[Counts, Counts], tuple[Cou
     return counts
 
 
-def test_world_of_one_communicates_nothing(ranks: Ranks) -> None:
+def test_world_of_one_launches_no_collectives(ranks: Ranks) -> None:
     for ours, plain in ranks(2).run(_alone):
         assert ours == plain == ((0, 0), (0, 0))
 
 
 def _inference(rank: int, world_size: int) -> list[Counts]:
     counts = []
-    # By default FSDP2 would keep the root gathered from one call to the next.
+    # By default FSDP2 would keep the root gathered between calls.
     for model in twins(_Net(), world_mesh(), reshard_after_forward=True):
         model.eval()
         with torch.no_grad():
@@ -183,7 +183,7 @@ def test_inference_reduces_nothing(ranks: Ranks) -> None:
 
 
 def _gather_of(rank: int, world_size: int) -> int:
-    """The most bytes that anything allocates in a gather, whose result is made before."""
+    """Return the bytes that a gather allocates at most, in blocks of at least the preallocated result's size."""
     for like in (torch.empty(5, 3), torch.empty(1, dtype=torch.bfloat16), torch.empty(0, 4), torch.empty(4, 3).t()):
         shard = torch.empty_like(like).copy_(torch.arange(like.numel()).reshape(like.shape) + 100 * rank)
         full = _gathered(shard)
@@ -205,5 +205,5 @@ def _gathered(shard: Tensor) -> Tensor:
 
 
 def test_two_gloo_ranks_gather_without_a_buffer(ranks: Ranks) -> None:
-    """Gloo's own all-gather has one as large as the result; here it has the values of that."""
+    """Gloo's all-gather allocates a buffer of the result's size; the all-to-all used here does not."""
     assert ranks(2).run(_gather_of) == [2 * 1000 * 10 * 4] * 2

@@ -1,4 +1,4 @@
-"""A training step in one call, next to the separate step of FSDP2 and of the unsharded model, bit for bit."""
+"""`compile_step`: a whole training step in one call matches separate steps of FSDP2 and of the unsharded model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _input(rank: int, step: int = 0) -> Tensor:
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not and learns faster."""
+    """Return groups: matrices decay; other parameters do not and have a higher learning rate."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1]},
@@ -77,7 +77,7 @@ def _separate(
     loss: Callable[..., Tensor] = _loss,
     clip_norm: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The step that is compiled, as it is written without."""
+    """Run the step that `compile_step` compiles, written out in eager code."""
     losses, norm = [], None
     for index, args in enumerate(calls):
         if isinstance(model, FSDPModule):
@@ -98,7 +98,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _assert_same_state(models: Any, optimizers: Any, when: str) -> None:
-    """Parameters and states, with the same bits, names, classes and places."""
+    """Check that parameters and optimizer states have equal bits, names, classes and placements."""
     assert_same(*map(params_of, models), when)
     ours, theirs = (_states_of(*both) for both in zip(models, optimizers))
     assert_same(ours, theirs, f"state, {when}")
@@ -109,7 +109,7 @@ def _assert_same_state(models: Any, optimizers: Any, when: str) -> None:
 
 
 def _train_both(rank: int, step: graphshard.CompiledStep, pair: Any, optims: Any) -> None:
-    """Two clipped steps with updates in the backward, and the separate ones of the other model: the same bits."""
+    """Run two clipped steps with updates in backward, and separate steps of the other model; compare bits."""
     for number in range(2):
         x = _input(rank, number)
         step(x)
@@ -143,13 +143,13 @@ def _optimizers(rank: int, world_size: int, which: Optimizers, clip_norm: float 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
 def test_optimizers_equal_fsdp2(ranks: Ranks, clip_norm: float | None) -> None:
-    """With parameter groups and a schedule, on uneven and empty shards, parameters and state bit for bit."""
+    """With parameter groups and a schedule, on uneven and empty shards; parameters and state bit for bit."""
     ranks(3).run(_optimizers, OPTIMIZERS, clip_norm)
 
 
 @pytest.mark.slow
 def test_other_optimizers_equal_fsdp2(ranks: Ranks) -> None:
-    """All that are taken."""
+    """All supported optimizers."""
     ranks(3).run(_optimizers, OTHERS, None)
 
 
@@ -157,7 +157,7 @@ def test_other_optimizers_equal_fsdp2(ranks: Ranks) -> None:
 
 
 class Odd(nn.Module):
-    """Tied, frozen, unused and scalar parameters, one used in two units, and one that is transposed in memory."""
+    """Tied, frozen, unused and scalar parameters, one used in two units, and one with transposed memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,17 +236,17 @@ def _odd(rank: int, world_size: int, clip_norm: float | None) -> list[bool]:
 def test_odd_parameters(ranks: Ranks) -> None:
     """Tied, frozen, unused, scalar and transposed ones; the optimizer's state is loaded in between.
 
-    FSDP2 does not take scalars and transposed ones: the same model is trained by the separate step.
+    FSDP2 does not support scalars and transposed parameters, so the reference is a separate step of the same model.
     """
     assert ranks(2).run(_odd, None) == [[True] * 9] * 2
 
 
 def test_odd_parameters_clipped(ranks: Ranks) -> None:
-    """A norm of parameters that are placed in several ways is left to torch, after the backward."""
+    """torch computes the norm of parameters with different placements, after backward."""
     assert ranks(2).run(_odd, 0.5) == [[False] * 9] * 2
 
 
-# --- what keeps updates out of the backward ----------------------------------------------------------------
+# --- cases without updates in backward ----------------------------------------------------------------------
 
 
 def _twice(model: nn.Module, x: Tensor) -> Tensor:
@@ -254,17 +254,17 @@ def _twice(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _with_penalty(model: nn.Module, x: Tensor) -> Tensor:
-    """Reads a parameter besides the model's call."""
+    """Read a parameter outside of the model's call."""
     return _loss(model, x) + model.blocks[0].weight.square().sum().full_tensor() / 2
 
 
 def _checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    """The call is made again in backward, and autograd's graph does not show it."""
+    """Backward repeats the call, which autograd's graph does not show."""
     return torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()
 
 
 def _in_parts(model: nn.Module, x: Tensor) -> Tensor:
-    """A unit is called besides the model."""
+    """Call a unit outside of the model's call."""
     return _loss(model, x) + model.blocks[0](x).square().mean()
 
 
@@ -290,7 +290,7 @@ def _losses(rank: int, world_size: int, clip_norm: float | None) -> dict[str, bo
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
 def test_losses(ranks: Ranks, clip_norm: float | None) -> None:
-    """Where a call is not all that trains a parameter, updates follow the backward, and are the same."""
+    """If parameters receive gradients outside of the call, updates follow backward, with equal results."""
     expected = {name: name == "one call" for name in LOSSES}
     assert ranks(2).run(_losses, clip_norm) == [expected] * 2
 
@@ -340,11 +340,11 @@ def _surroundings(rank: int, world_size: int) -> list[bool]:
 
 
 def _hook(*_: Any) -> None:
-    """Of an optimizer's step."""
+    """A hook of an optimizer's step."""
 
 
-def test_surroundings(ranks: Ranks) -> None:
-    """Other parameters, gradients that were there, hooks of parameters; hooks and groups that came later."""
+def test_other_parameters_gradients_and_hooks(ranks: Ranks) -> None:
+    """Other parameters, existing gradients, parameter hooks; hooks and groups that are added later."""
     assert ranks(2).run(_surroundings) == [[True, False, False, True]] * 2
 
 
@@ -373,7 +373,7 @@ def _scaler(rank: int, world_size: int, clip_norm: float | None) -> list[float]:
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
 def test_scaler(ranks: Ranks, clip_norm: float | None) -> None:
-    """An inf on one rank skips the step on all, and all lower their scale."""
+    """An inf on one rank skips the step on all ranks, and all lower their scale."""
     assert ranks(2).run(_scaler, clip_norm) == [[1024.0, 2048.0, 1024.0, 1024.0]] * 2
 
 
@@ -400,12 +400,12 @@ def _inductor(rank: int, world_size: int, given: dict[str, bool], separate: dict
     ("given", "separate"), [({}, {"fused": True}), ({"foreach": False}, {"foreach": False})], ids=str
 )
 def test_inductor(ranks: Ranks, given: dict[str, bool], separate: dict[str, bool]) -> None:
-    """The same as the separate step of the same program, which is told to take the kernel that is taken here."""
+    """Equals a separate step of the same program, which is made to use the same optimizer kernel."""
     ranks(2).run(_inductor, given, separate)
 
 
 def _replicated(rank: int, world_size: int) -> None:
-    """Nothing is gathered, so that regions read the shards themselves, and offloading."""
+    """Nothing is gathered, so regions read the shards; also with offloading."""
     for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         pair = twins(Net(), mesh, **options)
@@ -415,12 +415,12 @@ def _replicated(rank: int, world_size: int) -> None:
 
 
 def test_replicated(ranks: Ranks) -> None:
-    """Data parallelism without shards."""
+    """Data parallelism without sharding."""
     ranks(2).run(_replicated)
 
 
 class _Same(nn.Module):
-    """Two parameters with the same gradient, and one with another."""
+    """Two parameters with the same gradient, and one with a different one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,8 +445,8 @@ def _same_gradients(rank: int, world_size: int) -> list[bool]:
     return taken
 
 
-def test_one_tensor_may_be_two_gradients(ranks: Ranks) -> None:
-    """On one rank nothing is reduced, and both are updated by what one operator has made."""
+def test_one_tensor_as_gradient_of_two_parameters(ranks: Ranks) -> None:
+    """On one rank nothing is reduced, and the result of one operator is the gradient of both parameters."""
     assert ranks(1).run(_same_gradients) == [[True, True]]
 
 
@@ -468,7 +468,7 @@ def _in_units(rank: int, world_size: int) -> None:
 
 
 def test_fully_shard(ranks: Ranks) -> None:
-    """A model that was sharded in parts, all of which backward gathers again."""
+    """A model sharded part by part, with everything gathered again in backward."""
     ranks(2).run(_in_units)
 
 
@@ -484,13 +484,13 @@ def _loaded(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    """Programs of a file."""
+    """Programs loaded from a file."""
     path = graphshard.export(Net(), (2,), tmp_path / "net.gshard", example_inputs=(_input(0),), backend="eager")
     ranks(2).run(_loaded, path)
 
 
 def _muon(rank: int, world_size: int, clip_norm: float | None) -> None:
-    """Biases are no matrices, and their gradients stay; torch's step fails on DTensors of one row (2.13)."""
+    """Biases are not matrices and keep their gradients; torch's step fails on DTensors of one row (2.13)."""
     pair = twins(Net(), world_mesh())
     optims = [
         torch.optim.Muon([p for p in model.parameters() if p.dim() == 2 and len(p) > 1], lr=0.02) for model in pair
@@ -514,5 +514,5 @@ def _muon(rank: int, world_size: int, clip_norm: float | None) -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
 def test_muon(ranks: Ranks, clip_norm: float | None) -> None:
-    """Torch's multiplies whole matrices, as DTensors; its updates run behind the backward."""
+    """torch's Muon multiplies whole matrices, as DTensors; its updates run after backward."""
     ranks(2).run(_muon, clip_norm)

@@ -1,4 +1,4 @@
-"""`compile_step` with everything at once: checkpoint regions, replicas, programs of a file, microbatches, a scaler."""
+"""`compile_step` with all features at once: checkpoints, replicas, exported programs, microbatches, a scaler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCUMULATE, CLIP_NORM, NAMES = 2, 1e-4, ("replicate", "shard")
 
 
 class _Net(nn.Module):
-    """Blocks that backward computes again, with dropout, between a stem and a head."""
+    """Checkpointed blocks with dropout, between a stem and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _train(rank: int, world_size: int, path: Path | None, policy: MixedPrecision
 @pytest.mark.parametrize(("policy", "scaled"), [(FP32, True), (BF16, False)], ids=["scaled", "bf16"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["compiled", "loaded"])
 def test_all_at_once(ranks: Ranks, tmp_path: Path, loaded: bool, scaled: bool, policy: MixedPrecisionPolicy) -> None:
-    """The bits of FSDP2's separate step; with a scaler updates follow the backward, else they run inside."""
+    """Bitwise equal to FSDP2's separate step; with a scaler updates follow backward, otherwise they run inside."""
     path = None
     if loaded:
         shape = dict(zip(NAMES, (2, 2)))

@@ -1,4 +1,4 @@
-"""torch.cond in forward: equal to FSDP2, where each rank runs the branch that its own values choose."""
+"""`torch.cond` in forward matches FSDP2; each rank takes the branch that its values select."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import RankError, Ranks
 
 
 class Gate(nn.Module):
-    """Chooses between layers; `scale` is used in one branch alone, `shift` inside and outside."""
+    """Selects a layer; `scale` is used in one branch only, `shift` inside and outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Gates(nn.Module):
 
 
 class Checkpointed(Gates):
-    """The condition is computed again in backward."""
+    """A checkpoint recomputes the condition in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -60,7 +60,7 @@ class Checkpointed(Gates):
 
 
 class Roots(nn.Module):
-    """The other branch has no finite gradient: of a root of zero, and of a matrix that has no inverse."""
+    """The branch that is not taken has no finite gradient: the root of zero, and a singular matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Nested(nn.Module):
 
 
 class Experts(nn.Module):
-    """One of two units."""
+    """Calls one of two units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ MODELS: tuple[Callable[[], nn.Module], ...] = (Gates, Checkpointed, Roots, Neste
 
 
 def _rows(seed: int) -> Tensor:
-    """Of which every second seed takes the first branches."""
+    """Return rows; every second seed selects the first branches."""
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).abs() * (-1) ** seed
 
 
@@ -173,7 +173,7 @@ def test_artifacts_hold_both_branches(ranks: Ranks, tmp_path: Path) -> None:
 
 
 class Inverse(nn.Module):
-    """Its operator fails in a branch."""
+    """A model with an operator that raises in a branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Inverse(nn.Module):
 
 
 def _experts(rank: int, world_size: int) -> None:
-    """FSDP2's hooks cannot be in a branch: what plain torch computes of the same rows on both ranks."""
+    """FSDP2's hooks cannot be in a branch; compare with plain torch on the same rows on both ranks."""
     torch.manual_seed(0)
     model, plain = Experts(), Experts()
     plain.load_state_dict(model.state_dict())
@@ -194,12 +194,12 @@ def _experts(rank: int, world_size: int) -> None:
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
-    # Twice the same, halved.
+    # The sum of two equal gradients, halved.
     assert_same(full(grads_of(compiled)), grads_of(plain), "gradients")
 
 
 def test_branches_may_be_units(ranks: Ranks) -> None:
-    """All ranks gather both, whichever they take."""
+    """All ranks gather both units, whichever branch they take."""
     ranks(2).run(_experts)
 
 
@@ -212,7 +212,7 @@ def _invert(rank: int, world_size: int, options: dict[str, Any]) -> None:
         assert torch.equal(model(x, torch.tensor(mean)), plain(x, torch.tensor(mean)))
 
 
-def test_an_operator_that_checks_in_a_branch_splits(ranks: Ranks) -> None:
+def test_an_operator_with_checks_in_a_branch(ranks: Ranks) -> None:
     ranks(1).run(_invert, {})
     with pytest.raises(RankError, match=r"GraphBreak: .* such as torch\.linalg\.inv_ex"):
         ranks(1).run(_invert, {"fullgraph": True})

@@ -1,4 +1,4 @@
-"""Units that take and return tensors in containers: cast, differentiated and added up as in FSDP2."""
+"""Units that take and return tensors in containers: casts, gradients and accumulation match FSDP2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Named(NamedTuple):
 
 @dataclass
 class Unregistered:
-    """No pytree: torch's utilities take it for a leaf, FSDP2 looks into it."""
+    """A container that torch's utilities treat as a leaf and FSDP2 traverses."""
 
     x: Tensor
     skip: Tensor
@@ -51,7 +51,7 @@ class _Unit(nn.Module):
 
 
 class _Net(nn.Module):
-    """Values enter every unit, and go around it."""
+    """Values that enter every unit and bypass it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _containers(rank: int, world_size: int, kind: str) -> None:
         train_side_by_side(pair, lambda: {"x": torch.randn(5, 6)}, steps=3)
 
 
-# It frees a unit's parameters after forward, and without hooks gathers none for backward.
+# FSDP2 frees a unit's parameters after forward, and without hooks gathers none for backward.
 _looks_into_it = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.12",
     reason="FSDP2 of torch 2.11 hooks no outputs in a dataclass that is no pytree",
@@ -84,5 +84,5 @@ _KINDS = [pytest.param(kind, marks=_looks_into_it) if kind == "dataclass" else k
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_units_take_and_return_containers(ranks: Ranks, kind: str) -> None:
-    """In float32 and bfloat16: every bit of three steps is FSDP2's."""
+    """In float32 and bfloat16, three steps match FSDP2 bit for bit."""
     ranks(2).run(_containers, kind)

@@ -1,4 +1,4 @@
-"""Context parallelism that the model expresses: FSDP2's bits on the same model, and one rank's on whole sequences."""
+"""Context parallelism in the model's code matches FSDP2 on the same model, and one rank with whole sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 
 
 def _train(model: nn.Module, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
-    """Losses, and gradients of the last step."""
+    """Train and return losses and the gradients of the last step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -31,14 +31,16 @@ def _train(model: nn.Module, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
 
 
 def _data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """As code for FSDP2 makes them: the context axis is a part of the sharding one."""
+    """Return the data axes as FSDP2 code builds them: the context axis is a part of the sharding axis."""
     if mesh.ndim == 1:
         return mesh
     flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     return flat if mesh.ndim == 2 else mesh["dp_replicate", "dp_shard_cp"]
 
 
-def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str, policy: str, flat: bool) -> list[str]:
+def _compare_with_fsdp2(
+    rank: int, world_size: int, shape: tuple[int, ...], name: str, policy: str, flat: bool
+) -> list[str]:
     mesh = mesh_of(*shape)
     ours, theirs = (Decoder(ATTENTIONS[name], mesh["cp"]) for _ in range(2))
     options = {"mp_policy": POLICIES[policy]}
@@ -56,26 +58,26 @@ def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], name: str,
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_equal_to_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
-    """Two data ranks of two context ranks each."""
-    for lines in ranks(4).run(_beside_fsdp2, (2, 2), name, policy, False):
-        kind = {"gathered": "joined_together", "by heads": "exchanged", "ring": "exchanging"}[name]  # beside a product
+def test_matches_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
+    """Two data ranks with two context ranks each."""
+    for lines in ranks(4).run(_compare_with_fsdp2, (2, 2), name, policy, False):
+        kind = {"gathered": "joined_together", "by heads": "exchanged", "ring": "exchanging"}[name]  # next to a matmul
         assert f"forward: {kind} over dp_shard_cp/2" in lines
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2,), (2, 1, 2)], ids=str)
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    """Context ranks alone, on a mesh of their own, and beside replicas."""
+    """Context ranks only, on a separate mesh, and with replicas."""
     size = 4 if len(shape) == 3 else 2
-    ranks(size).run(_beside_fsdp2, shape, "ring", "fp32", False)
+    ranks(size).run(_compare_with_fsdp2, shape, "ring", "fp32", False)
 
 
-def test_an_axis_that_fsdp2_code_has_flattened(ranks: Ranks) -> None:
-    """The group that the model names is found among the neighbours on it."""
-    ranks(4).run(_beside_fsdp2, (2, 2), "ring", "fp32", True)
+def test_a_flattened_axis(ranks: Ranks) -> None:
+    """The group in the model's code is found among the neighbor groups of the axis."""
+    ranks(4).run(_compare_with_fsdp2, (2, 2), "ring", "fp32", True)
 
 
-def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
+def _compare_with_one_rank(rank: int, world_size: int, name: str) -> None:
     mesh = mesh_of(1, 2)
     model = graphshard.compile(Decoder(ATTENTIONS[name], mesh["cp"]), mesh)
     plain = Decoder(whole, None)
@@ -88,9 +90,9 @@ def _beside_one_rank(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "gathered" else ()) for n in ATTENTIONS]
 )
-def test_gradients_are_those_of_whole_sequences(ranks: Ranks, name: str) -> None:
-    """Inductor's regions, too: the mean over two ranks of half a sequence each is one rank's."""
-    ranks(2).run(_beside_one_rank, name)
+def test_gradients_match_whole_sequences(ranks: Ranks, name: str) -> None:
+    """Also with Inductor: the mean over two ranks with half a sequence each equals one rank."""
+    ranks(2).run(_compare_with_one_rank, name)
 
 
 def _among_others(rank: int, world_size: int) -> str:
@@ -101,7 +103,7 @@ def _among_others(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_are_no_neighbours(ranks: Ranks) -> None:
+def test_rejects_ranks_that_are_not_neighbors(ranks: Ranks) -> None:
     for rank, message in enumerate(ranks(4).run(_among_others)):
         assert (
             f"communicates by _c10d_functional.all_to_all_single.default with ranks [{rank % 2}, {rank % 2 + 2}]"
@@ -121,8 +123,8 @@ class _Summed(torch.autograd.Function):
         return collectives.wait_tensor(collectives.all_reduce(grad, "sum", ctx.mesh)), None
 
 
-class _Centred(nn.Module):
-    """Subtracts the mean over the rows of all ranks, as a normalisation over the whole batch does."""
+class _Centered(nn.Module):
+    """Subtracts the mean over the rows of all ranks, like a normalization over the whole batch."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class _Centred(nn.Module):
 
 def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
     mesh = world_mesh()
-    ours, theirs = _Centred(mesh), _Centred(mesh)
+    ours, theirs = _Centered(mesh), _Centered(mesh)
     fsdp2(theirs, mesh)
     graphshard.compile(ours, mesh, backend="eager")
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
@@ -148,6 +150,6 @@ def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
 
 
 def test_collectives_over_the_sharding_axis(ranks: Ranks) -> None:
-    """Which are the model's own, beside those of its parameters."""
+    """The model's collectives, next to the collectives of its parameters."""
     for lines in ranks(2).run(_over_the_data_axis):
         assert lines == ["forward: reduced over shard", "backward: reducing over shard"]

@@ -1,4 +1,4 @@
-"""How often gradients and parameters travel, in every mode of accumulation: as often as with FSDP2, or less."""
+"""Numbers of gathers and reductions in every mode of accumulation: at most FSDP2's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.upstream.alike import needs_newer_fsdp2
 
 
 class Chunked(nn.Module):
-    """A trunk of two units, and a unit of two modules, whose head is called for one chunk after the other."""
+    """A trunk of two units, and a unit of two modules, whose head is called chunk by chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _accumulate(model: Any, x: Tensor, *, keep: bool = False, switch: str = "set
 
 
 def _head_accumulates(model: Any, x: Tensor) -> None:
-    """Each chunk has a backward of its own, of which the last one reduces."""
+    """Run a backward for each chunk, of which the last one reduces."""
     hidden = model(x, hidden=True)
     leaf = hidden.detach().requires_grad_()
     for index, chunk in enumerate(leaf.chunk(3)):
@@ -59,12 +59,12 @@ def _head_accumulates(model: Any, x: Tensor) -> None:
 
 
 def _head_in_chunks(model: Any, x: Tensor) -> None:
-    """One backward for all chunks."""
+    """Run one backward for all chunks."""
     torch.stack([model.head(chunk).square().sum() for chunk in model(x, hidden=True).chunk(3)]).sum().backward()
 
 
 def _twice(model: Any, x: Tensor) -> None:
-    """As contrastive losses do it."""
+    """Call the model twice, like contrastive losses."""
     (model(x) - model(-x)).square().sum().backward()
 
 
@@ -96,7 +96,7 @@ def _counted(rank: int, world_size: int, mode: str) -> None:
     x = torch.randn(6, 8)
     counts = []
     for model in (ours, theirs):
-        for _ in range(2):  # the first step finds out what is called several times
+        for _ in range(2):  # the first step detects repeated calls
             run(model, x)
         with CountLaunches() as count:
             run(model, x)
@@ -138,15 +138,13 @@ def _equal(rank: int, world_size: int, mode: str, policy: MixedPrecisionPolicy) 
 @pytest.mark.parametrize(
     "mode", ["two calls before a backward", "three calls that keep parameters", "a head in chunks"]
 )
-def test_calls_that_one_backward_goes_through_equal_fsdp2(
-    ranks: Ranks, mode: str, policy: MixedPrecisionPolicy
-) -> None:
-    """Their gradients are added up before they are reduced, in the dtype that they are computed in."""
+def test_several_calls_with_one_backward_match_fsdp2(ranks: Ranks, mode: str, policy: MixedPrecisionPolicy) -> None:
+    """Their gradients are accumulated before they are reduced, in the compute dtype."""
     ranks(2).run(_equal, mode, policy)
 
 
-def _given_up(rank: int, world_size: int) -> None:
-    """A backward that fails between the parts of two calls leaves nothing to the next one."""
+def _failed_backward(rank: int, world_size: int) -> None:
+    """A backward that fails between the parts of two calls does not affect the next backward."""
     ours, theirs = (Chunked() for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     graphshard.compile(ours, init_device_mesh("cpu", (world_size,)), backend="eager")
@@ -165,8 +163,8 @@ def _given_up(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, (ours, theirs)), "gradients of the next")
 
 
-def test_a_backward_that_fails_leaves_nothing_behind(ranks: Ranks) -> None:
-    ranks(2).run(_given_up)
+def test_a_failed_backward_leaves_no_gradients(ranks: Ranks) -> None:
+    ranks(2).run(_failed_backward)
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -177,7 +175,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
 
 
 def _written(rank: int, world_size: int) -> None:
-    """Nobody has asked that weights stay as they are between two calls."""
+    """Weights may change between two calls."""
     plain = Chunked()
     ours = copy.deepcopy(plain)
     graphshard.compile(ours, init_device_mesh("cpu", (world_size,)), backend="eager")
@@ -190,7 +188,7 @@ def _written(rank: int, world_size: int) -> None:
                 for param in model.parameters():
                     write(param)
         assert torch.equal(plain(x), ours(x)), how
-    # What torch does not know of is seen after as many calls as there are in a step.
+    # Writes that torch does not record are detected after one step's number of calls.
     for model in (plain, ours):
         model(x), model(x)
         for param in model.parameters():
@@ -198,5 +196,5 @@ def _written(rank: int, world_size: int) -> None:
     assert torch.equal(plain(x), ours(x))
 
 
-def test_weights_written_between_two_calls_are_seen(ranks: Ranks) -> None:
+def test_weights_written_between_two_calls(ranks: Ranks) -> None:
     ranks(2).run(_written)

@@ -1,4 +1,4 @@
-"""Collectives that the user runs, and how they are run: FSDP2's methods, beside the real FSDP2."""
+"""FSDP2's methods for custom collectives and their settings, compared with the real FSDP2."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.ranks import Ranks
 
 
 def _needs(method: str) -> pytest.MarkDecorator:
-    """FSDP2 of torch 2.11 has fewer methods."""
+    """Skip if this FSDP2 lacks a method: torch 2.11 has fewer."""
     return pytest.mark.skipif(not hasattr(FSDPModule, method), reason=f"this FSDP2 has no {method}")
 
 
 class _Comm:
-    """Counts, and says what it was given."""
+    """Counts calls and records arguments."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -44,7 +44,7 @@ class _Gather(_Comm):
 
 class _Reduce(_Comm):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Twice the gradient, so that nobody can do without; at once, so that there is nothing to wait for."""
+        """Return twice the gradient, so that the call has an effect; synchronously, so there is no wait."""
         self.calls.append(str(op))
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
         output_tensor.mul_(2)
@@ -80,13 +80,13 @@ def _custom(rank: int, world_size: int, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
-def test_a_units_collectives_are_run_by_the_user(ranks: Ranks, policy: Any) -> None:
-    """As often as FSDP2 calls them, in memory of theirs; the other units' are not."""
+def test_custom_collectives_of_a_unit(ranks: Ranks, policy: Any) -> None:
+    """Called the same number of times as by FSDP2, with its memory; the other units use the default."""
     ranks(3).run(_custom, policy or torch.distributed.fsdp.MixedPrecisionPolicy())
 
 
 def _each_larger(rank: int, world_size: int) -> None:
-    """A planner that packs nothing launches each tensor by itself."""
+    """A planner that packs nothing launches each tensor separately."""
     apart = graphshard.PlanByUnit(pack_gathers_below=0, pack_reductions_below=0)
     passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(apart))
     model, plain = Net(), Net()
@@ -95,7 +95,9 @@ def _each_larger(rank: int, world_size: int) -> None:
     gather, reduce = _comms(model.blocks[0])
     _train(rank, model)
     names = [name for name, _ in model.blocks[0].named_parameters()]
-    assert len(gather.calls) == len(names) + len([name for name in names if "bias" not in name])  # backward reads none
+    assert len(gather.calls) == len(names) + len(
+        [name for name in names if "bias" not in name]
+    )  # backward reads no bias
     assert len(reduce.calls) == len(names)
     (plain(torch.cat([rows(r) for r in range(world_size)])).sum() / world_size).backward()
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -103,7 +105,7 @@ def _each_larger(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), factor * expected.grad, msg=name)
 
 
-def test_tensors_that_are_not_packed_are_run_one_by_one(ranks: Ranks) -> None:
+def test_custom_collectives_without_packing(ranks: Ranks) -> None:
     ranks(2).run(_each_larger)
 
 
@@ -132,12 +134,12 @@ def _hooked(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
 def test_a_hook_sees_reduced_gradients(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    """Once per reduction, behind that over replicas, with FSDP2's buffer; what it does to it counts."""
+    """Runs once per reduction, after the all-reduce over replicas, on FSDP2's buffer; in-place changes take effect."""
     ranks(4).run(_hooked, shape)
 
 
 class _Groups(TorchDispatchMode):
-    """Names of the process groups that reduce."""
+    """Records the names of the process groups that reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +173,8 @@ def _separate(rank: int, world_size: int) -> None:
 
 
 @_needs("set_separate_reduce_scatter_group")
-def test_reductions_in_a_group_of_their_own(ranks: Ranks) -> None:
-    """Of all units, of none, of one."""
+def test_reductions_in_a_separate_group(ranks: Ranks) -> None:
+    """For all units, for none, and for one."""
     ranks(3).run(_separate)
 
 
@@ -192,7 +194,7 @@ def _buffers(rank: int, world_size: int) -> list[list[str]]:
 
 
 @_needs("set_reduce_scatter_max_input_buffers")
-def test_reductions_under_way_at_once(ranks: Ranks) -> None:
+def test_concurrent_reductions(ranks: Ranks) -> None:
     last, first, root = (f"reduce {unit} in backward" for unit in ("blocks.1", "blocks.0", "(root)"))
     for one, two in ranks(2).run(_buffers):
         assert one[:4] == [f"start {last}", f"wait {last}", f"start {first}", f"wait {first}"]
@@ -220,7 +222,7 @@ def test_the_next_call_waits_for_an_event_once(ranks: Ranks) -> None:
 
 
 def _before_the_root(rank: int, world_size: int) -> None:
-    """What was chosen for a unit by itself holds when it has become a part of a model."""
+    """Settings of a unit remain when it becomes a part of a model."""
     model = Net()
     for block in model.blocks:
         graphshard.fully_shard(block, backend="eager")
@@ -238,7 +240,7 @@ def _before_the_root(rank: int, world_size: int) -> None:
     assert [event.split()[0] for event in events[:2]] == ["start", "start"]
 
 
-def test_what_was_chosen_before_there_was_a_root(ranks: Ranks) -> None:
+def test_settings_before_the_root_is_sharded(ranks: Ranks) -> None:
     ranks(2).run(_before_the_root)
 
 

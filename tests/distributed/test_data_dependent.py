@@ -1,4 +1,4 @@
-"""Sizes that depend on values: chosen tokens, masks, numbers read from tensors. Ranks differ in them."""
+"""Data-dependent sizes: selected tokens, masks, numbers read from tensors. They differ between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import RankError, Ranks
 
 
 class Experts(nn.Module):
-    """Each token goes to the expert that its router likes best; another number of them at each call."""
+    """Each token goes to the expert that the router prefers; the counts differ at each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Masked(nn.Module):
 
 
 class Shortened(nn.Module):
-    """Uses as many rows as a tensor says."""
+    """Uses the number of rows that a tensor contains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Listed(nn.Module):
 
 
 class Looped(nn.Module):
-    """Runs as many experts as its router hits."""
+    """Runs the experts that the router selects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: d
 
 @pytest.mark.parametrize("make", MODELS)
 def test_training_equals_fsdp2(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-    """One program for all sizes, bit for bit, though ranks differ in them."""
+    """One program for all sizes matches bit for bit, although the sizes differ between ranks."""
     ranks(2).run(_train, make, {})
 
 
@@ -158,7 +158,7 @@ def _checks(rank: int, world_size: int, wrong: Tensor) -> None:
     ("wrong", "line"),
     [(torch.ones(6, 4), r"torch\._check\(count"), (torch.eye(6, 4) * 200, r"torch\._check_tensor_all\(x")],
 )
-def test_what_torch_check_takes_for_granted_is_checked(ranks: Ranks, wrong: Tensor, line: str) -> None:
+def test_torch_check_is_enforced(ranks: Ranks, wrong: Tensor, line: str) -> None:
     with pytest.raises(RankError, match=rf"InputError: forward raises .*dependent\.py:\d+: {line}"):
         ranks(1).run(_checks, wrong)
 
@@ -171,8 +171,8 @@ def _refused(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_captured(ranks: Ranks) -> None:
-    """A loop over what values say."""
+def test_rejects_a_data_dependent_loop(ranks: Ranks) -> None:
+    """A loop over data-dependent values."""
     ((looped,),) = ranks(1).run(_refused)
     assert re.search(r"dependent\.py:\d+\n +for row in torch\.nonzero", looped)
 
@@ -190,5 +190,5 @@ def _load(rank: int, world_size: int, path: Path) -> None:
     assert_same(full(grads_of(loaded)), grads_of(twin), "loaded")
 
 
-def test_artifacts_hold_such_sizes(ranks: Ranks, tmp_path: Path) -> None:
+def test_artifacts_hold_data_dependent_sizes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(_load, tmp_path / "experts.gshard")

@@ -1,4 +1,4 @@
-"""One capture and one lowering serve many batch sizes and sequence lengths, with the bits of FSDP2."""
+"""One capture and one lowering serve many batch sizes and sequence lengths, and match FSDP2 bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """A language model in small, with positions made from the length of the sequence."""
+    """A small language model whose positions depend on the sequence length."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def _pair(options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
 
 
 def _step(model: nn.Module, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)  # dropout's
+    torch.manual_seed(seed)  # for dropout
     model.zero_grad()
     loss = model(*_batch(shape, seed))
     loss.backward()
@@ -84,7 +84,7 @@ def _many_shapes(rank: int, world_size: int, checkpointed: bool) -> int:
     pair = _pair({"backend": "eager", "dynamic_shapes": (BOTH, BOTH), "checkpointed": checkpointed})
     optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
     for index in range(len(SHAPES)):
-        shape = SHAPES[(index + 3 * rank) % len(SHAPES)]  # another one on each rank
+        shape = SHAPES[(index + 3 * rank) % len(SHAPES)]  # differs between ranks
         assert_same(*(_step(model, shape, index) for model in pair), f"{shape}")
         for optim in optims:
             optim.step()
@@ -94,7 +94,7 @@ def _many_shapes(rank: int, world_size: int, checkpointed: bool) -> int:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_many_shapes_one_program(ranks: Ranks, checkpointed: bool) -> None:
-    """20 shapes, different ones on the ranks in the same step; dropout is drawn again where blocks are checkpointed."""
+    """20 shapes, which differ between ranks in the same step; checkpointed blocks recompute dropout."""
     assert ranks(2).run(_many_shapes, checkpointed) == [1, 1]
 
 
@@ -115,7 +115,7 @@ def _ragged(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_batch_of_one_is_captured_again(ranks: Ranks) -> None:
-    """On one rank first, which does not make the other wait; the sequence stays dynamic there."""
+    """One rank captures again first, and the other does not wait; the sequence stays dynamic."""
     for logged, shape in zip(ranks(2).run(_ragged), ("1, 5", "1, 7"), strict=True):
         assert logged == [
             "capture 0 of _Net: first call",
@@ -184,8 +184,8 @@ def _slices(rank: int, world_size: int, backend: str, dynamic: bool) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", False), ("inductor", True))),
     ],
 )
-def test_inputs_with_gaps_in_memory(ranks: Ranks, backend: str, dynamic: bool) -> None:
-    """As of tokens and targets that are cut out of one tensor, whose rows are one longer."""
+def test_inputs_that_are_strided_slices(ranks: Ranks, backend: str, dynamic: bool) -> None:
+    """Inputs and targets that are slices of one tensor with longer rows."""
     ranks(1).run(_slices, backend, dynamic)
 
 
@@ -208,7 +208,7 @@ def _written(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(model)) == 1
 
 
-def test_an_input_with_gaps_is_written_to(ranks: Ranks) -> None:
+def test_writes_to_a_strided_input(ranks: Ranks) -> None:
     ranks(1).run(_written)
 
 
@@ -223,5 +223,5 @@ def _declared(rank: int, world_size: int) -> None:
         model(torch.ones(4, 4), torch.ones(2))
 
 
-def test_a_declared_size_that_forward_takes_for_a_number(ranks: Ranks) -> None:
+def test_rejects_a_declared_size_that_forward_specializes(ranks: Ranks) -> None:
     ranks(1).run(_declared)

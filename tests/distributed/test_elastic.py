@@ -1,4 +1,4 @@
-"""A job whose number of ranks changes goes on from its newest checkpoint: three nodes of torchrun on this machine."""
+"""Elastic jobs on three torchrun nodes: when the number of ranks changes, training resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic.py"
 SIZES = ["--layers", "1", "--dim", "16", "--batch", "1", "--seq", "8", "--backend", "eager"]
-# Short, so that a node that is lost is missed soon, and ranks do not wait for more nodes than there are.
+# Short timeouts: lost nodes are detected soon, and ranks do not wait for more nodes than exist.
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=3,keep_alive_max_attempt=5,join_timeout=120"
 
 
 class Job:
-    """Nodes that train into a folder."""
+    """Nodes that train and write to a folder."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self._folder, self._flags, self._port = folder, flags, get_free_port()
         self.nodes: list[subprocess.Popen[bytes]] = []
 
     def start_node(self) -> subprocess.Popen[bytes]:
-        """One more node, of one rank."""
+        """Start one more node with one rank."""
         launcher = ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "100", "--monitor-interval", "0.2"]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", RENDEZVOUS]
         flags = [*SIZES, "--folder", str(self._folder), "--steps", "100000", "--save-every", "3", *self._flags]
@@ -49,13 +49,13 @@ class Job:
         return node
 
     def steps(self) -> list[dict[str, Any]]:
-        """What was reported so far, line by line."""
+        """Return the steps reported so far."""
         file = self._folder / "steps.jsonl"
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [json.loads(line) for line in lines]
 
     def wait_for(self, what: str, holds: Callable[[list[dict[str, Any]]], bool]) -> None:
-        """Until it holds of the steps."""
+        """Wait until a condition on the steps holds."""
         end = time.monotonic() + 240
         while not holds(self.steps()):
             assert time.monotonic() < end, f"no {what} after {self.steps()[-3:]}"
@@ -65,7 +65,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(folder: Path, *flags: str) -> Iterator[Job]:
-    """Ends all nodes."""
+    """Run a job and kill all nodes at the end."""
     running = Job(folder, list(flags))
     try:
         yield running
@@ -75,8 +75,8 @@ def job(folder: Path, *flags: str) -> Iterator[Job]:
 
 
 def kill(node: subprocess.Popen[bytes]) -> None:
-    """As if its machine had lost power."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # torchrun starts its ranks in sessions of their own
+    """Kill a node as if its machine lost power."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # torchrun starts its ranks in separate sessions
         launcher = psutil.Process(node.pid)
         for process in (launcher, *launcher.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -97,9 +97,9 @@ def _train_on_a_changing_number_of_ranks(folder: Path, *flags: str) -> list[dict
 
 
 def _assert_one_run(steps: list[dict[str, Any]]) -> None:
-    """No step is skipped; what was repeated after a restart is at most what came after a checkpoint; losses agree."""
+    """Check that no step is skipped, that restarts only repeat steps after a checkpoint, and that losses agree."""
     sizes = [size for i, size in enumerate(s["ranks"] for s in steps) if i == 0 or size != steps[i - 1]["ranks"]]
-    # A node may be alone before the other comes.
+    # A node may be alone until another joins.
     assert [size for size in sizes if size > 1] == [2, 3, 2]
     for before, after in itertools.pairwise(steps):
         assert before["step"] - 3 <= after["step"] <= before["step"] + 1
@@ -110,13 +110,13 @@ def _assert_one_run(steps: list[dict[str, Any]]) -> None:
 
 
 def test_two_ranks_then_three_then_two(tmp_path: Path) -> None:
-    """Compiled again each time."""
+    """Ranks compile again each time."""
     steps = _train_on_a_changing_number_of_ranks(tmp_path)
     _assert_one_run(steps)
 
 
 def test_an_artifact_serves_every_number_of_ranks(tmp_path: Path) -> None:
-    """The same, with programs of one file that was made before."""
+    """The same with programs exported before."""
     artifact = tmp_path / "elastic.gshard"
     command = [sys.executable, str(EXAMPLE), *SIZES, "--export", str(artifact)]
     subprocess.run(command, env={**ENVIRONMENT, **os.environ}, check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Rows of the embedding exchanged beside FSDP2, which gathers the table: equal bits on two shards."""
+"""Exchanging embedding rows instead of gathering the table, as FSDP2 does: equal bits on two shards."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _train(rank: int, world_size: int, shape: Sequence[int], policy: str) -> lis
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], policy: str) -> None:
-    """Losses, gradients, norms and parameters of steps of AdamW, bit for bit; of replicas the rows of forward."""
+def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], policy: str) -> None:
+    """Losses, gradients, norms and parameters of AdamW, bit for bit; with replicas only forward exchanges rows."""
     for lines in ranks(2 * len(shape)).run(_train, shape, policy):
         assert lines.count("forward: exchanged over shard") == 2
         assert lines.count("backward: joined over shard") == (len(shape) == 1)
@@ -60,7 +60,7 @@ def _close(rank: int, world_size: int) -> None:
 
 
 def test_on_four_ranks(ranks: Ranks) -> None:
-    """Up to rounding, there; the last of two microbatches reduces the sum."""
+    """Up to rounding; the last of two microbatches reduces the sum."""
     ranks(4).run(_close)
 
 
@@ -85,7 +85,7 @@ def _whole_step(rank: int, world_size: int) -> None:
 
 
 def test_the_whole_step(ranks: Ranks) -> None:
-    """Updates run where the sum of the rows is there."""
+    """Updates run when the sum of the rows is ready."""
     ranks(2).run(_whole_step)
 
 

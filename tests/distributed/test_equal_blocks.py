@@ -1,4 +1,4 @@
-"""Nine equal blocks, of which compile captures five where it can: FSDP2's bits, whatever goes on between the blocks."""
+"""Nine equal blocks, of which compile captures five if possible, match FSDP2 whatever happens between the blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A forward by its name."""
+    """A stack whose forward is chosen by name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_goes_on_between_blocks(ranks: Ranks, name: str) -> None:
+def test_code_between_blocks(ranks: Ranks, name: str) -> None:
     ranks(2).run(_trains, name)
 
 

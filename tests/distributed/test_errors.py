@@ -1,4 +1,4 @@
-"""The user's mistakes: each is found before anything is changed, and the message names culprit and remedy."""
+"""User errors are found before anything changes, and the message names cause and remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _hooked() -> nn.Module:
 
 
 def _state(model: Any) -> Any:
-    """Everything of a module that an error must leave alone, by identity."""
+    """Return all state of a module that an error must not change, by identity."""
     if not isinstance(model, nn.Module):
         return None
     hooks = [name for name in vars(model) if name.endswith("_hooks")]
@@ -101,7 +101,7 @@ def _fully_sharded() -> nn.Module:
     return fully_shard(_Net(), mesh=world_mesh())
 
 
-# What compile is given, and what it says about it.
+# Arguments of compile, and the message.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = {
     "not a module": (
         lambda: lambda x: x,
@@ -231,14 +231,14 @@ def _rejected(rank: int, world_size: int, name: str) -> tuple[str, bool]:
     before = _state(model)
     try:
         graphshard.compile(model, **{"mesh": world_mesh(), "backend": "eager", **options})
-    except ValueError as error:  # both of ArgumentError and of InputError
+    except ValueError as error:  # both ArgumentError and InputError
         return str(error), _state(model) == before
     return "no error", True
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_compile_rejects(ranks: Ranks, name: str) -> None:
-    """The message says what to do, and nothing is changed."""
+    """The message says what to do, and nothing changes."""
     for message, unchanged in ranks(2).run(_rejected, name):
         assert re.search(CASES[name][2], message), message
         assert unchanged
@@ -310,7 +310,7 @@ def _bad_calls(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_inputs_that_cannot_be_used(ranks: Ranks) -> None:
+def test_rejects_invalid_inputs(ranks: Ranks) -> None:
     messages = ranks(2).run(_bad_calls)[0]
     assert messages[:3] == messages[3:]
     assert messages[:2] == [
@@ -341,7 +341,7 @@ def test_parameters_on_the_meta_device(ranks: Ranks) -> None:
     )
 
 
-# --- ranks that differ --------------------------------------------------------------------------------------
+# --- different programs on ranks ----------------------------------------------------------------------------
 
 
 def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
@@ -371,7 +371,7 @@ def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
     ids=["extra-layer", "other-width", "frozen-parameter", "other-option"],
 )
 def test_rank_with_a_different_program(ranks: Ranks, how: str, where: str, ours: str, theirs: str) -> None:
-    """Rank 1 of 3 is the odd one: the others name it, and the first thing that differs, instead of waiting."""
+    """Rank 1 of 3 differs: the others do not hang, but name it and the first difference."""
     results = ranks(3).run(_diverge, how)
     assert len({message for message, _ in results}) == 1
     message = results[0][0]
@@ -384,7 +384,7 @@ def test_rank_with_a_different_program(ranks: Ranks, how: str, where: str, ours:
     assert found, message
     odd, first, place, one, its, other, others = found.groups()
     assert (one, other) == (first, odd)
-    assert "1" in (odd, first)  # whichever came first is what others are compared with
+    assert "1" in (odd, first)  # the others are compared with the first arrival
     assert re.fullmatch(where, place)
     says = {one: its, other: others}
     assert re.fullmatch(theirs, says.pop("1")), message
@@ -406,7 +406,7 @@ def _absent(rank: int, world_size: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def test_rank_that_never_makes_the_program(ranks: Ranks) -> None:
+def test_rank_that_never_compiles_the_program(ranks: Ranks) -> None:
     message, seconds = ranks(2).run(_absent)[0]
     assert re.fullmatch(
         r"rank 0 makes a program of _Net \(train\(\) or eval\(\) was called, dtype or requires_grad of a parameter "
@@ -424,7 +424,7 @@ def test_rank_that_never_makes_the_program(ranks: Ranks) -> None:
         ("GRAPHSHARD_PATIENCE", "-1", "GRAPHSHARD_PATIENCE must be a number of seconds, got '-1'."),
     ],
 )
-def test_wrong_variables(fake_world: FakeWorld, variable: str, value: str, message: str) -> None:
+def test_rejects_invalid_environment_variables(fake_world: FakeWorld, variable: str, value: str, message: str) -> None:
     fake_world(2)
     with (
         mock.patch.dict(os.environ, {variable: value}),

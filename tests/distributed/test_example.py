@@ -1,4 +1,4 @@
-"""The examples, run as their users run them: two processes under torchrun."""
+"""The examples run as users run them: two processes under torchrun."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _run(*command: Any) -> subprocess.CompletedProcess[str]:
 
 
 def _train(folder: Path, *flags: Any) -> dict[str, Any]:
-    """What the example writes with `--json`."""
+    """Train the example and return its `--json` output."""
     file = folder / "result.json"
     result = _run(*LAUNCHER, EXAMPLE, *SIZES, "--json", file, *flags)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -41,8 +41,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoints: Path) -> dict[str, Any]:
-    """A run that never stopped."""
+def uninterrupted(checkpoints: Path) -> dict[str, Any]:
+    """Return the result of an uninterrupted run."""
     return _train(checkpoints.parent, "--checkpoint", checkpoints, "--save-every", 2)
 
 
@@ -53,22 +53,22 @@ def _assert_equal_losses(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert len(set(ours["losses"])) == 4
 
 
-def test_equals_fsdp2(whole: dict[str, Any], tmp_path: Path) -> None:
-    _assert_equal_losses(whole, _train(tmp_path, "--impl", "fsdp2"))
+def test_equals_fsdp2(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+    _assert_equal_losses(uninterrupted, _train(tmp_path, "--impl", "fsdp2"))
 
 
 def test_equals_fsdp2_in_bf16(tmp_path: Path) -> None:
     _assert_equal_losses(*(_train(tmp_path, "--bf16", "--impl", impl) for impl in ("graphshard", "fsdp2")))
 
 
-def test_resume_repeats_the_losses(whole: dict[str, Any], checkpoints: Path) -> None:
-    """From the checkpoint of step 2, steps 3 and 4 are those of the run that never stopped."""
+def test_resume_repeats_the_losses(uninterrupted: dict[str, Any], checkpoints: Path) -> None:
+    """Resumed from the checkpoint of step 2, steps 3 and 4 equal the uninterrupted run."""
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4"]
     (checkpoints / "step-4").rename(checkpoints.parent / "step-4")
     rest = _train(checkpoints.parent, "--checkpoint", checkpoints, "--resume")
     assert rest["first_step"] == 2
     for key in ("losses", "grad_norms"):
-        assert rest[key] == whole[key][2:]
+        assert rest[key] == uninterrupted[key][2:]
 
 
 def test_wrong_flag_is_a_usage_error() -> None:
@@ -78,8 +78,8 @@ def test_wrong_flag_is_a_usage_error() -> None:
     assert "--resume needs --checkpoint DIR" in result.stderr
 
 
-def test_a_pass_of_ones_own() -> None:
-    """It is in the printed pipeline, after the pass it was inserted after, and the model trains with it."""
+def test_a_custom_pass() -> None:
+    """The pass is printed at its position in the pipeline, and the model trains with it."""
     result = _run(*LAUNCHER, EXAMPLES / "write_a_pass.py")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""Experts on a mesh of their own: bit for bit what FSDP2 makes of the same model, and one rank with all experts."""
+"""Experts on a separate mesh match FSDP2 on the same model bit for bit, and one rank with all experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRODUCTS = {"one by one": one_by_one, "grouped": grouped}
 
 
 def _train_alike(ours: nn.Module, theirs: nn.Module, steps: int = 3) -> None:
-    """Losses, gradients, placements, parameters and state dicts; every step changes something."""
+    """Train both: losses, gradients, placements, parameters and state dicts are equal, and every step has an effect."""
     rank = dist.get_rank()
     optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False) for model in (ours, theirs)]
     for step in range(steps):
@@ -66,7 +66,7 @@ def _pair(mesh: DeviceMesh, product: str = "one by one", **options: Any) -> tupl
     return graphshard.compile(ours, mesh, backend="eager", **options), fsdp2(theirs, mesh, **options)
 
 
-def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], product: str, policy: str) -> list[str]:
+def _compare_with_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], product: str, policy: str) -> list[str]:
     mesh = mesh_of(*shape)
     pair = _pair(mesh, product, mp_policy=POLICIES[policy])
     _train_alike(*pair)
@@ -76,12 +76,12 @@ def _beside_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], product: s
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
-    """2 x 2 ranks: experts are sharded over two ranks, what is not theirs over four.
+def test_matches_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
+    """2 x 2 ranks: experts are sharded over two ranks, other parameters over four.
 
-    The shared part is computed while tokens are on their way back.
+    The dense part is computed while tokens return from the experts.
     """
-    for lines in ranks(4).run(_beside_fsdp2, (2, 2), product, policy):
+    for lines in ranks(4).run(_compare_with_fsdp2, (2, 2), product, policy):
         assert {"forward: exchanged over ep", "forward: exchanging over ep"} <= set(lines)
 
 
@@ -92,7 +92,7 @@ def test_equal_to_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
 )
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
-    ranks(4 if len(shape) == 3 else 2).run(_beside_fsdp2, shape, "one by one", "fp32")
+    ranks(4 if len(shape) == 3 else 2).run(_compare_with_fsdp2, shape, "one by one", "fp32")
 
 
 WAYS = {
@@ -108,8 +108,8 @@ def _as_fsdp2_code(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", [pytest.param("placements", marks=needs_placements), "units"])
-def test_code_for_fsdp2(ranks: Ranks, way: str) -> None:
-    """Parameters of one unit on two meshes, and units on meshes of their own."""
+def test_code_written_for_fsdp2(ranks: Ranks, way: str) -> None:
+    """Parameters of one unit on two meshes, and units on separate meshes."""
     ranks(4).run(_as_fsdp2_code, way)
 
 
@@ -122,7 +122,7 @@ def _with_function(rank: int, world_size: int) -> None:
 
 @needs_placements
 def test_a_mesh_for_each_parameter(ranks: Ranks) -> None:
-    """The function that FSDP2 takes is what `compile` takes."""
+    """`compile` accepts FSDP2's `shard_placement_fn`."""
     ranks(4).run(_with_function)
 
 
@@ -152,7 +152,7 @@ def _microbatches(rank: int, world_size: int) -> None:
 
 
 def test_microbatches(ranks: Ranks) -> None:
-    """Gradients that are not reduced are added up as FSDP2 does it."""
+    """Unreduced gradients accumulate as in FSDP2."""
     ranks(4).run(_microbatches)
 
 
@@ -162,18 +162,18 @@ def _divided(rank: int, world_size: int) -> None:
     for model in pair:
         for layer in model.layers:
             layer.experts.set_gradient_divide_factor(4)
-            layer.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before it adds up
+            layer.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before the sum
         model(batch(0, rank)).backward()
     assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
 
 
 def test_a_divisor_for_experts(ranks: Ranks) -> None:
-    """As code for FSDP2 sets it, so that a mean over all tokens comes out."""
+    """Set the divisor as FSDP2 code does to get a mean over all tokens."""
     ranks(4).run(_divided)
 
 
 def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
-    """Upstream's `TestFullyShardNDTraining.test_shard_placement_fn_tp_ep`, on four ranks."""
+    """Run upstream's `TestFullyShardNDTraining.test_shard_placement_fn_tp_ep` on four ranks."""
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sparse = init_device_mesh("cpu", (1, 4), mesh_dim_names=("efsdp", "ep"))
     of_experts, of_others = (FSDPMeshInfo(axes, shard_mesh_dim=0) for axes in (sparse["efsdp"], dense["dp"]))
@@ -199,8 +199,8 @@ def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
 
 
 @needs_placements
-def test_beside_tensor_parallelism(ranks: Ranks) -> None:
-    """What is cut over a tensor axis, and experts that are dealt out to all ranks."""
+def test_with_tensor_parallelism(ranks: Ranks) -> None:
+    """Some parameters are sharded over a tensor axis, and experts are distributed to all ranks."""
     for lines in ranks(4).run(_with_tensor_parallelism):
         assert {"forward: exchanged over ep", "forward: joined over tp"} <= set(lines)
 
@@ -222,7 +222,7 @@ def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
         assert torch.equal(values["exp_avg"].full_tensor(), loaded[key]["exp_avg"].full_tensor())
 
 
-def test_a_checkpoint_is_resumed_with_experts_dealt_out_otherwise(ranks: Ranks, tmp_path: Path) -> None:
+def test_resumes_a_checkpoint_with_a_different_distribution_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     """Two experts on each of two ranks, and one on each of four."""
     ranks(4).run(_checkpointed, tmp_path)
 
@@ -245,10 +245,10 @@ def test_steps_as_one_program(ranks: Ranks) -> None:
     ranks(4).run(_whole_steps)
 
 
-def _beside_one_rank(rank: int, world_size: int) -> None:
+def _compare_with_one_rank(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
-    with warnings.catch_warnings():  # ranks go on to other tests
-        warnings.simplefilter("error", UserWarning)  # that Inductor cannot compile a region
+    with warnings.catch_warnings():  # ranks run other tests later
+        warnings.simplefilter("error", UserWarning)  # raised if Inductor cannot compile a region
         model = graphshard.compile(Moe(mesh["ep"]), mesh, units=["layers.*", "layers.*.experts"])
         for layer in model.layers:
             layer.experts.set_gradient_divide_factor(4)
@@ -259,6 +259,6 @@ def _beside_one_rank(rank: int, world_size: int) -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_gradients_are_those_of_one_rank_with_all_experts(ranks: Ranks) -> None:
-    """Inductor's regions, too: the mean over the tokens of all ranks."""
-    ranks(4).run(_beside_one_rank)
+def test_gradients_match_one_rank_with_all_experts(ranks: Ranks) -> None:
+    """Also with Inductor: the mean over the tokens of all ranks."""
+    ranks(4).run(_compare_with_one_rank)

@@ -50,14 +50,14 @@ DataParallelMeshDims = fsdp.DataParallelMeshDims
     ],
     ids=str,
 )
-def test_what_experts_are_sharded_over(fake_world: FakeWorld, names: Any, dims: Any, data: Any) -> None:
-    """All data axes but the expert axis; an axis that `dp_mesh_dims` leaves out is the tensor axis."""
+def test_axes_of_experts(fake_world: FakeWorld, names: Any, dims: Any, data: Any) -> None:
+    """All data axes except the expert axis; an axis that `dp_mesh_dims` leaves out is the tensor axis."""
     fake_world(4)
     found = experts_by_name(_mesh(*names), dims and DataParallelMeshDims(**dims))
     assert (found and found.data.mesh_dim_names) == data
 
 
-def test_a_mesh_beside_the_mesh() -> None:
+def test_rejects_a_second_mesh() -> None:
     own = Mesh.of_shape({"dp": 4}).with_tensor("ep", 2)
     mesh = Mesh.of_shape({"all": 8}).with_experts(own)
     assert [axis.name for axis in mesh.every_axis] == ["all", "dp", "ep"]
@@ -201,7 +201,7 @@ _PLACED = ("several meshes", "wrong mesh info", "one name for two axes")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=needs_placements if n in _PLACED else ()) for n in WRONG])
-def test_refused(fake_world: FakeWorld, name: str) -> None:
+def test_rejects_invalid_meshes_and_models(fake_world: FakeWorld, name: str) -> None:
     fake_world(4)
     run, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
@@ -210,8 +210,8 @@ def test_refused(fake_world: FakeWorld, name: str) -> None:
 
 @needs_placements
 @pytest.mark.parametrize("run", [graphshard.compile, graphshard.fully_shard])
-def test_each_parameter_is_asked_for_once(fake_world: FakeWorld, run: Callable[..., Any]) -> None:
-    """As FSDP2 does it: a function may count."""
+def test_the_placement_function_is_called_once_per_parameter(fake_world: FakeWorld, run: Callable[..., Any]) -> None:
+    """As in FSDP2: the function may have side effects."""
     fake_world(4)
     model, mesh = _dealt()
     function, asked = placements(model, mesh), []

@@ -1,4 +1,4 @@
-"""`examples/export_and_load.py`, as a new user runs it."""
+"""`examples/export_and_load.py`, run as by a new user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are tensor subclasses, or whose shards say what is gathered of them: beside FSDP2, bit for bit."""
+"""Parameters that are tensor subclasses, or whose shards have all-gather extensions, match FSDP2 bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed.extended import (
     pairs_follow,
     patch_shards,
     tell,
-    train_beside_fsdp2,
+    train_and_compare_with_fsdp2,
     widened,
 )
 from tests.distributed.nets import rows
@@ -50,7 +50,7 @@ def _train_pairs(rank: int, world_size: int) -> None:
         (before, {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}),
     ):
         with pairs_follow(how):
-            ours = train_beside_fsdp2(_pairs, world_mesh(), **options)
+            ours = train_and_compare_with_fsdp2(_pairs, world_mesh(), **options)
             assert isinstance(local(ours.blocks[0][0].weight), TwoTensor)
             assert type(local(ours.blocks[0][2].weight)) is TwoTensor
 
@@ -60,14 +60,14 @@ def test_both_parts_are_gathered_and_trained(ranks: Ranks) -> None:
 
 
 def _train_patched(rank: int, world_size: int) -> None:
-    ours = train_beside_fsdp2(even, world_mesh(), prepare=patch_shards)
+    ours = train_and_compare_with_fsdp2(even, world_mesh(), prepare=patch_shards)
     (program,) = graphshard.programs(ours)
     assert program.plan is not None
     sent = [
         bucket for bucket in program.plan.buckets if bucket.kind == "gather" and "blocks.0.0.weight" in bucket.members
     ]
     assert {bucket.num_bytes for bucket in sent} == {2 * 8 * 16 * torch.bfloat16.itemsize}  # two weights
-    train_beside_fsdp2(even, world_mesh(), prepare=patch_shards, mp_policy=BF16)
+    train_and_compare_with_fsdp2(even, world_mesh(), prepare=patch_shards, mp_policy=BF16)
 
     def on_shards_alone(model: nn.Module) -> None:
         model.to_empty(device="cpu")
@@ -80,11 +80,11 @@ def _train_patched(rank: int, world_size: int) -> None:
         with torch.device("meta"):
             return even(pair)
 
-    train_beside_fsdp2(on_meta, world_mesh(), prepare=on_shards_alone)
+    train_and_compare_with_fsdp2(on_meta, world_mesh(), prepare=on_shards_alone)
 
 
 def test_methods_set_on_shards(ranks: Ranks) -> None:
-    """Also on those of a subclass that has none, whose values then travel as a plain tensor's."""
+    """Also on shards of a subclass without them, whose values are then gathered like a plain tensor's."""
     ranks(2).run(_train_patched)
 
 
@@ -94,7 +94,7 @@ def _train_uneven(rank: int, world_size: int) -> None:
         return Net(Rounded, dim=3)
 
     # FSDP2 cannot gather such a parameter a second time.
-    train_beside_fsdp2(make, world_mesh(), steps=1, dim=3, reshard_after_forward=False)
+    train_and_compare_with_fsdp2(make, world_mesh(), steps=1, dim=3, reshard_after_forward=False)
     ours = graphshard.compile(make(), world_mesh(), backend="eager")
     kept = graphshard.compile(make(), world_mesh(), backend="eager", reshard_after_forward=False)
     for model in (ours, kept):
@@ -103,7 +103,7 @@ def _train_uneven(rank: int, world_size: int) -> None:
         assert_same(tell(param.grad), tell(other.grad), "gathered twice")
 
 
-def test_padding_is_for_the_method(ranks: Ranks) -> None:
+def test_padding_by_the_method(ranks: Ranks) -> None:
     ranks(2).run(_train_uneven)
 
 
@@ -118,13 +118,13 @@ def _notes_out(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out
 
 
 def _train_noting(rank: int, world_size: int) -> dict[str, list[bool]]:
-    train_beside_fsdp2(even, world_mesh(), prepare=functools.partial(patch_shards, post=_notes_out))
+    train_and_compare_with_fsdp2(even, world_mesh(), prepare=functools.partial(patch_shards, post=_notes_out))
     noted = [call.args for call in _note_out.call_args_list]
     return {whose: [given for who, given in noted if who == whose] for whose in ("ours", "theirs")}
 
 
 def test_out_is_never_passed(ranks: Ranks) -> None:
-    """FSDP2 passes it from the second gather on, to be written into; a program makes the parameter anew, same bits."""
+    """FSDP2 passes `out` from the second gather on, to be written in place; a program creates a new parameter."""
     for given in ranks(2).run(_train_noting):
         assert given["ours"]
         assert not any(given["ours"])
@@ -142,7 +142,7 @@ def _tells_mesh(self: Any, mesh: Any) -> Any:
 def _train_on_two_axes(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pairs_follow(_tells_mesh):
-        train_beside_fsdp2(_pairs, mesh)
+        train_and_compare_with_fsdp2(_pairs, mesh)
     assert {call.args for call in _note_mesh.call_args_list} == {(1, 2)}
 
 

@@ -1,7 +1,7 @@
-"""One rank fails, differs or is gone, on real processes: what each rank says, and after how many seconds.
+"""One rank fails, differs or dies, on real processes: the errors of all ranks, and after how many seconds.
 
-How many seconds it takes is in `docs/reliability.md`. The bound here is for a machine that is starved by others.
-Before, survivors waited for ten minutes.
+`docs/reliability.md` has the measured times. The bound here allows for a busy machine; without detection, survivors
+would wait for ten minutes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OTHERS = [rank for rank in range(RANKS) if rank != ODD]
 
 @dataclass(frozen=True)
 class End:
-    """What a rank ended with; `error` is "" for one that came to the end of its script."""
+    """A rank's final error; `error` is "" if its script reached its end."""
 
     error: str
     message: str
@@ -31,7 +31,7 @@ class End:
 
 
 def ends(case: str) -> dict[int, End]:
-    """How each rank of a case ended; a rank that was killed, or had to be, is not there."""
+    """Run a case and return how each rank ended; killed ranks are missing."""
     command = [sys.executable, "-m", "tests.distributed.faulty", case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -50,7 +50,7 @@ def assert_all_say(found: dict[int, End], error: str, *parts: str, but: tuple[in
 
 @pytest.mark.parametrize("case", ["capture_error", "caught_capture_error", "capture_error:steps"])
 def test_capture_error(case: str) -> None:
-    """The others are told rank 1's error, with the line, whether its process ends or not."""
+    """The other ranks report rank 1's error and line, whether its process ends or not."""
     found = ends(case)
     assert_all_say(
         found,
@@ -66,7 +66,7 @@ def test_pass_error() -> None:
 
 
 def test_another_width() -> None:
-    """Nothing was launched, and nobody is told about memory."""
+    """Nothing was launched, and the error does not mention memory."""
     assert_all_say(
         ends("another_width"),
         "DivergenceError",
@@ -78,7 +78,7 @@ def test_another_width() -> None:
 
 @pytest.mark.parametrize("case", ["requires_grad", "requires_grad:steps"])
 def test_requires_grad(case: str) -> None:
-    """Rank 1 makes a new program, the others are in a collective of the old one."""
+    """Rank 1 compiles a new program; the others are in a collective of the old one."""
     assert_all_say(
         ends(case),
         "DivergenceError",
@@ -100,7 +100,7 @@ def test_accumulation() -> None:
 
 @pytest.mark.parametrize("case", ["known_accumulation", "known_accumulation:steps"])
 def test_accumulation_with_known_programs(case: str) -> None:
-    """Nobody makes a program; with steps compared the first collective that differs is named, too."""
+    """No rank compiles a program; with steps compared, the error also names the first different collective."""
     found = ends(case)
     expected = ["step 14", "rank 1 runs backward of Net (gather: 1)", "runs backward of Net (gather: 1, reduce: 2)"]
     if case.endswith("steps"):
@@ -109,7 +109,7 @@ def test_accumulation_with_known_programs(case: str) -> None:
 
 
 def test_gathered_ahead() -> None:
-    """Gathers of rank 1 would meet those of other parameters."""
+    """Rank 1's gathers would match gathers of other parameters."""
     found = ends("gathered_ahead:steps")
     expected = ("step 9: ", "rank 1 runs forward of Net (gather: 2)", ", beginning with what was gathered ahead")
     assert_all_say(found, "DivergenceError", *expected)
@@ -123,7 +123,7 @@ def test_extra_call(case: str) -> None:
 
 
 def test_extra_call_while_the_others_live() -> None:
-    """They may yet come; with steps compared they have four seconds."""
+    """They might still call; with steps compared the ranks wait four seconds."""
     found = ends("extra_call_of_many:steps")
     assert_all_say(
         found,
@@ -148,10 +148,10 @@ def test_error_of_the_user() -> None:
 
 @pytest.mark.parametrize("case", ["killed", "killed_before_a_new_program", "killed:steps"])
 def test_killed(case: str) -> None:
-    """In a collective gloo notices, in a meeting the thread that looks at the process."""
+    """Gloo notices in a collective; in a rendezvous the thread that watches the process notices."""
     assert_all_say(ends(case), "PeerError", "rank 1 has died without a word; ", but=(ODD,))
 
 
 def test_never_compiles() -> None:
-    """Nothing is known of a rank that has never called compile, but its connection."""
+    """The other ranks know only the connection of a rank that has never called compile."""
     assert_all_say(ends("never_compiles"), "PeerError", "rank 1 has ended. Rank ", "makes a program of Net", but=(ODD,))

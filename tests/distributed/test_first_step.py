@@ -1,4 +1,4 @@
-"""Ranks of a machine share the work of a first step: each region is compiled by one of them, and a dead one is told."""
+"""Ranks of a machine share the compilation of regions in a first step, and detect the death of a rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def _begin(rank: int, world_size: int, cache: str) -> Any:
-    """A model on ranks that torchrun has started, with an empty cache."""
+    """Compile a model on ranks as started by torchrun, with an empty cache."""
     own = {"TORCHINDUCTOR_CACHE_DIR": cache, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ.update(own)
     counters["inductor"].clear()
@@ -44,7 +44,7 @@ def _first_step(rank: int, world_size: int, cache: str) -> tuple[int, int, dict[
 
 
 def test_each_region_is_compiled_by_one_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """And all of them have all, from where it was kept; the next launch asks Inductor for none."""
+    """All ranks load all regions from the cache; the next launch compiles none."""
     first = ranks(2).run(_first_step, str(tmp_path / "inductor"))
     number = len(first[0][2])
     assert number >= 3
@@ -73,8 +73,8 @@ def _dies(rank: int, world_size: int, cache: str, found: str) -> None:
             raise
 
 
-def test_a_rank_that_dies_while_it_compiles_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    """It holds locks of its share, which another rank takes over, or gives up as soon as it knows."""
+def test_a_rank_that_dies_during_compilation_does_not_block_others(ranks: Ranks, tmp_path: Path) -> None:
+    """It holds locks of its share; another rank takes them over, or gives up when it learns of the death."""
     with pytest.raises(RankError, match="PeerError"):
         ranks(2).run(_dies, str(tmp_path / "inductor"), str(tmp_path / "found"))
     seconds, _, message = (tmp_path / "found").read_text().partition(" ")

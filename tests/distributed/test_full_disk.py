@@ -1,4 +1,4 @@
-"""The disk of one rank is full: its dump stops with a warning, and no rank computes anything else, or waits."""
+"""Full disk on one rank: its dump stops with a warning, and all ranks continue with the same results."""
 
 from __future__ import annotations
 

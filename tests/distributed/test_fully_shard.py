@@ -1,4 +1,4 @@
-"""`graphshard.fully_shard` in the place of FSDP2's: one function parallelizes two models, and they train alike."""
+"""`graphshard.fully_shard` as a replacement for FSDP2's: models parallelized by the same code train alike."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _ignored(shard: Shard, model: Any) -> None:
 
 
 def _ignored_alike(shard: Shard, model: Any) -> None:
-    """One set for all calls, with parameters of other modules."""
+    """Pass one set to all calls, with parameters of other modules."""
     ignored = {model.blocks[0].up.bias, model.blocks[1].down.weight, model.head.bias}
     for module in (*model.blocks, model):
         shard(module, ignored_params=ignored)
@@ -77,7 +77,7 @@ def _offloaded(shard: Shard, model: Any) -> None:
 
 
 def _settings_before(shard: Shard, model: Any) -> None:
-    """What a unit was told before it had a root."""
+    """Apply settings to a unit before the root is sharded."""
     first, second = model.blocks
     shard(first)
     shard(second)
@@ -101,7 +101,7 @@ def _in_replicas(shard: Shard, model: Any) -> None:
 
 
 def _on_two_meshes(shard: Shard, model: Any) -> None:
-    """One block is sharded over all ranks, the rest is replicated."""
+    """Shard one block over all ranks, and replicate the rest."""
     whole = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "one"))
     shard(model.blocks[1], mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",)))
     for module in (model.blocks[0], model):
@@ -140,18 +140,18 @@ def _trains(rank: int, world_size: int, parallelize: Callable[[Shard, Any], None
 
 
 @pytest.mark.parametrize("parallelize", PARALLELIZE, ids=lambda f: f.__name__.strip("_"))
-def test_a_model_that_is_parallelized_by_the_same_code_trains_alike(
+def test_models_parallelized_by_the_same_code_train_alike(
     ranks: Ranks, parallelize: Callable[[Shard, Any], None]
 ) -> None:
     ranks(2).run(_trains, parallelize)
 
 
-def test_gathering_again_among_neighbours(ranks: Ranks) -> None:
+def test_gathers_again_among_neighbors(ranks: Ranks) -> None:
     ranks(4).run(_trains, _gathered_again_in_pairs)
 
 
 def _one_model(rank: int, world_size: int) -> None:
-    """The units' parameters are the objects that they were, and the outermost module has all programs."""
+    """The parameters of units keep their identity, and the outermost module has all programs."""
     model = Net()
     for block in model.blocks:
         OURS(block)
@@ -172,12 +172,12 @@ def _one_model(rank: int, world_size: int) -> None:
     assert torch.equal(model.blocks[0].up.weight.full_tensor(), full["blocks.0.up.weight"] + 1)
 
 
-def test_what_was_sharded_by_itself_becomes_a_unit(ranks: Ranks) -> None:
+def test_separately_sharded_modules_become_units(ranks: Ranks) -> None:
     ranks(2).run(_one_model)
 
 
 def _kept_between(rank: int, world_size: int) -> None:
-    """A block that is called, accumulates and is gathered by hand before it has a root goes on where it was."""
+    """A block that runs, accumulates and is unsharded before the root is sharded keeps its state."""
     model, plain = Net(), None
     torch.manual_seed(1)
     for param in model.parameters():
@@ -198,12 +198,12 @@ def _kept_between(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
 
 
-def test_what_a_unit_accumulated_before_is_reduced_with_the_rest(ranks: Ranks) -> None:
+def test_gradients_accumulated_before_the_root_is_sharded(ranks: Ranks) -> None:
     ranks(2).run(_kept_between)
 
 
 def _tied(rank: int, world_size: int) -> None:
-    """FSDP2 trains two parameters then; plain torch trains one."""
+    """FSDP2 then trains two parameters; plain torch trains one."""
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
@@ -303,7 +303,7 @@ def _wrong(rank: int, world_size: int) -> None:
     first = OURS(model.blocks[0], reshard_after_forward=False)
     with pytest.raises(graphshard.ArgumentError, match="mesh must be"):
         OURS(model, mesh="cpu")
-    first(torch.ones(2, 8)).sum().backward()  # is what it was
+    first(torch.ones(2, 8)).sum().backward()  # unchanged by the error
     assert first.up.weight.grad is not None
     assert not isinstance(model.stem.weight, DTensor)
 

@@ -1,4 +1,4 @@
-"""Gathers of the next forward that start under updates: the bits of the separate step, whatever comes in between."""
+"""`gather_ahead`: gathers of the next forward start during updates, with the bits of the separate step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.ranks import Ranks
 
 
 class _Counted:
-    """Counts gathers that are started ahead, inside the updates and behind them, and how many a forward takes."""
+    """Counts gathers started ahead, during updates and after them, and gathers that a forward takes."""
 
     def __init__(self) -> None:
         self.started = self.finished = self.taken = 0
@@ -88,7 +88,7 @@ def _llama(rank: int, world_size: int, policy: str, shape: tuple[int, ...], n: i
     ("shape", "n", "reshard"), [((2,), 1, True), ((2,), 2, False), ((2, 2), 1, True)], ids=["fsdp", "clipped", "hsdp"]
 )
 def test_llama(ranks: Ranks, policy: str, shape: tuple[int, ...], n: int, reshard: bool) -> None:
-    """All that is started is taken by the next step, and was started under updates, but for the last parameter's."""
+    """The next step takes all gathers, and all except the last parameter's start during updates."""
     for started, finished in ranks(2 * len(shape)).run(_llama, policy, shape, n, reshard):
         assert started >= 1
         assert finished == 0
@@ -134,7 +134,7 @@ def _load(model: nn.Module, *_: Any) -> None:
 
 
 def _assign(model: nn.Module, *_: Any) -> None:
-    """As loading with assign=True does: other memory."""
+    """Replace memory, as loading with assign=True does."""
     model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=False)
     for param in model.parameters():
         param._local_tensor = param._local_tensor + 1
@@ -161,7 +161,7 @@ def _setting(model: nn.Module, *_: Any) -> None:
 
 
 def _by_hand(model: nn.Module, *_: Any) -> None:
-    model.unshard(async_op=True)  # shown they are when they have been waited for
+    model.unshard(async_op=True)  # unsharded after the wait
 
 
 CHANGES: dict[str, Callable[..., None]] = {
@@ -178,11 +178,11 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 
 
-def test_what_comes_in_between(ranks: Ranks) -> None:
-    """Writes, loading, other programs, other settings: gathered again, with the same bits."""
+def test_changes_between_steps(ranks: Ranks) -> None:
+    """Writes, loading, other programs and settings: parameters are gathered again, with the same bits."""
     for taken in ranks(2).run(_between):
         assert taken.pop("nothing") > 1
-        # The program that comes after the first change comes after the second one, too.
+        # The same program follows the first change and the second.
         assert taken == {**dict.fromkeys(taken, 0), "other shape": 1, "unsharded": 1, "setting": 1}
 
 
@@ -194,11 +194,11 @@ def _not_recorded(rank: int, world_size: int) -> None:
     model.blocks[0].weight.data.mul_(0.5)
     with pytest.raises(graphshard.ParameterError, match=r"gather_ahead: of blocks\.0\.weight.* torch does not record"):
         step(x)
-    step(x)  # which gathers again
+    step(x)  # gathers again
 
 
-def test_a_write_that_nobody_records(ranks: Ranks) -> None:
-    """Is found by its values, before they are used."""
+def test_an_unrecorded_write(ranks: Ranks) -> None:
+    """The change is detected by value before the parameters are used."""
     ranks(2).run(_not_recorded)
 
 
@@ -235,8 +235,8 @@ BEHIND: dict[str, tuple[type[nn.Module], Any, Any]] = {
 }
 
 
-def test_behind_the_backward(ranks: Ranks) -> None:
-    """Gathers start behind updates, too; with several calls in a loss the next step has another program."""
+def test_updates_after_backward(ranks: Ranks) -> None:
+    """Gathers also start after updates; with several calls in a loss the next step has another program."""
     for found in ranks(2).run(_behind):
         assert [updated for updated, _, _ in found.values()] == [True, False, False]
         assert all(started > 0 for _, started, _ in found.values())
@@ -244,7 +244,7 @@ def test_behind_the_backward(ranks: Ranks) -> None:
 
 
 def _memory(rank: int, world_size: int) -> list[float]:
-    """Most bytes of a step with updates in the backward, beside those at rest, of all parameters."""
+    """Return the peak memory of a step with updates in backward, less the memory at rest, in sizes of the model."""
     most = []
     for gather_ahead in (False, True):
         torch.manual_seed(0)
@@ -262,13 +262,13 @@ def _memory(rank: int, world_size: int) -> list[float]:
 
 
 def test_peak_memory(ranks: Ranks) -> None:
-    """What is gathered ahead lives when nothing else is gathered: the peak is what it was."""
+    """The gathered parameters exist while nothing else is gathered, so the peak does not rise."""
     for without, ahead in ranks(2).run(_memory):
         assert ahead <= without < 0.9
 
 
 def _offloaded(rank: int, world_size: int) -> list[int]:
-    """On a CPU mesh nothing is copied, so gathers are started as ever; without shards there is nothing to start."""
+    """On a CPU mesh nothing is copied, so gathers start normally; without shards there is nothing to start."""
     started = []
     for shape, options in (((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}), ((2, 1), {})):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

@@ -1,4 +1,4 @@
-"""Two mesh axes: parameters sharded over the second and replicated over the first, as FSDP2's HSDP and DDP do it."""
+"""Two mesh axes: parameters are sharded over the second and replicated over the first, as in HSDP and DDP."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_hsdp_equals_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)], ids=["replicated", "sharded"])
 def test_an_axis_of_one_rank_equals_fsdp2(ranks: Ranks, shape: tuple[int, int]) -> None:
-    """Replicated only is data parallelism; sharded only is FSDP on one axis."""
+    """Replication only is data parallelism; sharding only is FSDP on one axis."""
     ranks(4).run(_train, shape, FP32)
 
 
 def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str, Any]]:
     counted: list[dict[str, Any]] = []
     for model in twins(Blocks(3, 8), _mesh(shape)):
-        model(torch.randn(2, 8)).backward()  # captured, and initialised by FSDP2, before anything is counted
+        model(torch.randn(2, 8)).backward()  # compiles here, and initializes FSDP2, before anything is counted
         with CountLaunches() as mode:
             model(torch.randn(2, 8)).backward()
         counted.append({kind: mode.of(kind) for kind in ("gather", "scatter", "all_reduce")})
@@ -64,7 +64,7 @@ def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str
     ids=str,
 )
 def test_collective_counts_and_placements(ranks: Ranks, shape: tuple[int, int], expected: dict[str, int]) -> None:
-    """One of each per unit, none over an axis of one rank; FSDP2 has no fewer and places parameters the same.
+    """One of each per unit, none over an axis of one rank; FSDP2 has at least this number, and equal placements.
 
     Backward does not need the weight of the first layer, so two of three are gathered again.
     """
@@ -75,7 +75,7 @@ def test_collective_counts_and_placements(ranks: Ranks, shape: tuple[int, int], 
 
 
 def _with_uneven_dims(rank: int, world_size: int) -> None:
-    """Sizes that no axis divides, sharded along dim 1, which FSDP2 refuses: against plain data parallelism."""
+    """Shard uneven sizes along dim 1, which FSDP2 rejects; compare with plain data parallelism."""
     from torch.distributed.tensor import Shard
 
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -119,5 +119,5 @@ def _checkpointed(rank: int, world_size: int) -> None:
 
 
 def test_state_of_a_2d_mesh(ranks: Ranks) -> None:
-    """State goes between ours and FSDP2's, and full tensors load."""
+    """State dicts load between graphshard and FSDP2, and full tensors load."""
     ranks(4).run(_checkpointed)

@@ -1,4 +1,4 @@
-"""Random numbers that nobody reads are drawn, too: what is drawn after them is what FSDP2 draws."""
+"""Unused random numbers are drawn, too, so that later random numbers equal FSDP2's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = Callable[[Any, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Two units and a dropout behind each; `body(self, x)` draws between them what nobody reads."""
+    """Two units with dropout after each; `body(self, x)` draws unused numbers between them."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _recomputed(net: Net, x: Tensor) -> Tensor:
 
 
 def _recomputed_for_nothing(net: Net, x: Tensor) -> Tensor:
-    """Backward does not need the noise."""
+    """Checkpoint noise that backward does not need."""
     found = checkpoint(lambda x: F.dropout(x.tanh(), 0.3) + torch.randn_like(x), x, use_reentrant=False)
     assert isinstance(found, Tensor)
     return found
@@ -109,7 +109,7 @@ def _steps(rank: int, world_size: int, body: Body) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_idle_draws_are_drawn(ranks: Ranks, body: Body) -> None:
+def test_unused_random_numbers_are_drawn(ranks: Ranks, body: Body) -> None:
     ranks(2).run(_steps, body)
 
 
@@ -129,7 +129,7 @@ def test_without_gradients_and_with_inductor(fake_world: FakeWorld, backend: str
     assert torch.equal(*states)
 
 
-def test_what_is_drawn_for_nobody_stays_in_forward_only() -> None:
+def test_unused_draws_run_in_forward_only() -> None:
     program = through(captured(Net(_unused), (rows(0, 5, 8),)), "reorder")
     idle = {name: sum(map(is_idle_draw, phase.module.graph.nodes)) for name, phase in program.phases.items()}
     assert idle == {"forward": 1, "backward": 0}

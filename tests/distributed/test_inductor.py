@@ -1,4 +1,4 @@
-"""Training with regions compiled by Inductor: FSDP2's losses and gradients, but for rounding."""
+"""Training with regions compiled by Inductor matches FSDP2's losses and gradients up to rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
-# Of the size of what torch.compile itself changes in float32.
+# About the differences of torch.compile in float32.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -40,7 +40,7 @@ class _Attention(nn.Module):
 
 
 class _BatchNorm(nn.Module):
-    """Batch norm and dropout; of odd width, so that shards are uneven."""
+    """Batch norm and dropout, of odd width, so shards are uneven."""
 
     def __init__(self, dim: int = 7) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _BatchNorm(nn.Module):
 def _train_side_by_side(model: nn.Module, batches: list[dict[str, Tensor]]) -> nn.Module:
     """Train with graphshard and FSDP2; return the model compiled by graphshard."""
     mesh = world_mesh()
-    # As torchrun sets it: ranks then start with different regions.
+    # As set by torchrun: ranks then start with different regions.
     os.environ |= {"LOCAL_RANK": str(mesh.get_rank()), "LOCAL_WORLD_SIZE": str(mesh.size())}
     twin = fsdp2(copy.deepcopy(model), mesh)
     pair = graphshard.compile(model, mesh), twin
@@ -84,7 +84,7 @@ def _transformer(rank: int, world_size: int) -> tuple[int, int]:
     return program.num_regions, program.num_distinct_regions
 
 
-def test_transformer_trains_as_with_fsdp2(ranks: Ranks) -> None:
+def test_transformer_matches_fsdp2(ranks: Ranks) -> None:
     (num_regions, num_distinct), _ = ranks(2).run(_transformer)
     assert num_distinct < num_regions  # equal blocks are compiled once
 
@@ -96,8 +96,8 @@ def _batch_norm(rank: int, world_size: int) -> None:
     assert int(model[0].norm.num_batches_tracked) == 3
 
 
-def test_batch_norm_and_dropout_train_as_with_fsdp2(ranks: Ranks) -> None:
-    """Shards of uneven size, running statistics, and eager mode's random numbers."""
+def test_batch_norm_and_dropout_match_fsdp2(ranks: Ranks) -> None:
+    """Uneven shards, running statistics, and eager mode's random numbers."""
     ranks(2).run(_batch_norm)
 
 

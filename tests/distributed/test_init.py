@@ -1,4 +1,4 @@
-"""From construction to the first step: meta device, initialisation, conversion, copies, memory."""
+"""From construction to the first step: meta device, initialization, conversion, copies, memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import Ranks
 
 
 class Zoo(nn.Module):
-    """Layers whose reset_parameters differ, and one with an initialisation of its own."""
+    """Layers with different reset_parameters methods, and one with a custom initialization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _meta_init(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     with graphshard.unsharded_init():
         _reset(model)
-    assert torch.equal(torch.rand(3), after)  # as many numbers were drawn
+    assert torch.equal(torch.rand(3), after)  # the same number of random numbers was drawn
     for name, param in reference.named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), param), name
     tokens = torch.arange(8).view(2, 4)
@@ -119,7 +119,7 @@ def _peak_memory(rank: int, world_size: int) -> dict[str, float]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(6)))  # 64 MiB each
     model = graphshard.compile(model, world_mesh(), backend="eager")
-    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = resident("VmRSS")
     model.to_empty(device="cpu")
     with graphshard.unsharded_init():
@@ -152,13 +152,13 @@ def _only_shards(rank: int, world_size: int) -> None:
     assert sum(not storage.expired() for storage in full) == 1
 
 
-def test_no_shard_keeps_the_full_parameter(ranks: Ranks) -> None:
-    """The memory of full parameters is given back, but for one that is ignored."""
+def test_full_parameters_are_freed(ranks: Ranks) -> None:
+    """The memory of full parameters is freed, except for an ignored one."""
     ranks(3).run(_only_shards)
 
 
 class _Moves(TorchDispatchMode):
-    """Bytes of what is made on the meta device, which stands for one that is not the host."""
+    """A mode that counts bytes created on the meta device, which stands for a device other than the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _moved(rank: int, world_size: int) -> None:
 
 
 def test_shards_and_buffers_move_to_the_device(ranks: Ranks) -> None:
-    """Ignored parameters stay, and no full parameter goes there on the way."""
+    """Ignored parameters do not move, and no full parameter is created on the device."""
     ranks(3).run(_moved)
 
 
@@ -223,7 +223,7 @@ def _convert(rank: int, world_size: int) -> None:
         inputs = [rows(rank + 10 * step).to(dtype) for step in range(2)]
         expected = train(theirs, inputs)
         assert_same(train(ours, inputs), expected, f"{dtype}")
-        # After a call FSDP2 2.13 fails; its result from the same values is what must come out.
+        # After a call FSDP2 2.13 fails; the expected result starts from the same values.
         called = graphshard.compile(called, mesh, backend="eager")
         called(rows(rank)).sum().backward()
         called.zero_grad()
@@ -256,7 +256,7 @@ def _deepcopy(rank: int, world_size: int) -> None:
     assert not torch.equal(before["stem.weight"], twin.stem.weight.full_tensor())
     train(twin, inputs)
     assert not torch.equal(model.stem.weight.full_tensor(), twin.stem.weight.full_tensor())
-    # A submodule of the copy runs on the copy's shards.
+    # A submodule of the copy uses the copy's shards.
     x = rows(rank, 5, 7)
     twin.blocks[0](x).sum().backward()
     assert grads_of(model)["blocks.0.up.weight"] is not twin.blocks[0].up.weight.grad
@@ -271,12 +271,12 @@ def _deepcopy(rank: int, world_size: int) -> None:
     assert torch.equal(parent["net"](tokens), tied(tokens))
 
 
-def test_deepcopy_is_a_model_of_its_own(ranks: Ranks) -> None:
+def test_deepcopy_is_independent(ranks: Ranks) -> None:
     ranks(2).run(_deepcopy)
 
 
 def _ema_on_one_rank(rank: int, world_size: int) -> None:
-    """A copy made on one rank only, to hold averages; another model, compiled after it, is not disturbed either."""
+    """Copy the model on one rank only, to hold averages; a model compiled later is not affected either."""
     model, twin = twins(Net(), world_mesh())
     average = copy.deepcopy(model) if rank == 0 else None
     other, other_twin = twins(Net(), world_mesh())
@@ -295,5 +295,5 @@ def _ema_on_one_rank(rank: int, world_size: int) -> None:
         assert_same(params_of(average), expected, "averages")
 
 
-def test_averages_on_one_rank_disturb_nobody(ranks: Ranks) -> None:
+def test_averages_on_one_rank(ranks: Ranks) -> None:
     ranks(2).run(_ema_on_one_rank)

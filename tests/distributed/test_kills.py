@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save checkpoints lose nothing. `python -m benchmarks.kills` does it 200 times."""
+"""Killing ranks while they save checkpoints loses nothing. `python -m benchmarks.kills` does it 200 times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.slow
 def test_nothing_is_lost_when_ranks_are_killed() -> None:
-    # In a process of its own, as its ranks are forks.
+    # In a separate process, because the ranks are forks.
     command = [sys.executable, "-m", "benchmarks.kills", "--kills", "8", "--seed", "3"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""Hooks that forward itself registers and removes, side by side with FSDP2: they are there from then on, or gone."""
+"""Hooks that forward registers and removes match FSDP2: later calls see the change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 
 
 class Collector:
-    """What hooks append to while a forward collects."""
+    """Collects values from hooks during a forward."""
 
     active: list[Tensor] | None = None
 
@@ -26,7 +26,7 @@ COLLECTOR = Collector()
 
 
 class Net(nn.Module):
-    """Two units; `body(self, x)` computes with them."""
+    """Two units; `body(self, x)` calls them."""
 
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def _collects(net: Net, x: Tensor) -> Tensor:
-    """As models of transformers collect hidden states: hooks are registered by the first call that wants them."""
+    """Register hooks at the first call that needs them, as transformers does to collect hidden states."""
     if not net.hooked:
         for layer in net.layers:
             layer.register_forward_hook(_collecting("out", 0))
@@ -95,7 +95,7 @@ def _times(factor: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def _with_handle(net: Net) -> Net:
-    """With two hooks of a layer, of which forward removes the first."""
+    """Add two hooks to a layer; forward removes the first."""
     net.handle = net.layers[0].register_forward_hook(net.double, with_kwargs=True)
     net.layers[0].register_forward_hook(lambda module, args, out: out + 1)
     return net
@@ -125,6 +125,6 @@ def _steps(rank: int, world_size: int, case: str) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_are_left_as_in_eager_mode(ranks: Ranks, case: str) -> None:
-    """Where forward leaves other hooks, the next call is captured again."""
+def test_hooks_match_eager_mode(ranks: Ranks, case: str) -> None:
+    """If forward changes hooks, the next call is captured again."""
     assert ranks(2).run(_steps, case) == [CASES[case][1]] * 2

@@ -1,4 +1,4 @@
-"""Loading on real ranks what another process exported: the bits of compiling in process, and nothing is compiled."""
+"""Loading on real ranks what another process exported: the bits of in-process compilation, and nothing is compiled."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def net_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with everything, exported for 1, 2 and 4 ranks by a process without process group or weights."""
+    """Export the full-featured model for 1, 2 and 4 ranks in a process without process group or weights."""
     return exported_elsewhere("net", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def microbatches_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with everything, for steps of several microbatches, on one axis and on two."""
+    """Export the full-featured model for steps of several microbatches, on one axis and on two."""
     return exported_elsewhere("microbatches", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def regathered_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with everything, for 4 ranks, of which 2 at a time gather again in backward."""
+    """Export the full-featured model for 4 ranks, with gathers among 2 ranks in backward."""
     return exported_elsewhere("regathered", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of few regions, compiled."""
+    """Export the model of few regions, compiled."""
     return exported_elsewhere("small", tmp_path_factory)
 
 
@@ -56,7 +56,7 @@ def exported_elsewhere(what: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def first_ranks(*shape: int) -> DeviceMesh | None:
-    """A mesh of the first ranks; None on the others, which take part in making it."""
+    """Build a mesh of the first ranks; return None on the others, which take part in its creation."""
     count = math.prod(shape)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = DeviceMesh("cpu", torch.arange(count).view(shape), mesh_dim_names=names)
@@ -64,7 +64,7 @@ def first_ranks(*shape: int) -> DeviceMesh | None:
 
 
 def bits(model: nn.Module) -> list[Tensor]:
-    """Shards, gradients and buffers."""
+    """Return shards, gradients and buffers."""
     found: list[Tensor] = [buffer.clone() for buffer in model.buffers()]
     for param in model.parameters():
         found.append(param.detach().to_local().clone())
@@ -74,7 +74,7 @@ def bits(model: nn.Module) -> list[Tensor]:
 
 
 def train(model: nn.Module, rank: int, steps: int = 3) -> list[Tensor]:
-    """Losses of some steps, with momentum and dropout."""
+    """Train some steps with momentum and dropout; return the losses."""
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -88,7 +88,7 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[Tensor]:
 
 
 def _train_loaded(rank: int, world_size: int, path: Path) -> list[int]:
-    """Train on the first 1, 2 and 4 ranks; FSDP2's bits are those of `compile(backend="eager")`."""
+    """Train on the first 1, 2 and 4 ranks; `compile(backend="eager")` has FSDP2's bits."""
     sizes = []
     for size in (1, 2, 4):
         mesh = first_ranks(size)
@@ -119,7 +119,7 @@ def _use_all_programs(rank: int, world_size: int, path: Path) -> None:
 
 
 def _other_programs(model: nn.Module, twin: nn.Module, rank: int) -> None:
-    """Inference, a submodule, gradients of other outputs, and a copy: all from the file, all with the same bits."""
+    """Run inference, a submodule, gradients of other outputs, and a copy: all from the file, with equal bits."""
     with nothing_is_compiled():
         loaded = _use(model, rank)
         torch.manual_seed(5)
@@ -172,7 +172,7 @@ def _load_llama(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_a_causal_model_of_transformers(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Its generation_config holds the hash of an object, which another process does not have."""
+    """Its generation_config holds the hash of an object, which differs in another process."""
     ranks(1).run(_load_llama, exported_elsewhere("llama", tmp_path_factory))
 
 
@@ -195,17 +195,17 @@ def _train_on_two_axes(rank: int, world_size: int, path: Path) -> list[tuple[int
 
 
 def test_one_file_trains_on_shapes_of_two_axes(ranks: Ranks, microbatches_file: Path) -> None:
-    """Both, replicated only, and sharded only."""
+    """Both axes, replication only, and sharding only."""
     shapes = [(2, 2), (2, 1), (1, 2)]
     assert ranks(4).run(_train_on_two_axes, microbatches_file) == [shapes, shapes, shapes[:1], shapes[:1]]
 
 
-# What is told to a model before a microbatch that is not the last one, and before the last.
+# Settings before a microbatch that is not the last one, and before the last.
 SETTINGS = ("set_requires_gradient_sync", "set_requires_all_reduce")
 
 
 def _accumulate(model: nn.Module, rank: int, setting: str, output: str) -> list[Tensor]:
-    """What is there after each step of 3, 2, 1 and 4 microbatches; gradients are there after the last one only."""
+    """Return the state after each step of 3, 2, 1 and 4 microbatches; gradients exist only after the last one."""
     optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     found = []
     for count in (3, 2, 1, 4):
@@ -222,7 +222,7 @@ def _accumulate(model: nn.Module, rank: int, setting: str, output: str) -> list[
 
 
 def _accumulate_part(model: nn.Module, rank: int, setting: str) -> list[Tensor]:
-    """Two microbatches of a submodule."""
+    """Run two microbatches of a submodule."""
     model.zero_grad()
     for last in (False, True):
         getattr(model, setting)(last)
@@ -241,7 +241,7 @@ def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tup
             torch.manual_seed(1)
             model = Net()
             twin = graphshard.compile(copy.deepcopy(model), mesh, backend="eager")
-            # The likely gradient, and one that the export was asked for.
+            # The default gradient, and one requested at export.
             outputs = ("loss", "logits") if shape == (2,) else ("loss",)
             with nothing_is_compiled():
                 graphshard.load(path, model, mesh)
@@ -257,7 +257,7 @@ def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tup
 
 
 def test_microbatches_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
-    """Without sync on 1 and 2 ranks; alone, there is nothing to wait for."""
+    """Without sync on 1 and 2 ranks; a single rank has nothing to wait for."""
     alone, together = [True, True, True], [False, False, True]
     found = ranks(2).run(_train_microbatches, microbatches_file, [(1,), (2,)])
     assert found == [[alone, together], [together]]
@@ -273,7 +273,7 @@ def test_microbatches_on_two_axes_have_the_bits_of_compile(ranks: Ranks, microba
 def _compile_what_is_missing(
     rank: int, world_size: int, path: Path, shape: tuple[int, ...], reshard_after_forward: int | None = None
 ) -> None:
-    """Backwards that the file lacks begin in it: the passes before the partition do not run again."""
+    """Backwards that the file lacks start from its programs: the passes before the partition do not run again."""
     mesh = first_ranks(*shape)
     torch.manual_seed(1)
     model = Net()
@@ -286,14 +286,14 @@ def _compile_what_is_missing(
         assert all(map(torch.equal, ours, _accumulate(twin, rank, setting, "logits"))), setting
 
 
-def test_compile_adds_what_the_file_lacks(ranks: Ranks, net_file: Path, microbatches_file: Path) -> None:
+def test_compile_adds_missing_programs(ranks: Ranks, net_file: Path, microbatches_file: Path) -> None:
     """Steps of microbatches on two ranks; on two axes, gradients of another output."""
     ranks(2).run(_compile_what_is_missing, net_file, (2,))
     ranks(4).run(_compile_what_is_missing, microbatches_file, (2, 2))
 
 
-def test_a_backward_that_the_file_lacks_gathers_again_among_fewer_ranks(ranks: Ranks, regathered_file: Path) -> None:
-    """The axis of neighbours is part of the program in the file, as the others are."""
+def test_a_missing_backward_gathers_among_neighbors(ranks: Ranks, regathered_file: Path) -> None:
+    """The neighbor axis is part of the program in the file."""
     ranks(4).run(_compile_what_is_missing, regathered_file, (4,), 2)
 
 
@@ -307,7 +307,7 @@ def _sync_on_one_rank(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_ranks_that_accumulate_in_different_ways(ranks: Ranks, microbatches_file: Path) -> None:
-    """An error instead of waiting for each other."""
+    """An error instead of a hang."""
     with pytest.raises(RankError, match="made a different program than rank"):
         ranks(4).run(_sync_on_one_rank, microbatches_file)
 
@@ -338,7 +338,7 @@ def _train_small(model: nn.Module, rank: int) -> None:
 
 
 def _accumulate_small(model: nn.Module, rank: int) -> None:
-    """One step of three microbatches."""
+    """Run one step of three microbatches."""
     model.zero_grad()
     for microbatch in range(3):
         model.set_requires_gradient_sync(microbatch == 2)
@@ -346,7 +346,7 @@ def _accumulate_small(model: nn.Module, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_regions_run_without_compiler_with_the_bits_of_compile(ranks: Ranks, small_file: Path) -> None:
+def test_compiled_regions_run_without_a_compiler(ranks: Ranks, small_file: Path) -> None:
     for world_size in (1, 2):
         codes, *_ = ranks(world_size).run(_train_native, small_file)
         assert "PackagedRegion" in codes

@@ -1,7 +1,7 @@
-"""Programs as they are bound for CUDA devices, on ranks that are threads: the bits of FSDP2 on the same groups.
+"""Programs in their CUDA form, on ranks that are threads, match FSDP2 on the same groups bit for bit.
 
-Gloo's collectives are not those of NCCL (`runtime/gloo.py`). Here functional collectives are launched as they stand in
-the plan, coalesced ones too, and waited for by `wait_tensor`. Programs are exported once, and loaded by each thread.
+Gloo programs use different collectives (`runtime/gloo.py`). Here functional collectives are launched as planned,
+including coalesced ones, and `wait_tensor` waits. Programs are exported once, and each thread loads them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.threads import on_threads
 
 POLICIES = {"fp32": FP32, "bf16": BF16, "bf16 reductions": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
-# What is told to a model before a microbatch.
+# Settings before a microbatch.
 Setting = Callable[[Any, bool], None]
 
 
@@ -43,7 +43,7 @@ def _train(
     settings: list[Setting],
     steps: int = 2,
 ) -> Counter[str]:
-    """Train on threads, beside FSDP2, with microbatches where there are settings; what was launched, by name."""
+    """Train on threads and compare with FSDP2, with microbatches if there are settings; return launches by name."""
     torch.manual_seed(0)
     model, batch = example_llama()
     world_size = torch.Size(shape).numel()
@@ -105,7 +105,7 @@ def test_plain(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
     _assert_functional(_train((2,), policy, tmp_path, []))
 
 
-# The second is between the others.
+# The second one is between the others.
 @pytest.mark.parametrize(
     "policy", [FP32, pytest.param(BF16, marks=pytest.mark.slow), POLICIES["bf16 reductions"]], ids=POLICIES
 )

@@ -1,4 +1,4 @@
-"""Numbers that change from call to call, and that forward computes with, are inputs: one program, FSDP2's bits."""
+"""Changing numbers in forward are inputs: one program for all values, bitwise equal to FSDP2."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _read_only(net: Any, x: Tensor) -> Tensor:
     return x * net.scale + net.scale / 3
 
 
-# How many programs: of the first value and of all others; a comparison has two outcomes.
+# Number of programs: one for the first value and one for all others; a comparison has two outcomes.
 BODIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "warm-up": (_warm_up, 2),
     "a moving mean": (_moving, 2),
@@ -95,7 +95,7 @@ def _train(rank: int, world_size: int, body: Any, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_training_is_fsdp2s_with_few_programs(ranks: Ranks, case: str) -> None:
+def test_training_matches_fsdp2_with_few_programs(ranks: Ranks, case: str) -> None:
     body, programs = BODIES[case]
     for reasons in ranks(2).run(_train, body, "eager"):
         assert len(reasons) == programs, reasons
@@ -113,7 +113,7 @@ def test_training_in_inductor(ranks: Ranks) -> None:
         assert reasons == ["first call", "_Net.step was 0 and is 1"]
 
 
-def test_a_number_that_cannot_be_an_input_is_named_with_the_remedy(fake_world: FakeWorld, caplog: Any) -> None:
+def test_names_a_number_that_cannot_be_an_input(fake_world: FakeWorld, caplog: Any) -> None:
     fake_world(1)
     model = _Net(lambda net, x: nn.functional.dropout(x, net.scale))
     ours = graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager", max_captures=5)

@@ -1,4 +1,4 @@
-"""CPUOffloadPolicy: on a CPU mesh, where FSDP2's default fails for lack of pinned memory, and with copies forced."""
+"""CPUOffloadPolicy on a CPU mesh, without pinned memory, and with forced copies."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _by_hand(rank: int, world_size: int) -> None:
         assert_same(train(ours, inputs), train(theirs, inputs), "afterwards")
 
 
-def test_shards_on_the_host_are_gathered_by_hand_and_kept(ranks: Ranks) -> None:
-    """Programs read what is there, upload nothing of it, and see what the optimizer does to the shards later."""
+def test_unshard_of_offloaded_shards(ranks: Ranks) -> None:
+    """Programs read the unsharded parameters, upload nothing, and see the optimizer's later updates of the shards."""
     ranks(2).run(_by_hand)
 
 
@@ -97,7 +97,7 @@ def _activations(rank: int, world_size: int) -> None:
         ours = graphshard.compile(model, mesh, mp_policy=policy, backend="eager", passes=passes)
         inputs = [rows(rank + 10 * step) for step in range(3)]
         assert_same(train(ours, inputs), train(theirs, inputs), "saved on the host")
-        for microbatch in range(3):  # backwards of their own
+        for microbatch in range(3):  # separate backwards
             for each in (ours, theirs):
                 each.set_requires_gradient_sync(microbatch == 2)
                 each(inputs[microbatch]).sum().backward()
@@ -107,7 +107,7 @@ def _activations(rank: int, world_size: int) -> None:
         assert_same(grads_of(ours), grads_of(theirs), "microbatches")
 
 
-def test_what_is_saved_on_the_host_trains_as_fsdp2(ranks: Ranks) -> None:
+def test_offloaded_activations_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_activations)
 
 

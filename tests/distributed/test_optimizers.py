@@ -1,4 +1,4 @@
-"""Optimizers, clipping, scaling and averaging on sharded parameters, next to FSDP2 and to the unsharded model."""
+"""Optimizers, clipping, scaling and averaging on sharded parameters, compared with FSDP2 and the unsharded model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _states_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not and learns faster."""
+    """Return groups: matrices decay; other parameters do not and have a higher learning rate."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -68,7 +68,7 @@ def _steps(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     pair = twins(Net(), world_mesh())
     for name, (optimizer, options) in OPTIMIZERS.items():
-        # A schedule changes a tensor in place, so each has its own.
+        # A schedule changes the tensor in place, so each optimizer has a separate one.
         optims = [optimizer(_groups(model), **copy.deepcopy({"lr": 0.02} | options)) for model in pair]
         schedules = [
             torch.optim.lr_scheduler.SequentialLR(
@@ -97,7 +97,7 @@ def _steps(rank: int, world_size: int) -> None:
 
 
 def test_optimizers_equal_fsdp2(ranks: Ranks) -> None:
-    """With parameter groups and a schedule, on uneven and empty shards, parameters and state bit for bit."""
+    """With parameter groups and a schedule, on uneven and empty shards; parameters and state bit for bit."""
     ranks(3).run(_steps)
 
 
@@ -110,8 +110,8 @@ def _fused_sgd(rank: int, world_size: int, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["graphshard", "fsdp2"])
-def test_fused_sgd_is_not_for_dtensors(ranks: Ranks, impl: str) -> None:
-    """In torch 2.13, whoever made them. When this fails, fused SGD belongs into OPTIMIZERS."""
+def test_fused_sgd_rejects_dtensors(ranks: Ranks, impl: str) -> None:
+    """torch 2.13 rejects DTensors of any origin. When this test fails, add fused SGD to OPTIMIZERS."""
     with pytest.raises(RankError, match=r"_fused_sgd_"):
         ranks(2).run(_fused_sgd, impl)
 
@@ -128,9 +128,9 @@ def _orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class _Whole(torch.optim.Optimizer):
-    """Momentum, then an orthogonalised update, which depends on the whole matrix. As in the README.
+    """Momentum and an orthogonalized update, which depends on the whole matrix. As in the README.
 
-    Momentum is sharded like the parameter. One matrix at a time is whole, on every rank.
+    The momentum is sharded like the parameter. Every rank gathers one matrix at a time.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
@@ -147,7 +147,7 @@ class _Whole(torch.optim.Optimizer):
 
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
-    """A whole value, the same on all ranks, sharded like a parameter; without communication."""
+    """Shard a full value, equal on all ranks, like a parameter, without communication."""
     if not isinstance(param, DTensor):
         return value
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
@@ -164,7 +164,7 @@ def _whole(rank: int, world_size: int) -> None:
     optims = [_Whole(_matrices(net), lr=0.05) for net in nets]
     for step in range(3):
         for net, optim in zip(nets, optims):
-            _backward(net, _input(0, step))  # the same rows on every rank, so that the mean gradient is that of one
+            _backward(net, _input(0, step))  # equal rows on all ranks: the mean gradient equals one rank's
             optim.step()
             net.zero_grad()
         assert_same(*map(params_of, pair), f"step {step}")
@@ -172,7 +172,7 @@ def _whole(rank: int, world_size: int) -> None:
             torch.testing.assert_close(param, plain.get_parameter(name).detach(), msg=f"{name} at step {step}")
     shard = pair[0].blocks[0].weight
     assert optims[0].state[shard]["momentum"].placements == shard.placements
-    # Between equal parameters and gradients, the step has equal bits.
+    # With equal parameters and gradients the step has equal bits.
     with torch.no_grad():
         for param, sharded in zip(plain.parameters(), pair[0].parameters()):
             param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
@@ -183,8 +183,8 @@ def _whole(rank: int, world_size: int) -> None:
     assert_same(_full_params(pair[0]), {name: p.detach() for name, p in plain.named_parameters()}, "one step")
 
 
-def test_step_that_needs_whole_matrices(ranks: Ranks) -> None:
-    """Gathered one by one, the step is that of the unsharded model."""
+def test_an_optimizer_that_needs_whole_matrices(ranks: Ranks) -> None:
+    """With parameters gathered one by one, the step equals the unsharded model's."""
     ranks(3).run(_whole)
 
 
@@ -202,7 +202,7 @@ def _muon(rank: int, world_size: int) -> None:
         for name, param in _full_params(pair[0]).items():
             expected = plain.get_parameter(name).detach()
             torch.testing.assert_close(param, expected, atol=1e-2, rtol=0, msg=f"{name} at step {step}")
-    # Fewer rows than ranks: DTensors of torch 2.11 take it, those of later releases do not.
+    # Fewer rows than ranks: DTensors of torch 2.11 support it, those of later releases do not.
     errors = []
     for net in pair:
         try:
@@ -214,7 +214,7 @@ def _muon(rank: int, world_size: int) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_muon(ranks: Ranks) -> None:
-    """It runs on DTensors, whose operators gather, with FSDP2's bits; its bfloat16 rounds differently on one matrix."""
+    """Muon runs on DTensors, whose operators gather, with FSDP2's bits; on one matrix bfloat16 rounds differently."""
     ranks(2).run(_muon)
 
 
@@ -247,14 +247,16 @@ def _clip(rank: int, world_size: int, norm_types: tuple[float, ...]) -> None:
 
 
 def test_clip_grad_norm(ranks: Ranks) -> None:
-    """The norm of the whole model for p = 1 and 2, with empty shards, and inf."""
+    """The norm of the whole model for p = 1 and 2, with empty shards, and for inf."""
     ranks(3).run(_clip, (1.0, 2.0))
     ranks(3).run(_clip, (float("inf"),))
 
 
-def test_largest_element_of_nothing() -> None:
-    """Why p = inf and a parameter of fewer rows than ranks do not go together, with FSDP2 neither: torch's norm of an
-    empty shard. When this fails, the case above can go."""
+def test_inf_norm_of_an_empty_shard() -> None:
+    """torch cannot compute the inf norm of an empty shard, neither for FSDP2.
+
+    When this test fails, remove the special case above.
+    """
     with pytest.raises(RuntimeError, match="cannot compute the inf norm on an empty tensor"):
         torch.linalg.vector_norm(torch.empty(0), float("inf"))
 
@@ -273,7 +275,7 @@ def _scaler(rank: int, world_size: int, bad_rank: int | None, where: str) -> lis
             if bad and where == "input":
                 x[0, 0] = float("inf")
             scaler.scale(model(x).square().mean()).backward()
-            if bad and where == "gradient":  # of this rank's shard alone
+            if bad and where == "gradient":  # of this rank's shard only
                 model.blocks[0].weight.grad.to_local().view(-1)[:1] = float("inf")
             if step == 3:
                 scaler.unscale_(optim)
@@ -294,7 +296,7 @@ def _scaler(rank: int, world_size: int, bad_rank: int | None, where: str) -> lis
 
 @pytest.mark.parametrize("where", ["input", "gradient"])
 def test_grad_scaler(ranks: Ranks, where: str) -> None:
-    """An inf on one rank skips the step on all, and all lower their scale."""
+    """An inf on one rank skips the step on all ranks, and all lower their scale."""
     pool = ranks(2)
     assert pool.run(_scaler, 1, where) == [[1024.0, 2048.0, 1024.0, 1024.0]] * 2
 
@@ -303,7 +305,7 @@ def test_grad_scaler(ranks: Ranks, where: str) -> None:
 
 
 def _in_backward(rank: int, world_size: int) -> None:
-    """One optimizer for each parameter, which steps when its gradient is there."""
+    """Give each parameter an optimizer that steps when its gradient is ready."""
     plain = Net()
     pair = twins(copy.deepcopy(plain), world_mesh())
     usual, _ = twins(copy.deepcopy(plain), world_mesh())
@@ -335,7 +337,7 @@ def _in_backward(rank: int, world_size: int) -> None:
 
 
 def test_optimizer_in_backward(ranks: Ranks) -> None:
-    """Hooks run once for each parameter, with its reduced gradient, which they may use up."""
+    """Hooks run once per parameter, with its reduced gradient, and may clear it."""
     ranks(3).run(_in_backward)
 
 
@@ -355,7 +357,7 @@ def _averages(rank: int, world_size: int) -> None:
     names = list(params_of(pair[0]))
     assert_same(*(dict(zip(names, ema)) for ema in copies), "averages")
     assert all(a.placements == p.placements for a, p in zip(copies[0], pair[0].parameters()))
-    # Evaluate with the average, then go back to training.
+    # Evaluate with the average, then return to training.
     results = []
     for model, ema in zip(pair, copies):
         own = [param.detach().clone() for param in model.parameters()]
@@ -373,7 +375,7 @@ def _averages(rank: int, world_size: int) -> None:
 
 
 def test_averages_of_parameters(ranks: Ranks) -> None:
-    """An exponential average kept shard by shard; no gathers, and no more memory than the shards."""
+    """An exponential average of the shards, without gathers and with no more memory than the shards."""
     ranks(3).run(_averages)
 
 
@@ -402,5 +404,5 @@ def _averaged_model(rank: int, world_size: int) -> None:
 
 
 def test_averaged_model(ranks: Ranks) -> None:
-    """torch.optim.swa_utils.AveragedModel, which deep-copies the model: FSDP2 refuses that."""
+    """torch.optim.swa_utils.AveragedModel deep-copies the model, which FSDP2 rejects."""
     ranks(2).run(_averaged_model)

@@ -1,4 +1,4 @@
-"""How much is in memory and what runs at the same time, observed while real ranks train."""
+"""Memory and overlap, observed while real ranks train."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.distributed.twins import GATHERS, AliveBytes, assert_same, filled, fs
 from tests.ranks import Ranks
 
 BLOCKS = 4
-# Unit by unit, and not packed into one buffer, in which no weight is told from another.
+# Unit by unit, without packing, so that weights stay distinguishable.
 PASSES = graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit(pack_gathers_below=0)))
 
 
 class _Stack(nn.Module):
-    """Blocks and nothing else."""
+    """Only blocks."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Stack(nn.Module):
         return x.square().mean()
 
 
-# --- how many blocks ----------------------------------------------------------------------------------------
+# --- gathered blocks ----------------------------------------------------------------------------------------
 
 DIM, HIDDEN = 128, 256
 WEIGHT_BYTES = DIM * HIDDEN * 4
@@ -52,12 +52,12 @@ def _blocks() -> nn.Module:
 
 
 def _linears(width: int) -> nn.Module:
-    """A weight for each block."""
+    """Return a stack with one weight per block."""
     return _Stack(lambda: nn.Linear(width, width, bias=False))
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the gathered weights of blocks that are alive: after every operator, and at most."""
+    """Counts the gathered weights of blocks that are alive after each operator, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def alive(self, expected: int = 0) -> int:
-        """More than expected? Not before gloo's threads had a moment: they let go of a result after the wait for it."""
+        """Return the number of gathered weights; wait briefly for gloo's threads to release results."""
         patience = time.monotonic() + 0.5
         while True:
             number = sum(not ref.expired() for ref in self.gathered.values())
@@ -86,9 +86,9 @@ class _Watch(TorchDispatchMode):
 def _gathered_blocks(
     rank: int, world_size: int, backend: str, reshard: bool | None
 ) -> tuple[float, float, float, float]:
-    """How many blocks are gathered: at most in forward, after it, at most in backward, after it."""
+    """Return the number of gathered blocks: maximum in forward, after it, maximum in backward, after it."""
     model = graphshard.compile(_blocks(), world_mesh(), backend=backend, reshard_after_forward=reshard, passes=PASSES)
-    x = torch.randn(4, DIM, requires_grad=True)  # so that backward needs the first weight, too
+    x = torch.randn(4, DIM, requires_grad=True)  # so that backward needs the first weight
     model(x).backward()
     blocks = []
     with _Watch() as watch:
@@ -103,7 +103,7 @@ def _gathered_blocks(
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
-    """The one that computes and the next, whose gather runs at the same time."""
+    """The block that computes and the next one, whose gather overlaps."""
     assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
 
 
@@ -111,17 +111,17 @@ def test_without_resharding_all_blocks_stay_gathered(ranks: Ranks) -> None:
     assert ranks(2).run(_gathered_blocks, "eager", False) == [(4, 4, 4, 0)] * 2
 
 
-# --- how many bytes -----------------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------------------------
 
 WIDTH = 256
 
-# In weights: two gathered ones; in backward one, a gradient, and all shards of gradients. What gloo copies is not seen.
+# In weights: two gathered ones; in backward one, a gradient, and all gradient shards. Gloo's copies are not counted.
 ACTIVATIONS = 0.1
 EXPECTED = 2 + ACTIVATIONS, 2 + BLOCKS / 2 + ACTIVATIONS
 
 
 def _peaks(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """The memory that forward takes, and backward, of ours and of FSDP2, in weights."""
+    """Return the memory of forward and backward, in weights, for graphshard and FSDP2."""
     weight_bytes = WIDTH * WIDTH * 4
     model = _linears(WIDTH)
     twin = fsdp2(copy.deepcopy(model), world_mesh())
@@ -143,20 +143,20 @@ def _peaks(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 
 def test_peak_memory(ranks: Ranks) -> None:
-    """Less than FSDP2 takes, which copies what it gathers and what it sends."""
+    """Below FSDP2, which copies inputs and outputs of collectives."""
     for ours, theirs in ranks(2).run(_peaks):
         for peak, expected, of_fsdp2 in zip(ours, EXPECTED, theirs):
             assert peak < min(expected, of_fsdp2)
 
 
-# --- how long -----------------------------------------------------------------------------------------------
+# --- time ---------------------------------------------------------------------------------------------------
 
 
 class _Clock(TorchDispatchMode):
-    """How long it would take if a block's product took half a second and a block's parameters were sent in one.
+    """Simulated time: a block's matmuls and its collectives take half a second each.
 
-    Collectives follow each other on one link, while other operators go on. The time is that of the launches, waits
-    and products as they really follow each other, not of this machine.
+    Collectives run in sequence on one link while other operators continue. The order of launches, waits and matmuls is
+    the real one, independent of this machine's speed.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -194,14 +194,14 @@ def _seconds(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_blocks_compute_while_the_next_is_gathered_and_the_last_reduced(ranks: Ranks) -> None:
-    """Only the first gather is waited for, and the last reduction. One by one, a block would take 2 and 4 seconds."""
+    """Only the first gather and the last reduction are exposed. Without overlap a block would take 2 and 4 seconds."""
     for forward, backward in ranks(2).run(_seconds):
         assert forward == pytest.approx(1 + BLOCKS)
-        assert 2 * BLOCKS + 1 < backward < 1 + 2 * BLOCKS + 1  # it begins with a part of the last block
+        assert 2 * BLOCKS + 1 < backward < 1 + 2 * BLOCKS + 1  # it starts with a part of the last block
 
 
 class _InTurn(TorchDispatchMode):
-    """The second rank launches its second gather when the first rank has launched its own and multiplied."""
+    """The second rank launches its second gather after the first rank has launched its second gather and multiplied."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

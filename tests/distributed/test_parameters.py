@@ -1,4 +1,4 @@
-"""Which parameters are sharded, and which travel together."""
+"""Sharded and ignored parameters, and the units that they form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.nets import Block, Net, Tied, data_parallel, full, rows, 
 from tests.distributed.twins import assert_same, fsdp2, grads_of, groups_of, local, twins, world_mesh
 from tests.ranks import Ranks
 
-# --- which parameters ---------------------------------------------------------------------------------------
+# --- sharded parameters -------------------------------------------------------------------------------------
 
 
 def _ignored(rank: int, world_size: int) -> None:
@@ -49,7 +49,7 @@ def _ignored(rank: int, world_size: int) -> None:
     assert grad.dtype == torch.float32
     others = [torch.empty_like(grad) for _ in range(world_size)]
     dist.all_gather(others, grad)
-    assert not torch.equal(others[0], others[1])  # each rank has its own: not reduced
+    assert not torch.equal(others[0], others[1])  # not reduced: values differ between ranks
     assert ours.scale.grad is None
 
 
@@ -77,7 +77,7 @@ def _freeze_later(rank: int, world_size: int) -> None:
 
 
 def test_frozen_after_compile(ranks: Ranks) -> None:
-    """No reduction and no gradient for what is frozen, now or later."""
+    """Frozen parameters have no reduction and no gradient, also if frozen later."""
     ranks(2).run(_freeze_later)
 
 
@@ -123,7 +123,7 @@ def _wrapped(rank: int, world_size: int) -> None:
     reference = copy.deepcopy(model)
     ours = graphshard.compile(model, mesh, backend="eager")
     assert "stem.parametrizations.weight.original0" in dict(ours.named_parameters())
-    batches = [[rows(0)] * world_size] * 3  # spectral norm iterates at each forward: the same on all ranks
+    batches = [[rows(0)] * world_size] * 3  # spectral norm iterates at each forward: equal on all ranks
     got = full(train(ours, [inputs[rank] for inputs in batches]))
     for name, value in data_parallel(reference, [[rows(0)]] * 3).items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -179,11 +179,11 @@ def _tied(rank: int, world_size: int) -> None:
 
 
 def test_tied_weights(ranks: Ranks) -> None:
-    """One shard, one gather, one gradient; both names; ties survive."""
+    """One shard, one gather, one gradient, both names; ties survive."""
     ranks(2).run(_tied)
 
 
-# --- what travels together ----------------------------------------------------------------------------------
+# --- units --------------------------------------------------------------------------------------------------
 
 
 def _units(rank: int, world_size: int) -> None:
@@ -201,7 +201,7 @@ def _units(rank: int, world_size: int) -> None:
     inputs = [rows(rank + 10 * step) for step in range(3)]
     assert_same(train(ours, inputs), train(theirs, inputs), "after three steps")
     (program,) = graphshard.programs(ours)
-    # Gathered again in backward is only what backward reads: no biases.
+    # Backward gathers only what it reads: no biases.
     groups = {frozenset(b.members) for b in program.plan.buckets if b.kind == "reduce" or b.phase == "forward"}
     units = [module for module in theirs.modules() if isinstance(module, FSDPModule)]
     of_fsdp2 = [[p._param_fqn for p in group.fsdp_params] for unit in units for group in groups_of(unit)]
@@ -255,7 +255,7 @@ def _submodule(rank: int, world_size: int) -> None:
         each.blocks[1](x).sum().backward()
     assert_same(grads_of(ours), grads_of(theirs), "one block")
     assert_same(train(ours, inputs), train(theirs, inputs), "the whole again")
-    up = ours.blocks[0].up  # no unit: FSDP2 cannot
+    up = ours.blocks[0].up  # not a unit: FSDP2 does not support it
     torch.testing.assert_close(up(x), F.linear(x, up.weight.full_tensor(), up.bias.full_tensor()))
     with torch.no_grad():
         ours.blocks[1](x)
@@ -263,12 +263,12 @@ def _submodule(rank: int, world_size: int) -> None:
     assert titles == ["Net-0", "Block-blocks.1-0", "Linear-blocks.0.up-0", "Block-blocks.1-1"]
 
 
-def test_a_submodule_called_on_its_own(ranks: Ranks) -> None:
+def test_a_submodule_called_directly(ranks: Ranks) -> None:
     ranks(2).run(_submodule)
 
 
 class Joined(nn.Module):
-    """Joins parameters of its own, as attention of transformers' wavlm does: that is no part of a bucket."""
+    """Concatenates its parameters, like attention in transformers' wavlm; the concatenation is not part of a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,5 +296,5 @@ def _joined(rank: int, world_size: int) -> None:
     assert_same(*(full(train(each, inputs)) for each in (ours, theirs)), "trained")
 
 
-def test_parameters_that_the_model_joins(ranks: Ranks) -> None:
+def test_parameters_that_the_model_concatenates(ranks: Ranks) -> None:
     ranks(2).run(_joined)

@@ -1,7 +1,7 @@
 """Training with graphshard is FSDP2's training bit for bit: losses, gradients, norms, parameters and buffers.
 
-Both are real: FSDP2 shards a copy of the model, with `fully_shard` on each unit that graphshard found and on the
-root, under the same policy. They train side by side on gloo ranks, and nothing may differ at any step.
+FSDP2 shards a copy of the model, with `fully_shard` on each unit that graphshard found and on the root, under the same
+policy. Both train on gloo ranks, and are compared at every step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.usefixtures("rules_after_every_pass")
 
-# --- the models ---------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 
 def _hf_llama(layers: int, hidden_size: int = 16, length: int = 8) -> tuple[nn.Module, Batch]:
@@ -47,9 +47,9 @@ def _hf_llama(layers: int, hidden_size: int = 16, length: int = 8) -> tuple[nn.M
 
 
 def _hf_llama_long(layers: int) -> tuple[nn.Module, Batch]:
-    """With 64 tokens and heads of size 16, attention with a mask and repeated heads rounds differently in float32.
+    """Build a Llama for 64 tokens and head size 16: masked attention with repeated heads rounds differently in float32.
 
-    That is what Hugging Face's code calls when it sees that it is traced.
+    Hugging Face's code uses it when it detects tracing.
     """
     return _hf_llama(layers, hidden_size=64, length=64)
 
@@ -109,7 +109,7 @@ MODELS = {
 }
 
 
-# --- the tests ----------------------------------------------------------------------------------------------
+# --- tests --------------------------------------------------------------------------------------------------
 
 
 def _train_side_by_side(rank: int, world_size: int, name: str, precision: str, options: dict[str, Any]) -> None:
@@ -153,6 +153,6 @@ def _resnet_in_bf16_with_fsdp2(rank: int, world_size: int) -> None:
 
 
 def test_fsdp2_cannot_train_batch_norm_in_bf16_on_cpu(ranks: Ranks) -> None:
-    """Why there is no such case above."""
+    """The reason why there is no such case above."""
     with pytest.raises(RankError, match=r"batch_norm|BatchNorm|dtype"):
         ranks(2).run(_resnet_in_bf16_with_fsdp2)

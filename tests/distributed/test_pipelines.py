@@ -1,4 +1,4 @@
-"""Stages of torch.distributed.pipelining: the bits of FSDP2, gathered and reduced once a step."""
+"""Pipeline stages of torch.distributed.pipelining match FSDP2, with one gather and one reduction per step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _theirs(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -
     return fsdp2(module, mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-# Schedules, and how many stages a rank has.
+# Schedules, and the number of stages of a rank.
 SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
     "GPipe": (ScheduleGPipe, 1),
     "1F1B": (Schedule1F1B, 1),
@@ -77,10 +77,10 @@ SCHEDULES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 class Pipeline:
-    """A model's stages on this rank, sharded by one of the two, and the schedule that runs them.
+    """A model's stages on this rank, sharded by graphshard or FSDP2, and the schedule that runs them.
 
     Args:
-        shape: of the mesh; a third axis is one that products of the stages are cut over.
+        shape: of the mesh; a third axis is a tensor axis.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Pipeline:
         return {f"loss of microbatch {index}": loss.detach() for index, loss in enumerate(losses)}
 
     def train(self, x: Tensor, target: Tensor) -> None:
-        """A step, with the optimizers'."""
+        """Run a step and the optimizers."""
         self.step(x, target)
         for optim in self.optims:
             optim.step()
             optim.zero_grad()
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """Of the models and optimizers, by stage."""
+        """Return the states of the models and optimizers by stage."""
         found = zip(self.models.items(), self.optims, strict=True)
         both = {str(index): get_state_dict(model, optim) for (index, model), optim in found}
         return {index: {"model": model, "optim": optim} for index, (model, optim) in both.items()}
@@ -153,7 +153,7 @@ def _train(
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
-    """Gradients are reduced once a step; parameters are gathered as often as with FSDP2, or less."""
+    """Gradients are reduced once a step; parameters are gathered at most as often as with FSDP2."""
     for ours, theirs in ranks(4).run(_train, schedule, policy):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
@@ -161,7 +161,7 @@ def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionP
 
 
 def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int], dict[str, int], int]:
-    """Collectives of a step of a pipeline, and those of one forward and backward of a stage alone."""
+    """Count the collectives of a pipeline step, and of a single forward and backward of a stage."""
     pipeline, x = Pipeline(_ours, schedule, FP32), torch.randn(8, 8)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = _ours(Stage(2), mesh["dp"], FP32)
@@ -170,15 +170,15 @@ def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int],
             pipeline.step(x, x)
         with CountLaunches() as one:
             stage(x[:2]).sum().backward()
-        for optim in pipeline.optims:  # parameters that nobody writes to stay gathered
+        for optim in pipeline.optims:  # parameters without updates stay gathered
             optim.step()
     found, alone = ({kind: count.of(kind) for kind in ("gather", "scatter")} for count in (many, one))
     return found, alone, len(pipeline.models)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
-def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
-    """As `graphshard.explain` assumes of stages: reduced once, and gathered once, or all units in one collective."""
+def test_many_microbatches_launch_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
+    """As `graphshard.explain` assumes: one reduction, and one gather per unit or one gather for all units."""
     for found, alone, stages in ranks(4).run(_counted, schedule):
         assert found["scatter"] == stages * alone["scatter"] > 0
         assert stages <= found["gather"] <= stages * alone["gather"]
@@ -187,7 +187,7 @@ def test_a_step_of_many_microbatches_has_the_collectives_of_one(ranks: Ranks, sc
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_with_a_tensor_axis(ranks: Ranks, schedule: str) -> None:
-    """2 stages x 2 data ranks x 2 that products are cut over: all three at once."""
+    """2 stages x 2 data ranks x 2 tensor ranks, combined."""
     for ours, theirs in ranks(8).run(_train, schedule, FP32, (2, 2, 2)):
         assert ours["scatter"] <= theirs["scatter"], (ours, theirs)
         assert ours["gather"] <= theirs["gather"], (ours, theirs)
@@ -213,12 +213,12 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_a_checkpoint_of_all_stages(ranks: Ranks, tmp_path: Path) -> None:
-    """DCP saves those of all ranks in one; training goes on from it alike, also with FSDP2."""
+    """DCP saves the states of all ranks in one checkpoint; training resumes from it, also with FSDP2."""
     ranks(4).run(_resume, tmp_path)
 
 
 def _zero_bubble(rank: int, world_size: int) -> str:
-    """The error of this rank. One that has none of its own waits for what others would send, until they hang up."""
+    """Return this rank's error. A rank without an error waits for the others until they close their connections."""
     pipeline = Pipeline(_ours, "zero bubble", FP32)
     with pytest.raises((graphshard.UnsupportedError, RuntimeError)) as caught:
         pipeline.step(torch.randn(8, 8), torch.randn(8, 8))
@@ -227,7 +227,7 @@ def _zero_bubble(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="zero-bubble stages of torch 2.11 fail themselves")
-def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
+def test_rejects_separate_backwards_of_weights(ranks: Ranks) -> None:
     """A program's backward computes all its gradients."""
     message = (
         r"UnsupportedError: inputs: the gradient of .* is added up over microbatches, .*zero-bubble schedules of "
@@ -240,7 +240,7 @@ def test_weights_have_no_backward_of_their_own(ranks: Ranks) -> None:
 
 
 def _reduce(model: Any) -> None:
-    """As torch's stages do it."""
+    """Reduce like torch's stages."""
     model.set_requires_gradient_sync(True)
     if _by_hand(model):
         model.finalize_backward()
@@ -253,13 +253,13 @@ def _reduce(model: Any) -> None:
 
 
 def _by_hand(model: Any) -> bool:
-    """Whether it is FSDP2's of torch 2.15, which reduces without a backward only if it was told beforehand."""
+    """Return whether FSDP2 is torch 2.15's, which reduces without a backward only if configured in advance."""
     finalize = getattr(type(model), "finalize_backward", None)
     return finalize is not None and finalize.__module__.startswith("torch.")
 
 
 def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
-    """Without sync. Without all-reduce FSDP2 cannot do it: it is told before its last backward."""
+    """Accumulate without sync. FSDP2 cannot do it without all-reduce: it must know before its last backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ours, theirs = pair = Stage(3), Stage(3)
     theirs.load_state_dict(ours.state_dict())
@@ -278,7 +278,7 @@ def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
                 model(x).square().sum().backward()
         assert step or all(param.grad is None for param in ours.parameters())
         if by_replicas:
-            ours.finalize_backward()  # too early: nothing is to be reduced yet
+            ours.finalize_backward()  # too early: nothing is reduced yet
             assert step or all(param.grad is None for param in ours.parameters())
             ours.set_requires_all_reduce(True)
             ours.finalize_backward()
@@ -290,5 +290,5 @@ def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
 
 
 @pytest.mark.parametrize("by_replicas", [False, True])
-def test_what_was_added_up_is_reduced_without_a_backward(ranks: Ranks, by_replicas: bool) -> None:
+def test_accumulated_gradients_are_reduced_without_a_backward(ranks: Ranks, by_replicas: bool) -> None:
     ranks(4).run(_finished, by_replicas)

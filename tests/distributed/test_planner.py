@@ -1,4 +1,4 @@
-"""The planner by cost on real ranks: FSDP2's bits under any plan, memory limits, ranks whose inputs differ."""
+"""Cost-based plans on real ranks: FSDP2's bits under any plan, memory limits, different inputs on ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
     theirs = fsdp2(copy.deepcopy(model), mesh)
     options = {}
     if limited:
-        # What no plan keeps is said on all ranks, with what one could; that is kept.
+        # If no plan fits, all ranks report the least limit, which then works.
         tokens = torch.zeros(2, 8, dtype=torch.long)
         with pytest.raises(InfeasibleError, match="memory_limit of 1,000 bytes") as error:
             graphshard.compile(model, mesh, backend="eager", memory_limit=1000, example_inputs=(tokens, tokens))
@@ -41,7 +41,7 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
     ours = graphshard.compile(model, mesh, backend="eager", **options)
     optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
     for step in range(3):
-        # Ranks have batches of different sizes, and in the last step one of them has another size alone.
+        # Ranks have batches of different sizes, and in the last step only one of them has a new size.
         rows = 1 + rank + (step == 2 and rank == 1)
         batch = torch.randint(VOCAB, (2, rows, 8), generator=torch.Generator().manual_seed(step * world_size + rank))
         losses = []
@@ -56,7 +56,7 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
             optim.zero_grad()
         assert_same(params_of(ours), params_of(theirs), f"parameters after step {step}")
         if limited and step == 1:
-            break  # another size alone is planned anew under a limit, and so must be met by all
+            break  # under a limit a new size is planned again, so all ranks must have it
     programs = graphshard.programs(ours)
     forward = [b for b in programs[0].plan.buckets if (b.kind, b.phase) == ("gather", "forward")]
     if limited:
@@ -70,17 +70,17 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_plans_by_cost_have_the_bits_of_fsdp2(ranks: Ranks, world_size: int) -> None:
-    """Joined and early gathers; batches of other sizes on other ranks get the first rank's plan."""
+def test_cost_based_plans_match_fsdp2(ranks: Ranks, world_size: int) -> None:
+    """Packed and early gathers; ranks with other batch sizes use the first rank's plan."""
     ranks(world_size).run(_train, False)
 
 
-def test_the_least_memory_has_them_too(ranks: Ranks) -> None:
+def test_plans_of_least_memory_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_train, True)
 
 
 class Branching(nn.Module):
-    """Computes something else for another size."""
+    """A model whose computation depends on the size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _branch(rank: int, world_size: int) -> None:
     model, mesh = Branching(), world_mesh()
     theirs = fsdp2(copy.deepcopy(model), mesh)
     ours = graphshard.compile(model, mesh, backend="eager")
-    # In the second step a rank captures alone, as the other has that size; in the third both do.
+    # In the second step one rank captures because the other knows the size; in the third both do.
     for step, rows in enumerate(((2, 3), (2, 1), (4, 5))):
         x = torch.randn(rows[rank], 8, generator=torch.Generator().manual_seed(step * world_size + rank))
         for m in (ours, theirs):
@@ -108,6 +108,6 @@ def _branch(rank: int, world_size: int) -> None:
         assert_same(grads_of(ours), grads_of(theirs), f"gradients of step {step}")
 
 
-def test_ranks_whose_sizes_compute_something_else(ranks: Ranks) -> None:
-    """Nobody waits for a plan of a rank that has one, and all have the same collectives in the same order."""
+def test_ranks_with_different_computations(ranks: Ranks) -> None:
+    """No rank waits for a plan that another rank has already, and all launch the same collectives in the same order."""
     ranks(2).run(_branch)

@@ -1,4 +1,4 @@
-"""Plans by cost where collectives run over several axes: FSDP2's bits under any plan and under the least memory."""
+"""Cost-based plans for collectives on several axes: FSDP2's bits under any plan and under the least memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORTEST = graphshard.Pipeline().replace("plan", MakePlan(PlanByCost(Costs(load_
 def _compiled(
     model: nn.Module, mesh: DeviceMesh, inputs: dict[str, Any], *, limited: bool, **options: Any
 ) -> nn.Module:
-    """With the plan that costs say is shortest, or with the least memory that any plan takes."""
+    """Compile with the shortest plan by cost, or with the least possible memory."""
     if not limited:
         return graphshard.compile(model, mesh, backend="eager", passes=SHORTEST, **options)
     limit = _least(model, mesh, inputs, **options)
@@ -48,7 +48,7 @@ def _compiled(
 
 
 def _least(model: nn.Module, mesh: DeviceMesh, inputs: dict[str, Any], **options: Any) -> int:
-    """The least bytes; what takes less is an error on all ranks that says so."""
+    """Return the least memory of any plan; a lower limit is an error on all ranks."""
     with pytest.raises(InfeasibleError, match=r"no schedule fits in a memory_limit of 1,000 bytes\. The le") as error:
         graphshard.compile(model, mesh, backend="eager", memory_limit=1000, **inputs, **options)
     return error.value.smallest
@@ -75,7 +75,7 @@ def _replicated(rank: int, world_size: int, shape: tuple[int, int], limited: boo
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
 def test_replicas(ranks: Ranks, shape: tuple[int, int], limited: bool) -> None:
-    """Reductions of two legs, joined and moved; or all-reduces alone."""
+    """Two-stage reductions, packed and moved; or only all-reduces."""
     ranks(4).run(_replicated, shape, limited)
 
 
@@ -97,13 +97,13 @@ def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: b
 
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts(ranks: Ranks, limited: bool) -> None:
-    """Their parameters are gathered over other axes, by the same link."""
+    """Their parameters are gathered over other axes, on the same link."""
     assert len(set(ranks(4).run(_with_experts, (2, 2), limited))) == 1
 
 
 @pytest.mark.slow
 def test_experts_and_replicas(ranks: Ranks) -> None:
-    """Gradients of both have two legs."""
+    """Gradients of both have two-stage reductions."""
     ranks(8).run(_with_experts, (2, 2, 2), True)
 
 
@@ -119,7 +119,7 @@ def _regathered(rank: int, world_size: int, limited: bool) -> None:
 
 
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_neighbours_that_gather_again(ranks: Ranks, limited: bool) -> None:
+def test_gathers_again_among_neighbors(ranks: Ranks, limited: bool) -> None:
     ranks(4).run(_regathered, limited)
 
 
@@ -134,13 +134,13 @@ def _parallelized(rank: int, world_size: int, shape: tuple[int, ...], make: Any,
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("model", ["mlps", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_tensor_axis(ranks: Ranks, model: str, limited: bool) -> None:
-    """The model's collectives stay where they are, between those of parameters and gradients."""
+    """The model's collectives keep their position between collectives of parameters and gradients."""
     make, batch = {"mlps": (mlps, rows), "llama": (llama, tokens)}[model]
     ranks(4).run(_parallelized, (2, 2), make, batch, limited)
 
 
 class Wide(nn.Module):
-    """Blocks of two products, whose parameters are most of what is in memory."""
+    """Blocks of two matmuls, whose parameters take most of the memory."""
 
     def __init__(self, depth: int = 3, width: int = 128) -> None:
         super().__init__()
@@ -167,9 +167,9 @@ def _wide(mesh: DeviceMesh) -> nn.Module:
 def _peaks(
     rank: int, world_size: int, shape: tuple[int, ...], names: tuple[str, ...], again: int | None
 ) -> list[float]:
-    """What a step takes at the most, as a share of what the plan predicts, under the least limit and under another."""
+    """Return the measured peak as a fraction of the planned one, under the least limit and under another."""
     mesh, x = init_device_mesh("cpu", shape, mesh_dim_names=names), torch.randn(2, 128, requires_grad=True)
-    # Nothing is packed: the buffer that pieces of several tensors are sent from is not reckoned with.
+    # Nothing is packed: the plan does not count the send buffer of packed tensors.
     options = {"reshard_after_forward": True if again is None else again, "units": ["layers.*.*"]}
     model = _wide(mesh)
     least = _least(model, mesh, {"example_inputs": (x,)}, **options)
@@ -179,7 +179,7 @@ def _peaks(
         model(x).backward()
         model.zero_grad()
         shards = [local(param).detach() for param in model.parameters()]
-        state = 3 * sum(shard.nbytes for shard in shards)  # with two of the optimizer, which are not there
+        state = 3 * sum(shard.nbytes for shard in shards)  # plus the optimizer's two states, which do not exist here
         (program,) = graphshard.programs(model)
         predicted = program.plan.prediction.peak_bytes
         assert predicted <= limit
@@ -193,7 +193,7 @@ def _peaks(
 @pytest.mark.parametrize(
     ("shape", "names", "again"),
     [
-        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # the others have it within
+        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # covered by the others
         ((2, 2), ("replicate", "shard"), None),
         ((4,), ("dp",), 2),
         ((2, 2), ("dp", "tp"), None),
@@ -201,13 +201,13 @@ def _peaks(
     ids=["one axis", "replicas", "neighbours", "tensor axis"],
 )
 def test_measured_memory_is_what_the_plan_predicts(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
-    """Never more; a plan reckons with the most that each stretch of compute takes."""
+    """Never more: a plan counts the maximum of each stretch of compute."""
     for shares in ranks(4).run(_peaks, shape, names, again):
         assert all(0.7 < share <= 1.0 for share in shares)
 
 
 class Odd(nn.Module):
-    """Products whose inner dims no axis divides: ranks with smaller pieces pad what they send to the others."""
+    """Matmuls whose inner dims no axis divides: ranks with smaller shards pad what they send."""
 
     def __init__(self, width: int = 6, inner: int = 13, depth: int = 3) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def odd(tp: DeviceMesh) -> nn.Module:
 
 
 class Padded(nn.Module):
-    """Gathers frozen rows over the tensor axis: a rank that has fewer of them holds them and a padded copy."""
+    """Gathers frozen rows over the tensor axis: a rank with fewer rows holds its shard and a padded copy."""
 
     def __init__(self, rows: int = 15, width: int = 4096) -> None:
         super().__init__()
@@ -269,26 +269,26 @@ def _pieces(rank: int, world_size: int, limited: bool, activation: Any) -> tuple
 
 
 def _without_sizes(line: str) -> str:
-    """What is sent, and over which axis if it is the model's own."""
+    """Strip the size; keep the collective, and its axis if the model launches it."""
     return line.partition(" as ")[0]
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_pieces_of_different_sizes_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
-    """The first rank's plan is for all, so that all send the same in the same order."""
+def test_uneven_shards_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
+    """All ranks use the first rank's plan, so all launch the same collectives in the same order."""
     first, *others = ranks(4).run(_pieces, limited, None)
     assert all(other == first for other in others)
     assert any("over tp" in line for line in first[0])
 
 
-def test_what_is_saved_of_pieces_of_different_sizes(ranks: Ranks) -> None:
-    """The first rank's choice is by the names of values: a share of other sizes may be others."""
+def test_activation_policy_with_uneven_shards(ranks: Ranks) -> None:
+    """The first rank selects saved values by name, because sizes differ between ranks."""
     first, *others = ranks(4).run(_pieces, True, "auto")
     assert all(other == first for other in others)
 
 
 class OddBlock(nn.Module):
-    """Between what it could save is a sum over the tensor axis."""
+    """A block with a sum over the tensor axis between the values it may save."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def odd_blocks(tp: DeviceMesh) -> nn.Module:
 
 
 def _shares(rank: int, world_size: int, share: float) -> list[str]:
-    """What a step sends: a sum is sent again where what follows it is not saved."""
+    """Return the communication of a step: a sum is repeated if later values are not saved."""
     mesh = mesh_of(2, 2)
     model = graphshard.compile(odd_blocks(mesh["tp"]), mesh, backend="eager", units=["*"], activation=share)
     plain = graphshard.compile(odd_blocks(mesh["tp"]), mesh, backend="eager", units=["*"])
@@ -322,15 +322,15 @@ def _shares(rank: int, world_size: int, share: float) -> list[str]:
 
 
 @pytest.mark.parametrize(("share", "again"), [(0.12, 1), (0.18, 0)])
-def test_a_share_of_pieces_of_different_sizes(ranks: Ranks, share: float, again: int) -> None:
-    """Ranks with smaller pieces would save one value less, and send again what others do not."""
+def test_activation_share_with_uneven_shards(ranks: Ranks, share: float, again: int) -> None:
+    """Ranks with smaller shards would save one value less, and repeat a sum that others do not."""
     first, *others = ranks(4).run(_shares, share)
     assert all(other == first for other in others)
     assert sum("over tp" in line for line in first if line.startswith("backward")) == 2 + again
 
 
 def _padded_peaks(rank: int, world_size: int) -> tuple[int, int, int, str]:
-    """The least limit, what is predicted, what a step takes at the most; what is refused below."""
+    """Return the least limit, the predicted and measured peaks, and the message below the limit."""
     mesh, x = mesh_of(2, 2), torch.randn(2, 4096)
     options, inputs = {"units": ["head"]}, {"example_inputs": (x,)}
     least = _least(_padded(mesh["tp"]), mesh, inputs, **options)
@@ -349,8 +349,8 @@ def _padded_peaks(rank: int, world_size: int) -> tuple[int, int, int, str]:
     return least, predicted, mode.most + state, str(error.value)
 
 
-def test_the_limit_holds_on_the_rank_that_takes_most(ranks: Ranks) -> None:
-    """It has the smaller piece, and a padded copy of it; all ranks know the least that it needs."""
+def test_the_limit_holds_on_the_rank_with_the_highest_peak(ranks: Ranks) -> None:
+    """The rank with the smaller shard and a padded copy; all ranks know its minimum."""
     found = ranks(4).run(_padded_peaks)
     assert len({(least, predicted, message) for least, predicted, _, message in found}) == 1
     least, predicted, _, message = found[0]
@@ -361,7 +361,7 @@ def test_the_limit_holds_on_the_rank_that_takes_most(ranks: Ranks) -> None:
 
 
 class _OddExperts(nn.Module):
-    """An odd number of experts on two ranks, each of which sees the tokens of both."""
+    """An odd number of experts on two ranks, which see each other's tokens."""
 
     def __init__(self, axis: DeviceMesh, number: int) -> None:
         super().__init__()
@@ -423,14 +423,14 @@ def _five_experts(rank: int, world_size: int, limited: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_pieces_of_different_sizes_on_an_expert_axis(ranks: Ranks, limited: bool) -> None:
-    """Other parameters are gathered by ranks that have more experts and by those that have fewer."""
+def test_uneven_shards_on_an_expert_axis(ranks: Ranks, limited: bool) -> None:
+    """Ranks with more experts and ranks with fewer gather different parameters."""
     first, *others = ranks(4).run(_five_experts, limited)
     assert all(other == first for other in others)
 
 
 def _three_experts(rank: int, world_size: int) -> str:
-    """Products with one expert are computed in another way, so that backward gathers other parameters again."""
+    """Matmuls with one expert compute differently, so backward gathers different parameters."""
     ours = _train_experts(rank, 3, limited=False)
     (program,) = graphshard.programs(ours)
     assert program.plan.prediction is None
@@ -440,8 +440,8 @@ def _three_experts(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_pieces_with_which_ranks_communicate_otherwise(ranks: Ranks) -> None:
-    """Planned by unit, and with a limit an error on all ranks."""
+def test_uneven_shards_with_different_gathers(ranks: Ranks) -> None:
+    """Planned by unit; with a limit it is an error on all ranks."""
     (message,) = set(ranks(4).run(_three_experts))
     assert message.startswith(
         "memory_limit=1000 cannot be kept: layers.0.experts.up is in pieces of different sizes on ep"
@@ -450,7 +450,7 @@ def test_pieces_with_which_ranks_communicate_otherwise(ranks: Ranks) -> None:
 
 
 class _More(nn.Module):
-    """Sums over the tensor axis once more where the local piece is the large one."""
+    """Sums over the tensor axis once more if the local shard is the large one."""
 
     def __init__(self, tp: DeviceMesh) -> None:
         super().__init__()
@@ -471,8 +471,8 @@ def _more(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_ranks_with_other_pieces_that_communicate_otherwise(ranks: Ranks) -> None:
-    """All ranks say so before one waits for a sum that the others do not make."""
+def test_rejects_uneven_shards_with_different_collectives(ranks: Ranks) -> None:
+    """All ranks raise before one waits for a sum that the others do not launch."""
     (message,) = set(ranks(4).run(_more))
     assert "made a different program than rank" in message
     assert "they first differ at collective 3:" in message

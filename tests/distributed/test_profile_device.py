@@ -1,7 +1,7 @@
-"""`graphshard.profile_step` by the clock of a device whose launches return at once, which is simulated here.
+"""`graphshard.profile_step` with the clock of a simulated device whose launches return at once.
 
-The device takes `PRODUCT` seconds for a product and `SENDING` for a collective, behind each other on one link, and
-nothing for anything else. The host takes as long as it takes: nothing of that may be seen.
+The device takes `PRODUCT` seconds for a matmul and `SENDING` for a collective, which run in sequence on one link;
+everything else is free. Host time must not appear in the profile.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PRODUCT, SENDING = 100.0, 250.0
 
 
 class _Device(TorchDispatchMode):
-    """Stands for `torch.cuda`: one stream for the compute, and one link."""
+    """Fake `torch.cuda` with one compute stream and one link."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.link = 0.0  # when the stream, and the link, are done with what they were told so far
-        self.reached = 0.0  # what the host has waited for
+        self.now = self.link = 0.0  # when the stream and the link finish the work launched so far
+        self.reached = 0.0  # when the host's last wait ends
         self.arrival: dict[int, float] = {}  # by address
         self.asked: set[torch.device] = set()
 
@@ -60,7 +60,7 @@ class _Device(TorchDispatchMode):
 
 
 class _Event:
-    """As torch's: a time is there when the host has waited for the device."""
+    """Like torch's event: the time is known once the host has waited for the device."""
 
     def __init__(self, device: _Device) -> None:
         self.device = device
@@ -105,7 +105,7 @@ def _simulated(rank: int, world_size: int) -> None:
         exposed = [span for span in step.spans if span.key.kind == "exposed"]
         for span in compute:
             assert span.seconds == pytest.approx(PRODUCT * _products(program, span.key.name)), span
-        # Nothing but products and waits takes time, and they follow each other.
+        # Only matmuls and waits take time, one after another.
         assert step.seconds == pytest.approx(sum(span.seconds for span in (*compute, *exposed)))
         assert sum(span.seconds for span in compute) == pytest.approx(PRODUCT * 17)  # the input has no gradient
         sent = [span for span in step.spans if span not in compute and span not in exposed]
@@ -115,5 +115,5 @@ def _simulated(rank: int, world_size: int) -> None:
     assert first.measured.median == pytest.approx(SENDING)
 
 
-def test_times_are_the_devices(ranks: Ranks) -> None:
+def test_times_come_from_the_device(ranks: Ranks) -> None:
     ranks(2).run(_simulated)

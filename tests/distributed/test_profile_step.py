@@ -1,4 +1,4 @@
-"""`graphshard.profile_step` on real ranks: what it measures, and that nothing is left behind."""
+"""`graphshard.profile_step` on real ranks: its measurements, and no lasting effect on the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Buffers that are updated, random numbers, two results."""
+    """A model with updated buffers, random numbers and two outputs."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _measured(rank: int, world_size: int, backend: str, folder: str) -> dict[str
 
 
 def _check_times(profile: StepProfile, world_size: int) -> None:
-    """Every number lies where it must."""
+    """Check that every number is plausible."""
     sums = (profile.step, profile.compute, profile.exposed, profile.other)
     for timing in (*sums, *profile.regions, *profile.collectives, *profile.waits):
         assert timing.measured.least <= timing.measured.median <= timing.measured.most, timing
@@ -103,7 +103,7 @@ def _check_times(profile: StepProfile, world_size: int) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_is_measured(ranks: Ranks, tmp_path: Path, backend: str) -> None:
-    """Every region, collective and wait, on all ranks, and all of them know the same."""
+    """Every region, collective and wait on all ranks; all ranks get the same profile."""
     first, second = ranks(2).run(_measured, backend, str(tmp_path))
     assert first["ranks"] == [0, 1]
     assert first["text"] == second["text"]
@@ -119,7 +119,7 @@ def test_a_step_is_measured(ranks: Ranks, tmp_path: Path, backend: str) -> None:
 
 
 def _check_trace(events: list[dict[str, Any]]) -> None:
-    """A process for each rank and one for the prediction, each with both lanes; no events of a track overlap."""
+    """Check for a process per rank and one for the prediction, with both lanes and without overlapping events."""
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert [name.partition(" for ")[0] for name in processes.values()] == ["rank 0", "rank 1", "predicted"]
     for process in processes:
@@ -156,8 +156,8 @@ def _predicted(rank: int, world_size: int) -> None:
     assert slower.step.predicted != profile.step.predicted
 
 
-def test_the_prediction_is_that_of_explain(ranks: Ranks) -> None:
-    """Though the graphs that run have been bound to process groups, and collectives rewritten for gloo."""
+def test_the_prediction_equals_explain(ranks: Ranks) -> None:
+    """Although the running graphs are bound to process groups, with collectives rewritten for gloo."""
     ranks(2).run(_predicted)
 
 
@@ -170,7 +170,7 @@ def _state(model: nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 def _left(rank: int, world_size: int) -> None:
-    """Around `profile_step`, all stays; the next step is that of a twin that was never measured."""
+    """`profile_step` restores all state; the next step equals an unmeasured twin's."""
     model, twin = _compiled(), _compiled()
     x = _batch().requires_grad_()
     model.get_parameter("head.weight").register_post_accumulate_grad_hook(lambda p: p.data.zero_())
@@ -191,7 +191,7 @@ def _left(rank: int, world_size: int) -> None:
     assert_same(dict(model.named_buffers()), dict(twin.named_buffers()), "its buffers")
 
 
-def test_nothing_is_left_behind(ranks: Ranks) -> None:
+def test_profiling_has_no_lasting_effect(ranks: Ranks) -> None:
     ranks(2).run(_left)
 
 
@@ -209,12 +209,12 @@ def _recorded(rank: int, world_size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_recorded_code_has_the_same_gradients(ranks: Ranks, backend: str) -> None:
-    """Bit for bit; behind the block nothing is recorded."""
+    """Bit for bit; nothing is recorded after the block."""
     ranks(2).run(_recorded, backend)
 
 
 def _accumulating(rank: int, world_size: int) -> None:
-    """Between two microbatches, of which the first has left its gradients to the second."""
+    """Profile between two microbatches, with accumulated gradients."""
     model, twin = _compiled(), _compiled()
     for net in (model, twin):
         net.set_requires_gradient_sync(False)
@@ -246,7 +246,7 @@ def test_without_gradients_a_forward_is_measured(ranks: Ranks) -> None:
 
 
 class _Parts(nn.Module):
-    """The loss calls a unit on its own."""
+    """A model whose loss calls a unit directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +271,8 @@ def _several(rank: int, world_size: int, folder: str) -> None:
         assert title in Path(f"{folder}/{rank}.html").read_text()
 
 
-def test_units_that_are_called_alone(ranks: Ranks, tmp_path: Path) -> None:
-    """Several programs run; a report is of one of them."""
+def test_units_called_directly(ranks: Ranks, tmp_path: Path) -> None:
+    """Several programs run; a report covers one of them."""
     ranks(2).run(_several, str(tmp_path))
 
 
@@ -291,12 +291,12 @@ def _refused(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(_compiled()), "parameters")
 
 
-def test_what_cannot_be_measured_is_an_error(ranks: Ranks) -> None:
+def test_rejects_what_cannot_be_measured(ranks: Ranks) -> None:
     ranks(2).run(_refused)
 
 
 def _watched(rank: int, world_size: int) -> None:
-    """A profiler of the user's on one rank: memory is not measured, and no rank hangs."""
+    """Use the user's profiler on one rank: memory is not measured, and no rank hangs."""
     model = _compiled()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if rank == 0:
@@ -312,8 +312,8 @@ def test_while_another_profiler_runs(ranks: Ranks) -> None:
     ranks(2).run(_watched)
 
 
-def test_a_rank_of_several_that_do_not_exist(fake_world: FakeWorld) -> None:
-    """With a fake process group one rank is measured, and nobody is asked."""
+def test_one_rank_of_a_fake_world(fake_world: FakeWorld) -> None:
+    """With a fake process group one rank is measured, without communication."""
     fake_world(8)
     model = graphshard.compile(Blocks(3, 16), world_mesh(), backend="eager")
     profile = graphshard.profile_step(model, (torch.randn(2, 16),))

@@ -1,7 +1,7 @@
-"""Random modules and programs on real ranks.
+"""Property tests of random modules and programs on real ranks.
 
-Whatever the parameters are, full tensors survive sharding, saving and loading, and training is data
-parallel. Whatever a program does, it trains as with FSDP2, bit for bit; `benchmarks/fuzz.py` runs more of them.
+For any parameters, full tensors survive sharding, saving and loading, and training is data parallel. Any program trains
+as with FSDP2, bit for bit; `benchmarks/fuzz.py` runs more of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parameter(spec: Spec) -> nn.Parameter:
 
 
 class Piece(nn.Module):
-    """Mixes its parameters, each weighed by numbers of its own, with the input."""
+    """Mixes its parameters, each with different weights, with the input."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__()
@@ -113,14 +113,14 @@ class Random(nn.Module):
 
 
 def _compile(case: Case) -> tuple[nn.Module, nn.Module]:
-    """The module compiled, and a copy of it."""
+    """Compile the module, and return it and a copy."""
     model = Random(case)
     reference = copy.deepcopy(model)
     spec_of = {id(p): spec for piece in (model.first, *model.blocks) for p, spec in zip(piece.params, case.specs)}
     ignored = [p for p in model.parameters() if id(p) in spec_of and spec_of[id(p)].ignored]
     for param, twin in zip(model.parameters(), reference.parameters(), strict=True):
         if any(param is other for other in ignored):
-            twin.requires_grad_(False)  # each rank would train it apart
+            twin.requires_grad_(False)  # each rank would train it separately
             param.requires_grad_(False)
     return reference, graphshard.compile(
         model,
@@ -165,7 +165,7 @@ def _round_trip(rank: int, world_size: int, case: Case, folder: str) -> None:
 
 
 def _together(rank: int, world_size: int, case: Case, folder: str) -> None:
-    """All ranks see the error of one, so that hypothesis can go on with other cases."""
+    """Raise an error of one rank on all ranks, so that hypothesis can continue with other cases."""
     error: Any = None
     try:
         _round_trip(rank, world_size, case, folder)
@@ -197,7 +197,7 @@ def test_random_programs(ranks: Ranks, seed: int) -> None:
     assert not any(found), f"python -m benchmarks.fuzz --replay '{to_json(program)}'"
 
 
-# What programs have shown, made smaller.
+# Failures found by random programs, shrunk.
 FOUND = {
     "uses of a parameter in the first of two microbatches": (
         '{"first":{},"last":{"pieces":[{"kind":"weights","size":2,"flag":true}]},"policy":"bf16","sync":[false,true]}'
@@ -226,14 +226,14 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_programs_that_differed(ranks: Ranks, name: str) -> None:
+def test_programs_that_failed_before(ranks: Ranks, name: str) -> None:
     program = from_json(FOUND[name])
     found = ranks(program.world_size).run(differences, program)
     assert not any(found)
 
 
 def test_programs_are_data() -> None:
-    """They survive JSON, a seed is a program for ever, and each smaller one is another and no longer."""
+    """Programs survive JSON, seeds are stable, and shrunk programs are different and no longer."""
     for seed in range(50):
         program = random_program(seed)
         assert from_json(to_json(program)) == program == random_program(seed)

@@ -1,4 +1,4 @@
-"""Ranks that need other programs than each other: no rank waits in vain, and training has FSDP2's bits."""
+"""Ranks that capture at different times: no rank hangs, and training has FSDP2's bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _one_rank_alone(rank: int, step: int) -> Call:
-    """Rank 1 has 12 lengths in 14 steps."""
+    """Return rank 1's 12 lengths in 14 steps; the other rank has one."""
     return (_tokens(rank, step, 2, 3 + step % 12 if rank == 1 else 3),), {}
 
 
@@ -48,12 +48,12 @@ def _both(rank: int, step: int) -> Call:
 
 
 def _at_other_times(rank: int, step: int) -> Call:
-    """Each rank has another length in steps in which the other has none."""
+    """Return a new length for each rank in steps in which the other has none."""
     return (_tokens(rank, step, 2, 3 + (step + rank) // 2),), {}
 
 
 def _last_batch(rank: int, step: int) -> Call:
-    """Rank 1's last batch of an epoch is smaller."""
+    """Return a smaller last batch of an epoch on rank 1."""
     return (_tokens(rank, step, 1 if rank == 1 and step % 5 == 4 else 2, 3),), {}
 
 
@@ -65,7 +65,7 @@ def _number(rank: int, step: int) -> Call:
     return (_tokens(rank, step, 2, 3),), {"step": rank * step}
 
 
-# The calls of each rank, and the number of programs that each has.
+# The calls of each rank, and the number of programs of each.
 CASES: dict[str, tuple[Callable[[int, int], Call], list[int]]] = {
     "lengths of one rank": (_one_rank_alone, [1, 2]),
     "lengths of both": (_both, [2, 2]),
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[int, int], Call], list[int]]] = {
 
 
 def _train(rank: int, world_size: int, case: str, options: dict[str, Any], accumulate: bool) -> tuple[int, int]:
-    """Train next to FSDP2; return the number of programs that are left, and that of all captures."""
+    """Train next to FSDP2; return the number of programs kept and the number of captures."""
     calls = CASES[case][0]
     twin = fsdp2(_Net(), world_mesh())
     pair = graphshard.compile(_Net(), world_mesh(), backend="eager", **options), twin
@@ -110,7 +110,7 @@ def test_a_rank_captures_alone(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lengths of one rank", "lengths of both", "tags of one rank"])
 def test_a_rank_evicts_alone(ranks: Ranks, case: str) -> None:
-    """And captures again what it has evicted."""
+    """It captures evicted programs again."""
     found = ranks(2).run(_train, case, {"max_captures": 2}, False, timeout=TIMEOUT)
     assert [left for left, _ in found] == [min(2, count) for count in CASES[case][1]]
     assert found[1][1] >= CASES[case][1][1]
@@ -127,6 +127,6 @@ LIMITED = {"memory_limit": 1 << 30, "hardware": "cpu-gloo"}
 
 @pytest.mark.parametrize("options", [LIMITED, {**LIMITED, "activation": "auto"}], ids=["plan", "activation"])
 def test_a_rank_captures_alone_under_a_limit_of_memory(ranks: Ranks, options: dict[str, Any]) -> None:
-    """It was an error: ranks planned each size together."""
+    """This raised an error: ranks planned each size together."""
     found = ranks(2).run(_train, "lengths of one rank", options, False, timeout=TIMEOUT)
     assert [count for count, _ in found] == CASES["lengths of one rank"][1]

@@ -1,4 +1,4 @@
-"""Functions of torch.nn.functional that are replaced between calls: a program holds for those of its capture."""
+"""Functions of torch.nn.functional that are replaced between calls: guards check them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINEAR, ATTENTION = F.linear, F.scaled_dot_product_attention
 
 
 class Net(nn.Module):
-    """A layer of torch's, and attention that forward names."""
+    """A torch layer, and attention called by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Ten
 
 
 class Halved:
-    """A function that is an object."""
+    """A callable object instead of a function."""
 
     def __call__(self, *args: Tensor) -> Tensor:
         return LINEAR(*args) / 2
@@ -53,7 +53,7 @@ def _calls(rank: int, world_size: int) -> list[str]:
         assert torch.equal(net(x), plain(x))
 
     both()
-    for factor in (2.0, 3.0, 2.0):  # another function each time, two of them alike
+    for factor in (2.0, 3.0, 2.0):  # a new function each time; two are alike
         with mock.patch(f"{functional}.scaled_dot_product_attention", _scaled(ATTENTION, factor)):
             both()
     both()
@@ -62,13 +62,13 @@ def _calls(rank: int, world_size: int) -> list[str]:
             both()
     with mock.patch(f"{functional}.scaled_dot_product_attention", lambda q, k, v: F.gelu(q)):
         both()
-        with mock.patch(f"{functional}.gelu", F.silu):  # torch's own, in another's place
+        with mock.patch(f"{functional}.gelu", F.silu):  # a torch function under another name
             both()
     both()
     return [program.reason for program in graphshard.programs(net)]
 
 
-def test_calls_find_what_is_there_now(ranks: Ranks) -> None:
+def test_calls_use_the_current_functions(ranks: Ranks) -> None:
     (reasons,) = ranks(1).run(_calls)
     assert len(reasons) == 7
     assert all("torch.nn.modules.linear.F." in reason for reason in reasons[1:])

@@ -1,4 +1,4 @@
-"""Training with replayed runs of regions: the bits of training without, whatever happens between two launches."""
+"""Training with CUDA graph replays has the bits of training without, whatever happens between two launches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tokens, blocks with what is asked for, logits and a loss, and a buffer that forward writes."""
+    """Tokens, optional blocks, logits and a loss, and a buffer that forward writes."""
 
     def __init__(self, width: int = 8, **options: Any) -> None:
         super().__init__()
@@ -55,18 +55,18 @@ class Net(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
 
 
-# Trains a model with its optimizer and notes what is to be the same.
+# Trains a model with its optimizer and records values to compare.
 Script = Callable[[Any, Any, list[Any]], None]
 
 
-@functools.cache  # batches lie side by side: where one is does not depend on what was freed before
-@torch.inference_mode(False)  # whichever script is the first to ask for them
+@functools.cache  # one cached batch: its address must not depend on earlier frees
+@torch.inference_mode(False)  # whichever script calls first
 def _tokens(rank: int, number: int, batch: int = 2) -> Tensor:
     return torch.randint(0, 13, (batch, 5), generator=torch.Generator().manual_seed(100 * rank + number))
 
 
 def _steps(model: Any, optim: Any, seen: list[Any]) -> None:
-    """Every result and gradient is kept, and compared when all is over."""
+    """Record every output and gradient for the comparison at the end."""
     for number in range(6):
         loss, logits = model(_tokens(dist.get_rank(), number))
         loss.backward()
@@ -97,7 +97,7 @@ def _microbatches(model: Any, optim: Any, seen: list[Any]) -> None:
 
 
 def _several_forwards(model: Any, optim: Any, seen: list[Any]) -> None:
-    """Three forwards wait for their backward, the last of which keeps its graph."""
+    """Run three forwards before their backward; the last one keeps its graph."""
     for number in range(5):
         losses = [model(_tokens(dist.get_rank(), 3 * number + part))[0] for part in range(3)]
         losses[0].backward()
@@ -110,7 +110,7 @@ def _several_forwards(model: Any, optim: Any, seen: list[Any]) -> None:
 
 
 def _moved(model: Any, optim: Any, seen: list[Any]) -> None:
-    """Parameters are at other addresses from the fourth step on."""
+    """Move parameters to other addresses from the fourth step on."""
     for number in range(9):
         if number == 4:
             state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -125,7 +125,7 @@ def _moved(model: Any, optim: Any, seen: list[Any]) -> None:
 
 
 def _evaluated(model: Any, optim: Any, seen: list[Any]) -> None:
-    """Inference between steps, some of it in inference mode and first of all."""
+    """Run inference between steps, also in inference mode and at the start."""
     for number in range(6):
         with torch.inference_mode(number % 2 == 0), torch.no_grad():
             seen.append(model(_tokens(dist.get_rank(), number))[1].clone())
@@ -168,8 +168,8 @@ def test_scripts(ranks: Ranks, world_size: int, script: Script) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_runs_that_were_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
-    """Some regions are in graphs, and others between them are not."""
+def test_graphs_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
+    """Some regions are in graphs, others are not."""
     options = {"mp_policy": BF16, "cuda_graphs": "auto", "hardware": "h100"}
     ranks(world_size).run(_train, _steps, options, {"dropout": 0.5})
 
@@ -180,7 +180,7 @@ def test_runs_that_were_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
     ids=["dropout", "dropout that is drawn again"],
 )
 def test_random_numbers(ranks: Ranks, script: Script, made: dict[str, Any]) -> None:
-    """The generator is where it would be without graphs, at the end, too."""
+    """The generator has the same state as without graphs, also at the end."""
     ranks(2).run(_train, script, {"mp_policy": FP32}, made)
 
 
@@ -206,7 +206,7 @@ def test_offloading(ranks: Ranks, world_size: int, script: Script) -> None:
 
 
 def _updates(rank: int, world_size: int) -> None:
-    """Gradients are used up where they arrive."""
+    """Consume gradients when they arrive."""
     torch.manual_seed(1)
     model = Net()
     twin = copy.deepcopy(model)
@@ -223,11 +223,11 @@ def _updates(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(twin), "parameters")
 
 
-def test_updates_where_gradients_arrive(ranks: Ranks) -> None:
+def test_updates_in_backward(ranks: Ranks) -> None:
     ranks(2).run(_updates)
 
 
-def _beside_fsdp2(rank: int, world_size: int) -> None:
+def _compare_with_fsdp2(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     model = Net()
     twin = fsdp2(copy.deepcopy(model), world_mesh(), mp_policy=BF16)
@@ -241,5 +241,5 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(twin), "parameters")
 
 
-def test_beside_fsdp2(ranks: Ranks) -> None:
-    ranks(2).run(_beside_fsdp2)
+def test_matches_fsdp2(ranks: Ranks) -> None:
+    ranks(2).run(_compare_with_fsdp2)

@@ -1,4 +1,4 @@
-"""Nothing is sharded: what FSDP2 takes `DataParallelMeshDims(replicate=...)` for, and torch's `replicate` does."""
+"""Replication without sharding: FSDP2's `DataParallelMeshDims(replicate=...)`, and torch's `replicate`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _pair(mesh: DeviceMesh, **options: Any) -> list[Any]:
     return [_sharded(shard, mesh, DIMS, **options) for shard in (OURS, fully_shard)]
 
 
-# --- beside FSDP2 ---------------------------------------------------------------------------------------------------
+# --- compared with FSDP2 ---------------------------------------------------------------------------------------------
 
 
 def _train(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
@@ -79,7 +79,7 @@ def _train(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_as_fsdp2(ranks: Ranks, name: str, num_ranks: int) -> None:
+def test_matches_fsdp2(ranks: Ranks, name: str, num_ranks: int) -> None:
     """Losses, gradients, placements and steps; in fp16 FSDP2 divides before and after the sum."""
     ranks(num_ranks).run(_train, POLICIES[name])
 
@@ -109,7 +109,7 @@ def _settings(rank: int, world_size: int) -> None:
 
 
 def _some(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients that there are: none between microbatches."""
+    """Return the existing gradients: none between microbatches."""
     return {name: grad for name, grad in grads_of(model).items() if grad is not None}
 
 
@@ -141,7 +141,7 @@ def _state(rank: int, world_size: int, folder: Path) -> None:
     again = _pair(mesh)[0]
     again.load_state_dict(whole)
     assert_same(dict_of_local(again.state_dict()), dict_of_local(ours.state_dict()), "of full tensors")
-    # compile, as well as fully_shard.
+    # `compile`, and also `fully_shard`.
     _alike(
         [graphshard.compile(_distributed(mesh), mesh, dp_mesh_dims=DIMS, backend="eager"), _pair(mesh)[1]],
         mesh,
@@ -150,7 +150,7 @@ def _state(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_state(ranks: Ranks, tmp_path: Path) -> None:
-    """State goes to FSDP2 and back, and a checkpoint to ranks that shard."""
+    """State dicts load into FSDP2 and back, and a checkpoint loads into sharded models."""
     ranks(4).run(_state, tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_meta_init(ranks: Ranks) -> None:
     ranks(2).run(_meta)
 
 
-# --- beside torch's replicate: plain parameters, which FSDP2 wants as DTensors ----------------------------------------
+# --- compared with torch's replicate, which has plain parameters instead of DTensors ----------------------------------
 
 
 def _replicated(model: nn.Module, units: list[nn.Module], mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -195,7 +195,7 @@ def test_plain_parameters(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     ranks(2).run(_plain, policy)
 
 
-def _beside_a_tensor_axis(rank: int, world_size: int) -> None:
+def _with_a_tensor_axis(rank: int, world_size: int) -> None:
     mesh = _square()
     theirs = mlps(mesh["tp"])
     _replicated(theirs, list(theirs.layers), mesh["dp"])
@@ -222,9 +222,9 @@ def _beside_a_tensor_axis(rank: int, world_size: int) -> None:
     assert ours.head.weight.device_mesh == mesh["dp"]
 
 
-def test_beside_a_tensor_axis(ranks: Ranks) -> None:
-    """DTensors on the tensor axis alone, from `parallelize_module`."""
-    ranks(4).run(_beside_a_tensor_axis)
+def test_with_a_tensor_axis(ranks: Ranks) -> None:
+    """DTensors on the tensor axis only, from `parallelize_module`."""
+    ranks(4).run(_with_a_tensor_axis)
 
 
 def _counts(rank: int, world_size: int) -> list[int]:
@@ -274,8 +274,8 @@ def _kept(rank: int, world_size: int) -> None:
     assert tied.b.weight.grad is not None
 
 
-def test_parameters_stay_what_they_are(ranks: Ranks) -> None:
-    """What was replicated by an inner call looks like what was not, and an outer call must not take it for that."""
+def test_nested_replication_keeps_parameters(ranks: Ranks) -> None:
+    """An outer call must not mistake parameters replicated by an inner call for unprocessed ones."""
     ranks(2).run(_kept)
 
 
@@ -295,7 +295,7 @@ def test_the_mesh_of_a_program(fake_world: FakeWorld) -> None:
 
 
 def test_several_axes_of_plain_parameters(fake_world: FakeWorld) -> None:
-    """They are one; DTensors on them stay on each, as with FSDP2 (test_whole_mesh.py)."""
+    """They become one axis; DTensors on them stay on each, as with FSDP2 (test_whole_mesh.py)."""
     fake_world(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     dims = fsdp.DataParallelMeshDims(replicate=("a", "b"))
@@ -304,7 +304,7 @@ def test_several_axes_of_plain_parameters(fake_world: FakeWorld) -> None:
     assert (model.weight.device_mesh.mesh_dim_names, model.weight.placements) == (("a_b",), (Replicate(),))
 
 
-def test_gathering_again_is_an_error(fake_world: FakeWorld) -> None:
+def test_rejects_reshard_after_forward(fake_world: FakeWorld) -> None:
     fake_world(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     with pytest.raises(ArgumentError, match=r"^reshard_after_forward=2 must divide .*, 1\. Give one of 1;"):
@@ -313,7 +313,7 @@ def test_gathering_again_is_an_error(fake_world: FakeWorld) -> None:
 
 @pytest.mark.parametrize("parallelize", [None, lambda model, mesh: mlps(mesh["tp"])], ids=["plain", "tensor axis"])
 def test_explain(parallelize: Callable[..., nn.Module] | None) -> None:
-    """The shape says it as programs do; it is the prediction of replicas with a sharding axis of size 1."""
+    """The shape is written as in programs; the prediction equals replicas with a sharding axis of size 1."""
     tensor = {} if parallelize is None else {"tp": 2}
     seconds = [
         graphshard.explain(
@@ -344,7 +344,7 @@ def _seeded(mesh: DeviceMesh | None) -> nn.Module:
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["plain", "tensor axis"])
 def test_a_file(ranks: Ranks, tmp_path: Path, tensor: bool) -> None:
-    """Exported for the shape that the warning about another file names."""
+    """Exported for the shape that the warning about a mismatched file suggests."""
     path, shape = tmp_path / "a.gshard", {"dp": 2, "dp/1": 1}
     given = {"parallelize": lambda model, mesh: mlps(mesh["tp"])} if tensor else {}
     shape = {**shape, "tp": 2} if tensor else shape

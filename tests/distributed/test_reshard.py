@@ -1,4 +1,4 @@
-"""`reshard()` between a forward and its backward: full parameters are freed, and gathered again, as FSDP2 does it."""
+"""`reshard()` between a forward and its backward: full parameters are freed and gathered again, as in FSDP2."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, and an embedding that is the head, too."""
+    """Two blocks, and an embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _freed_and_gathered_again(rank: int, world_size: int, policy: str) -> None:
                 way(model)
                 one, other = (model(_tokens(step * world_size + rank + n)).float().square().sum() for n in (0, 9))
                 _reshard_all(model)
-                if step == 1:  # what is gathered again is what shards are then
+                if step == 1:  # gathers read the current shards
                     with torch.no_grad():
                         for param in model.parameters():
                             param.mul_(1.5)
@@ -101,12 +101,12 @@ def _freed_and_gathered_again(rank: int, world_size: int, policy: str) -> None:
                     other.backward()
                 else:
                     (one + other).backward()
-                _reshard_all(model)  # FSDP2 leaves full parameters behind, which have no gradient
+                _reshard_all(model)  # FSDP2 keeps full parameters without gradients
             assert_same(*map(grads_of, pair), f"{way.__name__}, gradients of step {step}")
 
 
-def test_backward_gathers_again_what_was_freed(ranks: Ranks) -> None:
-    """Gradients are FSDP2's, of the values that shards have by then."""
+def test_backward_gathers_freed_parameters(ranks: Ranks) -> None:
+    """Gradients equal FSDP2's, from the current shards."""
     for policy in _POLICIES:
         ranks(2).run(_freed_and_gathered_again, policy)
 
@@ -129,12 +129,12 @@ def _launches(rank: int, world_size: int) -> None:
 
 
 def test_backward_gathers_nothing_else(ranks: Ranks) -> None:
-    """One launch for all that was freed; FSDP2 makes one for each unit."""
+    """One launch for everything that was freed; FSDP2 launches one per unit."""
     ranks(2).run(_launches)
 
 
 class Wide(nn.Module):
-    """Three matrices of 40 MB, which glibc gives back to the system at once."""
+    """Three matrices of 40 MB, which glibc returns to the system at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ _MATRIX = 3200 * 3200 * 4
 
 
 def _memory(enough: Callable[[int], bool]) -> int:
-    """What the process holds, after what lets go a little later has done so."""
+    """Return the process's memory after delayed frees."""
     for _ in range(50):
         found = psutil.Process().memory_info().rss
         if enough(found):
@@ -179,7 +179,7 @@ def test_reshard_frees_memory_before_the_backward(ranks: Ranks) -> None:
 
 
 def _by_columns(rank: int, world_size: int) -> None:
-    """Shards along the last dim; 6 are even."""
+    """Shard along the last dim; size 6 is even."""
 
     def last(param: nn.Parameter) -> Shard:
         return Shard(param.ndim - 1)
@@ -193,7 +193,7 @@ def _by_columns(rank: int, world_size: int) -> None:
 
 
 class Odd(nn.Module):
-    """Shards that do not divide evenly, along either dim, of a parameter that is transposed in memory, too."""
+    """Uneven shards along either dim, also of a parameter with transposed memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Odd(nn.Module):
 
 
 def _odd(rank: int, world_size: int) -> None:
-    """FSDP2 takes none of these, so a call that was left alone is what to compare with."""
+    """FSDP2 supports none of these, so the reference is a call without `reshard()`."""
 
     def last(param: nn.Parameter) -> Shard:
         return Shard(param.ndim - 1)
@@ -239,6 +239,6 @@ def _twice(rank: int, world_size: int) -> None:
         loss.backward()
 
 
-def test_a_second_backward_is_torchs_error(ranks: Ranks) -> None:
-    """Also of a call that has left full parameters alone."""
+def test_a_second_backward_raises_torchs_error(ranks: Ranks) -> None:
+    """Also after a call that kept full parameters."""
     ranks(2).run(_twice)

@@ -1,4 +1,4 @@
-"""The user's own hooks of saved tensors count as with FSDP2: in a forward, in a checkpointed region, around one."""
+"""The user's saved-tensor hooks act as with FSDP2: in a forward, in a checkpoint, around one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _in_full(tensor: Tensor) -> Tensor:
 
 
 class _Net(nn.Module):
-    """A layer in hooks, wherever `place` says."""
+    """A layer within hooks, at a `place`."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -64,11 +64,11 @@ def _train(rank: int, world_size: int, place: str) -> float:
     return float(grad.full_tensor().sum())
 
 
-def test_hooks_change_gradients_as_with_fsdp2(ranks: Ranks) -> None:
+def test_hooks_change_gradients_as_in_fsdp2(ranks: Ranks) -> None:
     assert ranks(2).run(_train, "in forward")[0] != ranks(2).run(_train, "on the host")[0]
 
 
 @pytest.mark.parametrize("place", ["in a region", "around a region"])
-def test_hooks_at_a_region_are_as_with_fsdp2(ranks: Ranks, place: str) -> None:
-    """Python runs the region again in backward, where the unit's modules hold what they held in forward."""
+def test_hooks_around_a_checkpoint_match_fsdp2(ranks: Ranks, place: str) -> None:
+    """Python runs the region again in backward, with the module state of forward."""
     ranks(2).run(_train, place)

@@ -1,7 +1,7 @@
-"""Scalar parameters: every rank has them whole, and their gradients are averaged over all ranks.
+"""Scalar parameters: every rank has the full value, and gradients are averaged over all ranks.
 
-FSDP2 refuses scalars and names the remedy, a vector of one element, which computes the same. So its twin here is the
-same net with such vectors: whatever is compared is equal bit for bit, but for the shape.
+FSDP2 rejects scalars and suggests vectors of one element, which compute the same. The twin is therefore the same net
+with such vectors; everything is bitwise equal except the shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gated(Block):
 
 
 class Scaled(nn.Module):
-    """Temperatures inside of units and outside, one of them frozen; scalars, or vectors of one element."""
+    """Temperatures inside and outside of units, one of them frozen; scalars, or vectors of one element."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def _against_plain_torch(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_training_is_that_of_plain_torch(ranks: Ranks, backend: str) -> None:
+def test_training_matches_plain_torch(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_against_plain_torch, backend)
 
 
@@ -167,8 +167,8 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(*found)
 
 
-def test_gradients_are_clipped_by_the_norm_of_all(ranks: Ranks) -> None:
-    """A scalar counts once, not once per rank. Squares are added in another order than those of FSDP2's vectors."""
+def test_gradients_are_clipped_by_the_global_norm(ranks: Ranks) -> None:
+    """A scalar counts once, not once per rank. Squares are added in a different order than for FSDP2's vectors."""
     ranks(2).run(_clipped, (2,))
     ranks(4).run(_clipped, (2, 2))
 
@@ -193,7 +193,7 @@ def _state(rank: int, world_size: int, path: Path) -> None:
     plain = Scaled()
     plain.load_state_dict(trained)
     plain.temperature.data.fill_(4.0)
-    other.load_state_dict(plain.state_dict())  # full tensors, the same on all ranks
+    other.load_state_dict(plain.state_dict())  # full tensors, equal on all ranks
     assert other.temperature.to_local().item() == 4.0
     torch.testing.assert_close(other(rows(0)), plain(rows(0)))
 
@@ -217,8 +217,8 @@ def _from_meta(rank: int, world_size: int) -> None:
     _equal(full(params_of(compiled)), expected)
 
 
-def test_scalars_are_initialised_from_the_meta_device(ranks: Ranks) -> None:
-    """With the values of the unsharded model, the same on all ranks."""
+def test_scalars_are_initialized_from_the_meta_device(ranks: Ranks) -> None:
+    """With the values of the unsharded model, equal on all ranks."""
     ranks(2).run(_from_meta)
 
 
@@ -239,7 +239,7 @@ def test_artifacts_hold_scalars(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_training_is_predicted() -> None:
-    """The gradients of all scalars are one collective, with formulas that know that scalars are not cut."""
+    """The gradients of all scalars are one collective, and formulas know that scalars are not sharded."""
     found = graphshard.explain(Scaled(), 8, example_inputs=[rows(0)])
     with_vectors = graphshard.explain(Scaled((1,)), 8, example_inputs=[rows(0)])
     assert 0 < found.step_time_s < 2 * with_vectors.step_time_s

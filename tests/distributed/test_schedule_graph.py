@@ -1,4 +1,4 @@
-"""Foreign graphs on real gloo ranks: the same bits before and after, on meshes of one axis and of two."""
+"""External graphs on real gloo ranks: the same bits before and after scheduling, on one axis and on two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIM, ROWS = 16, 8
 
 
 def _data_parallel(names: list[str], size: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Forward and backward of a fully sharded stack: gathers of cast shards twice, reductions of gradients."""
+    """Return forward and backward of a fully sharded stack: gathers of cast shards twice, reductions of gradients."""
     (name,) = names
 
     def run(x: torch.Tensor, *shards: torch.Tensor) -> Any:
@@ -47,7 +47,7 @@ def _data_parallel(names: list[str], size: int) -> tuple[Callable[..., Any], lis
 
 
 def _two_axes(names: list[str], size: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Gathers over one axis, all-reduces of activations over the other, gradients over both, a mutated buffer."""
+    """Return gathers over one axis, activation all-reduces over the other, gradients over both, a mutated buffer."""
     data, tensor = names
 
     def run(x: torch.Tensor, running: torch.Tensor, *shards: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ def _two_axes(names: list[str], size: int) -> tuple[Callable[..., Any], list[tor
 
 
 def _exchange(names: list[str], size: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """All-to-alls, a coalesced gather of views, and a wait with several users; forward alone."""
+    """Return a forward with all-to-alls, a coalesced gather of views, and a wait with several users."""
     (name,) = names
 
     def run(x: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *vectors: torch.Tensor) -> Any:
@@ -84,7 +84,7 @@ def _exchange(names: list[str], size: int) -> tuple[Callable[..., Any], list[tor
 
 
 def _planes(names: list[str], size: int) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """As AutoParallel captures them: parameters that are cut over both axes."""
+    """Return a graph as captured by AutoParallel: parameters are sharded over both axes."""
     return planes(*names, size)
 
 
@@ -100,7 +100,7 @@ def _run(module: GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _launches(found: ScheduledGraph, names: list[str]) -> list[tuple[str, Any]]:
-    """Launches in order, with the axis in place of the group, whose name differs between ranks."""
+    """Return the launches in order, with axes instead of groups, whose names differ between ranks."""
     nodes = [
         n for n in found.module.graph.nodes if "_c10d_functional" in str(n.target) and n.target is not wait.default
     ]
@@ -108,7 +108,7 @@ def _launches(found: ScheduledGraph, names: list[str]) -> list[tuple[str, Any]]:
 
 
 def _machine() -> Profile:
-    """An H100 whose collectives take 50 us to start, so that it pays to let them travel together."""
+    """Return an H100 whose collectives take 50 us to start, so that packing pays."""
     profile = load_profile("h100")
     return replace(profile, protocols=tuple(replace(p, base=p.base + 50e-6) for p in profile.protocols))
 

@@ -1,4 +1,4 @@
-"""What a training loop may do with a compiled module, as FSDP2 allows it."""
+"""Operations of training loops on a compiled module, with FSDP2's semantics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ X = torch.linspace(-1, 1, 16).view(2, 8)
 
 
 def _same_after(pair: tuple[nn.Module, nn.Module], step: Any, when: str) -> None:
-    """Run a step on both and compare what it returns, and the gradients."""
+    """Run a step on both and compare the results and the gradients."""
     found = []
     for model in pair:
         torch.manual_seed(torch.distributed.get_rank())
@@ -52,13 +52,13 @@ def _types(rank: int, world_size: int) -> None:
         assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
 
 
-def test_parameters_are_dtensors_unless_they_were_told_to_stay_gathered(ranks: Ranks) -> None:
-    """FSDP2 swaps in plain tensors where parameters stay gathered, of the root also where nobody said so."""
+def test_parameters_are_dtensors_unless_kept_gathered(ranks: Ranks) -> None:
+    """FSDP2 swaps in plain tensors if parameters stay gathered, which is the root's default."""
     ranks(2).run(_types)
 
 
 def _misprefetched(rank: int, world_size: int) -> list[str]:
-    """Lists that fetch too late, too early, or what is there; the order in which gathers of forward start."""
+    """Prefetch too late, too early, or gathered parameters; return the order in which gathers of forward start."""
     lists = {"layers.0": ["layers.2"], "layers.1": ["layers.0"], "layers.2": ["layers.1", "layers.0"]}
     planner = PlanByUnit(forward_prefetch=lists, backward_prefetch=lists)
     passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner))
@@ -80,7 +80,7 @@ def _misprefetched(rank: int, world_size: int) -> list[str]:
 
 
 def test_wrong_prefetch_lists_do_not_hang(ranks: Ranks) -> None:
-    """They are followed: the last layer is fetched before the one in the middle."""
+    """They are followed: the last layer is gathered before the middle one."""
     assert ranks(2).run(_misprefetched) == [["0", "2", "1"]] * 2
 
 
@@ -120,7 +120,7 @@ def test_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
 
 
 class Views(nn.Module):
-    """Changes its input and what it computes in place; returns views of both."""
+    """Changes its input and intermediate values in place; returns views of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,13 +178,13 @@ def _phases(rank: int, world_size: int) -> None:
         assert_same(*(dict(model.named_buffers()) for model in pair), f"step {number}")
 
 
-def test_buffers_that_change_after_they_were_read(ranks: Ranks) -> None:
-    """Backward computes the cosine again: of what forward read."""
+def test_buffers_changed_after_a_read(ranks: Ranks) -> None:
+    """Backward recomputes the cosine from the value that forward read."""
     ranks(2).run(_phases)
 
 
 class Chunked(nn.Module):
-    """A head that is called for one chunk of the hidden states after another."""
+    """A head that is called chunk by chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Chunked(nn.Module):
 
 
 def _chunked(rank: int, world_size: int) -> None:
-    """The head's chunks accumulate; the trunk's backward follows."""
+    """Accumulate over the head's chunks, then run the trunk's backward."""
     model = Chunked()
     reference = copy.deepcopy(model)
     ours = graphshard.compile(model, world_mesh(), units=["layers.*", "head"], backend="eager")
@@ -239,7 +239,7 @@ def _no_need(rank: int, world_size: int) -> list[int]:
 
 
 def test_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
-    """The linear layer's weight; not the embedding, which FSDP2 gathers, too."""
+    """The linear layer's weight, but not the embedding, which FSDP2 gathers, too."""
     assert ranks(2).run(_no_need) == [[1, 2]] * 2
 
 
@@ -263,7 +263,7 @@ class Gain(nn.Module):
 
 
 class GainAsView(Gain):
-    """What is saved for backward is a view of the buffer, not the buffer."""
+    """Saves a view of the buffer for backward, not the buffer."""
 
     def factor(self) -> Tensor:
         return self.gain.detach().clone()
@@ -281,7 +281,7 @@ def _updated(rank: int, world_size: int, kind: type[Gain]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Gain, GainAsView])
-def test_backward_sees_what_forward_saw_of_buffers_that_it_updates(ranks: Ranks, kind: type[Gain]) -> None:
+def test_backward_uses_the_buffer_values_of_forward(ranks: Ranks, kind: type[Gain]) -> None:
     ranks(2).run(_updated, kind)
 
 
@@ -290,7 +290,7 @@ def _jvp(rank: int, world_size: int) -> None:
     torch.func.jvp(lambda x: model(x), (X,), (X,))
 
 
-def test_functorch_is_a_clear_error(ranks: Ranks) -> None:
+def test_rejects_functorch(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"torch\.func"):
         ranks(2).run(_jvp)
 
@@ -304,28 +304,28 @@ class Experts(nn.Module):
 
 
 class Chosen(Experts):
-    """Computes both and takes one; which, depends on values."""
+    """Computes both and selects one by value."""
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         return torch.where(index > 0, self.layers[1](x), self.layers[0](x)).square().sum()
 
 
 class Branch(Experts):
-    """Computes one; which, depends on a Python number."""
+    """Selects one by a Python number."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         return self.layers[index](x).square().sum()
 
 
 class Condition(Experts):
-    """Computes one; which, depends on values."""
+    """Selects one by value with `torch.cond`."""
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         return torch.cond(index > 0, self.layers[1].forward, self.layers[0].forward, (x,)).square().sum()
 
 
 def _chosen(rank: int, world_size: int) -> None:
-    """Each rank takes another layer's result; both layers are reduced on all ranks, with zeros of the others."""
+    """Each rank selects a different layer; both layers are reduced on all ranks, with zeros from the others."""
     model = Chosen()
     plain = copy.deepcopy(model)
     pair = twins(model, world_mesh())
@@ -337,7 +337,7 @@ def _chosen(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, pair), f"gradients of step {step}")
         plain.zero_grad()
         for layer in range(2):
-            (plain(X, torch.tensor(layer)) / 2).backward()  # between them the ranks use both
+            (plain(X, torch.tensor(layer)) / 2).backward()  # together the ranks use both
         for name, param in plain.named_parameters():
             torch.testing.assert_close(pair[0].get_parameter(name).grad.full_tensor(), param.grad)
     assert len(graphshard.programs(pair[0])) == 1
@@ -348,7 +348,7 @@ def test_ranks_that_use_different_layers(ranks: Ranks) -> None:
 
 
 def _branch(rank: int, world_size: int) -> None:
-    """The same way on all ranks, one or the other, is no error."""
+    """The same branch on all ranks is valid."""
     ours, theirs = twins(Branch(), world_mesh())
     for index in (0, 1):
         for model in (ours, theirs):
@@ -358,28 +358,28 @@ def _branch(rank: int, world_size: int) -> None:
     graphshard.compile(Branch(), world_mesh(), backend="eager")(X, rank)
 
 
-def test_ranks_that_branch_to_different_layers_are_an_error(ranks: Ranks) -> None:
-    """They would gather different parameters; no rank waits for the other."""
+def test_rejects_ranks_that_branch_to_different_layers(ranks: Ranks) -> None:
+    """They would gather different parameters; the error replaces a hang."""
     message = r"made a different program than rank .*\n.*gather layers\.\d\.weight.*\n.*gather layers\.\d\.weight"
     with pytest.raises(RankError, match=message):
         ranks(2).run(_branch)
 
 
 def _condition(rank: int, world_size: int) -> None:
-    """FSDP2 cannot: each rank would gather what its own branch needs."""
+    """FSDP2 does not support it: each rank would gather only what its branch needs."""
     torch.manual_seed(0)
     plain = Condition()
     model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
     assert torch.equal(model(X, torch.tensor(rank)), plain(X, torch.tensor(rank)))
 
 
-def test_ranks_that_branch_by_values_gather_the_same(ranks: Ranks) -> None:
-    """A branch of torch.cond may be another layer on each rank."""
+def test_conditional_layers_are_gathered_on_all_ranks(ranks: Ranks) -> None:
+    """A branch of torch.cond may select another layer on each rank."""
     ranks(2).run(_condition)
 
 
 def _compiled_blocks(rank: int, world_size: int) -> None:
-    """`block.compile()` before, as FSDP2 users have it: the whole is captured and the blocks' own is left out."""
+    """Call `block.compile()` first, like FSDP2 users: the whole model is captured without the compiled blocks."""
     model, batch = example_llama(layers=1)
     twin = copy.deepcopy(model)
     calls: list[Any] = []
@@ -395,7 +395,7 @@ def _compiled_blocks(rank: int, world_size: int) -> None:
     assert not calls
 
 
-def test_blocks_that_were_compiled(ranks: Ranks) -> None:
+def test_blocks_compiled_by_the_user(ranks: Ranks) -> None:
     ranks(2).run(_compiled_blocks)
 
 
@@ -435,10 +435,10 @@ def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool
     ours, theirs = twins(Fragile(), world_mesh())
     x = X + rank
     for _ in range(2):
-        ours(x).backward()  # whole steps before and after
+        ours(x).backward()  # complete steps before and after
         ours.zero_grad()
         ours.set_requires_gradient_sync(not accumulate)
-        if accumulate:  # a microbatch that goes well, whose gradients stay on the rank
+        if accumulate:  # a successful microbatch, whose gradients stay on the rank
             ours(x).backward()
         FAILING.add(where)
         with pytest.raises(torch.OutOfMemoryError, match=where):
@@ -457,12 +457,12 @@ def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_step_after_an_exception_equals_fsdp2(ranks: Ranks, where: str, accumulate: bool) -> None:
-    """Out of memory inside a region, in forward or backward, on all ranks; FSDP2's steps all went well."""
+    """Out of memory in a region, in forward or backward, on all ranks; FSDP2's steps all succeed."""
     ranks(2).run(_after_an_exception, where, accumulate)
 
 
 def _soak(rank: int, world_size: int) -> None:
-    """Random numbers of microbatches, random shapes and random evaluations."""
+    """Run random numbers of microbatches, random shapes and random evaluations."""
     import gc
     import random
 
@@ -475,7 +475,7 @@ def _soak(rank: int, world_size: int) -> None:
     fully_shard(twin, mesh=world_mesh())
     pair = graphshard.compile(model, world_mesh(), backend="eager", dynamic_shapes=shapes), twin
     optims = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in pair]
-    chance = random.Random(0)  # the same on all ranks
+    chance = random.Random(0)  # equal on all ranks
     objects = []
     for step in range(500):
         microbatches = chance.choice((1, 1, 1, 2, 3))
@@ -512,7 +512,7 @@ def _soak(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_500_steps_of_everything(ranks: Ranks) -> None:
-    """Bit for bit FSDP2, from two programs, and memory does not grow."""
+    """Bitwise equal to FSDP2, from two programs, and memory does not grow."""
     ranks(2).run(_soak, timeout=900)
 
 
@@ -528,7 +528,7 @@ class Hooked(nn.Module):
 
 
 def _hooks(rank: int, world_size: int) -> None:
-    """Those of the root run around every call, those inside are captured, with what they append to lists."""
+    """The root's hooks run around every call; inner hooks are captured, including their appends to lists."""
     seen: list[str] = []
     model = Hooked()
     model.register_forward_pre_hook(lambda module, args: seen.append("before"))
@@ -556,7 +556,7 @@ def test_hooks_of_the_root_and_of_inner_modules(ranks: Ranks) -> None:
 
 
 class _Sent(TorchDispatchMode):
-    """Types and sizes of what is given to gathers."""
+    """Records dtypes and sizes of the inputs of gathers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -569,7 +569,7 @@ class _Sent(TorchDispatchMode):
 
 
 def _in_eight_bits(rank: int, world_size: int) -> None:
-    """FSDP2 trains on the weights that arrive: each shard rounded to eight bits by a scale of its own."""
+    """FSDP2 trains on the received weights: each shard is rounded to eight bits with its own scale."""
     model = Blocks(3, 8)
     exact = graphshard.compile(copy.deepcopy(model), world_mesh(), backend="eager")
     rounded = copy.deepcopy(model)
@@ -577,7 +577,7 @@ def _in_eight_bits(rank: int, world_size: int) -> None:
     theirs = fsdp2(rounded, world_mesh())
     passes = graphshard.Pipeline().insert(Float8AllGather(("layers.*",)), before="plan")
     ours = graphshard.compile(model, world_mesh(), passes=passes, backend="eager")
-    ours(X + rank).backward()  # captured before anything is counted
+    ours(X + rank).backward()  # compiles before anything is counted
     ours.zero_grad()
     losses = [{"loss": compiled(X + rank)} for compiled in (theirs, exact)]
     losses[0]["loss"].backward()

@@ -1,4 +1,4 @@
-"""What can be changed after compile: resharding, gathering by hand, divisors, precision of units, other methods."""
+"""Settings changed after compile: resharding, unshard, divide factors, precision of units, other methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = torch.linspace(-1, 1, 16).view(2, 8)
 
 
 def _step(model: nn.Module) -> tuple[int, int]:
-    """How often parameters were gathered in forward and in backward."""
+    """Count the gathers of forward and of backward."""
     with CountLaunches() as forward:
         loss = model(X)
     with CountLaunches() as backward:
@@ -44,7 +44,7 @@ def _blocks(**options: Any) -> nn.Module:
 
 
 def _warm(model: nn.Module) -> None:
-    """Captured before anything is counted."""
+    """Compile before anything is counted."""
     model(X).backward()
 
 
@@ -60,11 +60,11 @@ def _resharding(rank: int, world_size: int) -> list[tuple[int, int]]:
         change()
         _warm(model)
         counts.append(_step(model))
-    assert len(graphshard.programs(model)) == 3  # the last is the first again
+    assert len(graphshard.programs(model)) == 3  # the last setting equals the first
     return counts
 
 
-def test_resharding_is_changed_at_run_time(ranks: Ranks) -> None:
+def test_resharding_changes_at_run_time(ranks: Ranks) -> None:
     """Backward gathers two of three layers again (it does not need the first), or none, or one."""
     for counts in ranks(2).run(_resharding):
         assert counts == [(3, 2), (3, 0), (3, 1), (3, 2)]
@@ -85,7 +85,7 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
     handle.wait()
     found["all"] = _step(model)
     found["after backward"] = _step(model)
-    for _ in range(2):  # captured at the first
+    for _ in range(2):  # the first iteration compiles
         model.unshard(async_op=True, units=["layers.1"])
         with CountLaunches() as counted:
             assert torch.equal(model(X), expected)
@@ -95,14 +95,14 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_unshard_and_reshard_by_hand(ranks: Ranks) -> None:
-    """Gathered parameters serve until the next backward has run."""
+def test_unshard_and_reshard(ranks: Ranks) -> None:
+    """Unsharded parameters are used until the next backward ends."""
     for found in ranks(2).run(_unsharded):
         assert found == {"all": (0, 0), "after backward": (3, 2), "but one": 2, "resharded": (3, 2)}
 
 
 def _microbatches(rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Parameters stay gathered over three microbatches, bit for bit as in FSDP2."""
+    """Keep parameters gathered over three microbatches, bitwise equal to FSDP2."""
     model, batch = example_llama(layers=1)
     pair = twins(model, world_mesh())
     optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
@@ -127,7 +127,7 @@ def _microbatches(rank: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def test_parameters_stay_gathered_between_microbatches(ranks: Ranks) -> None:
-    """Gathered before the first microbatch, small ones together, freed after the last."""
+    """Gathered before the first microbatch, small ones packed, and freed after the last."""
     for counts in ranks(2).run(_microbatches):
         assert counts == [(1, 0), (0, 0), (0, 0)]
 
@@ -163,7 +163,7 @@ def test_divide_factor_on_two_axes(ranks: Ranks) -> None:
 
 
 def _scaled(rank: int, world_size: int) -> None:
-    """A divisor that is multiplied in first, for which FSDP2 needs NCCL: against the arithmetic."""
+    """A divide factor that is applied before the reduction, for which FSDP2 needs NCCL; compare with arithmetic."""
     model = _blocks()
     model.set_gradient_divide_factor(3.0, units=["*"])
     reference = Blocks(3, 8)
@@ -221,12 +221,12 @@ def _policies(rank: int, world_size: int) -> None:
 
 
 def test_precision_of_single_units(ranks: Ranks) -> None:
-    """Inputs are cast at the border of each unit, outputs back."""
+    """Inputs are cast at the border of each unit, outputs are cast back."""
     ranks(2).run(_policies)
 
 
 class Encoder(nn.Module):
-    """Has another way in than its forward, which calls that."""
+    """Has another method that calls forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def _methods(rank: int, world_size: int) -> None:
 
 
 def test_other_methods_than_forward(ranks: Ranks) -> None:
-    """Each is a program of its own on the same shards; one may call the model itself."""
+    """Each method is a separate program on the same shards; one may call the model itself."""
     ranks(2).run(_methods)
 
 
@@ -321,8 +321,8 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-def test_methods_of_fsdp2_that_are_missing_say_what_to_do_instead(ranks: Ranks) -> None:
-    """Every method of FSDP2's modules is there, or says why not."""
+def test_missing_fsdp2_methods_name_the_alternative(ranks: Ranks) -> None:
+    """Every method of FSDP2's modules exists, or its error names the alternative."""
     for messages in ranks(2).run(_refused):
         for name, pattern in REFUSED.items():
             assert messages[name].startswith(f"{name} is not supported by graphshard. ")

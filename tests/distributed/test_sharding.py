@@ -1,4 +1,4 @@
-"""How parameters become shards: any dim, size, layout and dtype."""
+"""Parameters become shards along any dim, with any size, layout and dtype."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shard_dims(rank: int, world_size: int) -> None:
 
 
 def test_shard_dims_equal_fsdp2(ranks: Ranks) -> None:
-    """Any dim, negative ones too; shards and gradients are contiguous."""
+    """Any dim, including negative ones; shards and gradients are contiguous."""
     ranks(2).run(_shard_dims)
 
 
@@ -69,12 +69,12 @@ def _uneven_dims(rank: int, world_size: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_uneven_shards_on_any_dim(ranks: Ranks, world_size: int, backend: str) -> None:
-    """Sizes that the number of ranks does not divide, and smaller than it."""
+    """Sizes that the number of ranks does not divide, and smaller sizes."""
     ranks(world_size).run(_uneven_dims, backend)
 
 
 def _uneven_rows(rank: int, world_size: int) -> None:
-    """FSDP2 can do uneven shards on dim 0, with empty ones."""
+    """FSDP2 supports uneven and empty shards on dim 0."""
     mesh = world_mesh()
     torch.manual_seed(0)
     model = Net(dim=3, hidden=5)
@@ -111,7 +111,7 @@ class Conv(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 3)
         self.mix = nn.Parameter(torch.randn(7, 5).t())  # transposed in memory
-        self.spread = nn.Parameter(torch.randn(7, 2)[:, 0])  # with gaps in memory
+        self.spread = nn.Parameter(torch.randn(7, 2)[:, 0])  # strided in memory
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x).mean((2, 3))
@@ -173,7 +173,7 @@ def _dtypes(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Mixed()
     theirs = copy.deepcopy(model)
-    for child in theirs.children():  # FSDP2 wants one dtype in a group
+    for child in theirs.children():  # FSDP2 requires one dtype per group
         fully_shard(child, mesh=mesh)
     fully_shard(theirs, mesh=mesh)
     ours = graphshard.compile(model, mesh, backend="eager", units=[("first", "second", "third", "fourth")])
@@ -187,12 +187,12 @@ def _dtypes(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_several_trainable_dtypes(ranks: Ranks, world_size: int) -> None:
-    """One unit, a bucket for each dtype."""
+    """One unit with a bucket for each dtype."""
     ranks(world_size).run(_dtypes)
 
 
 class Frozen(nn.Module):
-    """A frozen base of a dtype that is stored, not computed in, under a trainable adapter."""
+    """A frozen base stored in a dtype that cannot compute, under a trainable adapter."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def _stored(rank: int, world_size: int, backend: str, dtypes: list[torch.dtype])
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_frozen_parameters_of_any_dtype(ranks: Ranks, world_size: int) -> None:
-    """Stored, gathered and kept in their own dtype; the adapter trains."""
+    """Stored, gathered and kept in their dtype; the adapter trains."""
     ranks(world_size).run(_stored, "eager", STORED)
 
 

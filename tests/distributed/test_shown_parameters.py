@@ -1,4 +1,4 @@
-"""Modules show full parameters as FSDP2's do; what works with shards still finds these."""
+"""Modules show unsharded parameters as FSDP2's do; operations that need shards still get them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight, too, and two blocks; 7 rows do not divide by 2 ranks."""
+    """A tied embedding and head, and two blocks; 7 rows do not divide by 2 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _as_fsdp2(rank: int, world_size: int) -> None:
         assert _is_full(model.embed.weight)
     assert ours.layers[0].weight is before
 
-    # Writes are seen by the calls until the shards are back, and then lost.
+    # Calls see writes until the parameters are resharded; then the writes are lost.
     results = []
     for model in pair:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def _as_fsdp2(rank: int, world_size: int) -> None:
 
 
 def _while_shown(rank: int, world_size: int) -> None:
-    """State dicts, copies and conversions are those of shards; what was gathered of old values is not used again."""
+    """State dicts, copies and conversions use the shards; gathers of old values are not reused."""
     ours, theirs = twins(Tied(), world_mesh())
     for model in (ours, theirs):
         model.unshard()
@@ -121,16 +121,16 @@ def _while_shown(rank: int, world_size: int) -> None:
     )
 
 
-def test_modules_show_what_was_gathered_as_fsdp2s_do(ranks: Ranks) -> None:
+def test_unsharded_parameters_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_as_fsdp2)
 
 
-def test_state_copies_and_conversions_while_parameters_are_shown(ranks: Ranks) -> None:
+def test_state_copies_and_conversions_while_unsharded(ranks: Ranks) -> None:
     ranks(2).run(_while_shown)
 
 
 def _after_a_forward(rank: int, world_size: int) -> None:
-    """FSDP2 leaves the root's behind, and an optimizer is given these; here evaluation sees what is written, too."""
+    """FSDP2 leaves the root unsharded, and an optimizer gets these parameters; here evaluation sees writes, too."""
     pair = ours, _ = twins(Tied(), world_mesh())
     before = ours.embed.weight.full_tensor().detach().clone()
     trained = []
@@ -149,7 +149,7 @@ def _after_a_forward(rank: int, world_size: int) -> None:
                 seen.append(model(_tokens(rank)))
                 for name, shard in model.state_dict().items():
                     if name != "head.weight":
-                        shard.data.mul_(2)  # as averages of weights are put in and out
+                        shard.data.mul_(2)  # like swapping averaged weights in and out
     assert not torch.equal(*outputs[0])
     plain = Tied()
     plain.load_state_dict({name: value.full_tensor() / 4 for name, value in ours.state_dict().items()})
@@ -158,7 +158,7 @@ def _after_a_forward(rank: int, world_size: int) -> None:
     assert torch.equal(plain(_tokens(rank)), outputs[0][1])
 
 
-def test_a_forward_leaves_no_full_parameters_behind_unless_it_is_told_to_keep_them(ranks: Ranks) -> None:
+def test_forward_reshards_unless_configured_to_keep(ranks: Ranks) -> None:
     ranks(2).run(_after_a_forward)
 
 
@@ -167,7 +167,7 @@ def _shown(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
-    """What is shown, and when; the bits of steps in which somebody looks, and how often parameters are gathered."""
+    """Check which parameters are shown and when, the bits of steps that read them, and the number of gathers."""
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     pair = ours, theirs = twins(Tied(), world_mesh(), mp_policy=policy, reshard_after_forward=False)
     shards = dict(ours.named_parameters())
@@ -196,7 +196,7 @@ def _kept(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
             counts.append({kind: launches.of(kind) for kind in ("gather", "scatter")})
             optim.step()
             optim.zero_grad()
-        again = 2 if step == 2 else 0  # what all units have freed is gathered at once
+        again = 2 if step == 2 else 0  # all freed units are gathered at once
         assert counts[0] == {**counts[1], "gather": counts[1]["gather"] - again}, step
         assert_same(*seen, f"what is shown in step {step}")
         assert_same(ours.state_dict(), theirs.state_dict(), f"parameters after step {step}")
@@ -204,7 +204,7 @@ def _kept(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
 
 
 def _some_kept(rank: int, world_size: int) -> None:
-    """Of the units that are told to keep theirs; not under no_grad, which keeps nothing for a backward."""
+    """Only units configured to keep parameters show them; not under no_grad, which keeps nothing for a backward."""
     ours = graphshard.compile(Tied(), world_mesh(), backend="eager")
     ours(_tokens(rank))
     assert not _shown(ours)
@@ -220,7 +220,7 @@ def _some_kept(rank: int, world_size: int) -> None:
 
 
 def _looked_at(rank: int, world_size: int) -> None:
-    """What loops do between forward and backward reaches the shards, or is an error."""
+    """Operations between forward and backward reach the shards, or raise an error."""
     ours = graphshard.compile(Tied(), world_mesh(), reshard_after_forward=False, backend="eager")
     shard = ours.layers[0].weight
     ours(_tokens(rank)).square().sum().backward()
@@ -281,7 +281,7 @@ def _looked_at(rank: int, world_size: int) -> None:
 
 
 def _freed(rank: int, world_size: int) -> None:
-    """Nothing holds what modules showed: not after `reshard`, another forward, or a backward."""
+    """Shown parameters are released by `reshard`, another forward, or a backward."""
     pair = twins(Tied(), world_mesh(), reshard_after_forward=False)
     for model in pair:
         for end in ("reshard", "backward"):
@@ -304,15 +304,15 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_forward_that_keeps_parameters_shows_them_as_fsdp2s_does(ranks: Ranks, dtype: torch.dtype | None) -> None:
+def test_parameters_kept_by_forward_match_fsdp2(ranks: Ranks, dtype: torch.dtype | None) -> None:
     ranks(2).run(_kept, dtype)
 
 
-def test_which_units_show_what_a_forward_keeps(ranks: Ranks) -> None:
+def test_only_units_that_keep_parameters_show_them(ranks: Ranks) -> None:
     ranks(2).run(_some_kept)
 
 
-def test_what_is_done_to_shown_parameters_is_done_to_shards_or_refused(ranks: Ranks) -> None:
+def test_operations_on_shown_parameters_reach_shards_or_raise(ranks: Ranks) -> None:
     ranks(2).run(_looked_at)
 
 

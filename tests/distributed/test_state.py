@@ -89,7 +89,7 @@ def _aliases(rank: int, world_size: int) -> None:
             assert states[0][name].to_local().data_ptr() == param.to_local().data_ptr(), name
         for name, buffer in pair[0].named_buffers():
             assert states[0][name].data_ptr() == buffer.data_ptr(), name
-        # A state dict that was taken earlier sees the steps that followed.
+        # A state dict taken earlier sees later steps.
         before = before or states[0]
         assert_same(before, states[0], f"the first state dict after step {step}")
         for model, optim in zip(pair, optims):
@@ -100,7 +100,7 @@ def _aliases(rank: int, world_size: int) -> None:
 
 
 def test_values_are_the_parameters(ranks: Ranks) -> None:
-    """With uneven shards, and one that only the first rank has a row of."""
+    """With uneven shards, and one that has only a row, on the first rank."""
     ranks(3).run(_aliases)
 
 
@@ -108,7 +108,7 @@ def _load_layouts(rank: int, world_size: int) -> None:
     mesh = world_mesh()
     model, twin = twins(Net(), mesh)
     optims = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, twin)]
-    assert steps(model, optims[0], 0, 1) == steps(twin, optims[1], 0, 1)  # FSDP2 and the programs are set up
+    assert steps(model, optims[0], 0, 1) == steps(twin, optims[1], 0, 1)  # initializes FSDP2 and compiles
     saved = _cloned(model.state_dict())
     full = _full(saved)
 
@@ -143,15 +143,15 @@ def _load_layouts(rank: int, world_size: int) -> None:
     twin.load_state_dict(_cloned(saved))
     expected = steps(twin, torch.optim.SGD(twin.parameters(), lr=0.1), 5, 7)
     assert losses == [expected] * len(losses)
-    # What FSDP2 says to the same.
+    # FSDP2's errors for the same.
     message = _refused(RuntimeError, twin.load_state_dict, full)
     assert 'parameter named "blocks.0.weight"' in message
     assert "mixed torch.Tensor and DTensor" in message
     assert "_local_tensor" in _refused(AttributeError, twin.load_state_dict, full, assign=True)
 
 
-def test_load_state_dict_takes_any_layout(ranks: Ranks) -> None:
-    """Full tensors are sharded, other placements redistributed, with assign or without; FSDP2 refuses them."""
+def test_load_state_dict_accepts_any_layout(ranks: Ranks) -> None:
+    """Full tensors are sharded, other placements redistributed, with and without assign; FSDP2 rejects them."""
     ranks(3).run(_load_layouts)
 
 
@@ -194,7 +194,7 @@ def _load_inner_dims(rank: int, world_size: int) -> None:
 
 
 def test_load_full_tensors_into_shards_of_inner_dims(ranks: Ranks) -> None:
-    """With uneven shards of dim 1, channels_last and not."""
+    """With uneven shards of dim 1, channels_last and contiguous."""
     ranks(3).run(_load_inner_dims)
 
 
@@ -225,7 +225,7 @@ def _load_errors(rank: int, world_size: int) -> None:
         assert_same(dict(model.state_dict()), saved, "nothing is loaded after the error")
 
 
-def test_what_load_state_dict_refuses(ranks: Ranks) -> None:
+def test_load_state_dict_rejects(ranks: Ranks) -> None:
     """Strict, shapes and meshes."""
     ranks(2).run(_load_errors)
 
@@ -261,7 +261,7 @@ def _tied_and_nested(rank: int, world_size: int) -> None:
 
 
 def test_tied_weights_and_parents(ranks: Ranks) -> None:
-    """Both names of a tied weight are there, and share memory; a parent module loads full tensors, too."""
+    """A tied weight has both names and shares memory; a parent module also loads full tensors."""
     ranks(2).run(_tied_and_nested)
 
 
@@ -310,7 +310,7 @@ def _options(rank: int, world_size: int) -> None:
             assert not any(isinstance(value, DTensor) for value in _leaves(states[0]).values())
         broadcast = name == "full on rank 0"
         target = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True) if broadcast else options
-        for source in (0, 1):  # what either gave loads into either
+        for source in (0, 1):  # each one's state loads into either
             for model in others:
                 _perturb(model)
                 optim = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -333,7 +333,7 @@ def test_state_dict_options(ranks: Ranks) -> None:
 
 
 def _rank_0_init(rank: int, world_size: int) -> None:
-    """Rank 0 makes the values, the others have a meta model."""
+    """Create the values on rank 0; the others have a meta model."""
     torch.manual_seed(11)
     values = Net().state_dict() if rank == 0 else {}
     models = []
@@ -354,7 +354,7 @@ def _rank_0_init(rank: int, world_size: int) -> None:
     assert_same(_full(models[0].state_dict()), dict(expected.state_dict()), "broadcast from rank 0")
     losses = [steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 2) for model in models]
     assert losses[0] == losses[1]
-    # By hand, with assign=True: each rank has the full tensors, or shards of its own.
+    # Manually, with assign=True: each rank has the full tensors, or its shards.
     for values in (
         dict(expected.state_dict()),
         _cloned(graphshard.compile(copy.deepcopy(expected), world_mesh()).state_dict()),
@@ -402,8 +402,8 @@ def _dcp_load(
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("graphshard", "fsdp2"), ("fsdp2", "graphshard")])
-def test_checkpoints_are_those_of_fsdp2(ranks: Ranks, tmp_path: Path, writer: str, reader: str) -> None:
-    """What one writes the other reads, and both train on as the writer does, bit for bit."""
+def test_checkpoints_match_fsdp2(ranks: Ranks, tmp_path: Path, writer: str, reader: str) -> None:
+    """Either reads the other's checkpoint, and continues training like the writer, bit for bit."""
     saved, losses = ranks(2).run(_dcp_save, writer, tmp_path)[0]
     for impl in (reader, writer):
         loaded, resumed = ranks(2).run(_dcp_load, impl, tmp_path, None)[0]
@@ -413,7 +413,7 @@ def test_checkpoints_are_those_of_fsdp2(ranks: Ranks, tmp_path: Path, writer: st
 
 @pytest.mark.slow
 def test_resharding(ranks: Ranks, tmp_path: Path) -> None:
-    """From 2 to 3 to 4 to 2 ranks; both train on from each checkpoint alike, and nothing is lost on the way."""
+    """From 2 to 3 to 4 to 2 ranks; both resume from each checkpoint with equal results, and no state is lost."""
     saved, losses = ranks(2).run(_dcp_save, "graphshard", tmp_path / "2")[0]
     source = "2"
     for world_size, name in [(3, "3"), (4, "4"), (2, "2 again")]:
@@ -429,11 +429,11 @@ def test_resharding(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _async(rank: int, world_size: int, folder: Path) -> None:
-    """Steps that follow do not leak into what is being written."""
+    """Later steps do not leak into the checkpoint that is being written."""
     model, optim = trainer("graphshard", seed=1)
     steps(model, optim, 0, 2)
     expected = copy.deepcopy(_leaves(_state(model, optim)))
-    # A group of its own: the writing thread has collectives, and so has the training.
+    # A separate group: the writing thread launches collectives, and so does training.
     future = dcp.async_save(_state(model, optim), checkpoint_id=folder, process_group=dist.new_group())
     rest = steps(model, optim, 2, 6)
     future.result()

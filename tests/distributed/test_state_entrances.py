@@ -1,4 +1,4 @@
-"""State behind every entrance: registered methods, submodules' methods, files, predictions."""
+"""State at every entry point: registered methods, submodules' methods, files, predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = _Settings()
 
 
 class _Part(nn.Module):
-    """Has a method that is no forward, which reads and leaves state."""
+    """A module with a method other than forward, which reads and writes state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Net(nn.Module):
 
 
 def _left(model: Any) -> dict[str, Tensor]:
-    """What is on the modules of a net."""
+    """Return the state on the modules of a net."""
     found = {"calls": torch.tensor(model.calls)}
     for number, layer in enumerate(model.layers):
         found |= {f"{number}.{i}": value for i, value in enumerate(layer.history)}
@@ -98,13 +98,13 @@ def _methods(rank: int, world_size: int) -> list[str]:
     return [program.title for program in graphshard.programs(ours)]
 
 
-def test_registered_methods_read_and_leave_state(ranks: Ranks) -> None:
-    """Also state that several entrances share: each sees what the others have left."""
+def test_registered_methods_read_and_write_state(ranks: Ranks) -> None:
+    """Also state that several entry points share: each sees the writes of the others."""
     for titles in ranks(2).run(_methods):
         assert {title.rpartition("-")[0] for title in titles} == {"_Net-score", "_Net", "_Part-layers.0.encode"}
 
 
-def test_a_prediction_leaves_state_alone() -> None:
+def test_a_prediction_does_not_change_state() -> None:
     torch.manual_seed(0)
     model = _Net()
     before = _left(model)
@@ -113,8 +113,8 @@ def test_a_prediction_leaves_state_alone() -> None:
     assert_same(before, _left(model), "state")
 
 
-def test_a_file_is_for_no_subclasses(fake_world: FakeWorld, tmp_path: Path) -> None:
-    """A file has no mesh to tell their methods, so none is exported with them; one of plain parameters fits none."""
+def test_rejects_files_for_subclasses(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """Exporting needs a mesh for the methods of subclasses; a file of plain parameters does not fit subclasses."""
     fake_world(2)
     path = tmp_path / "plain.gshard"
     graphshard.export(OfSubclasses(), (2,), path, example_inputs=(torch.ones(2, 8),), backend="eager")

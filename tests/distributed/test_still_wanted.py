@@ -1,4 +1,4 @@
-"""A rank that is busy capturing a big model is told at once that another rank cannot capture it."""
+"""Cancellation: a rank that is capturing a big model learns at once that another rank cannot capture it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class Slow(nn.Module):
-    """Its capture takes minutes, and fails at its first line if it branches."""
+    """A model whose capture takes minutes, and fails at its first line if it branches."""
 
     def __init__(self, branches: bool) -> None:
         super().__init__()

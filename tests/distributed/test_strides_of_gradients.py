@@ -1,4 +1,4 @@
-"""Gradients come to what a model returns in strides of their own, and are added up in their order, as in eager mode."""
+"""Strides of output gradients: gradients keep the caller's strides and sum in their memory order, as in eager mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 
 class Net(nn.Module):
-    """Returns activations, of which the loss is made outside, transposed."""
+    """Returns activations, from which the caller computes a loss after a transpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Grouped(nn.Module):
-    """The kernel behind the gradient of group norm takes contiguous gradients only: autograd makes them so."""
+    """The backward kernel of group norm requires contiguous gradients, so autograd makes them contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Grouped(nn.Module):
 
 
 class Batched(nn.Module):
-    """Batch norm adds in the order of the gradient's memory, too."""
+    """Batch norm adds in the memory order of the gradient, too."""
 
     def __init__(self) -> None:
         super().__init__()

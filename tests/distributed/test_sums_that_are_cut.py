@@ -1,4 +1,4 @@
-"""Gradients that are partial sums on the tensor axis, of parameters that are cut there: added up once, as by FSDP2."""
+"""Partial-sum gradients on the tensor axis, of parameters sharded there: reduced once, as in FSDP2."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.ranks import Ranks
 
 
 class Scaled(nn.Module):
-    """Each rank of the tensor axis has other rows, and DTensor gathers by itself what they are scaled by.
+    """Each rank of the tensor axis has different rows, and DTensor gathers their scale itself.
 
-    So each has the sum over its rows as a gradient of the whole scale.
+    The gradient of the whole scale is therefore the sum over a rank's rows.
     """
 
     def __init__(self, tp: DeviceMesh, dim: int, rows: int) -> None:
@@ -43,7 +43,7 @@ def _pair(mesh: DeviceMesh, dim: int, policy: MixedPrecisionPolicy = FP32, rows:
 
 
 def _step(pair: list[Any], step: int, number: int, rows: int = 4) -> None:
-    """Backward of so many microbatches, of which the last one reduces."""
+    """Run backward for some microbatches, of which the last one reduces."""
     rank = torch.distributed.get_rank()
     for microbatch in range(number):
         for model in pair:
@@ -70,13 +70,13 @@ def _microbatches(rank: int, world_size: int, dim: int, number: int, policy: Mix
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_microbatches(ranks: Ranks, policy: MixedPrecisionPolicy, number: int, dim: int) -> None:
-    """Pieces that lie one behind another, and side by side; added up in the compute dtype, and in the reduce dtype."""
+    """Shards one after another and interleaved; accumulated in the compute dtype, and in the reduce dtype."""
     ranks(4).run(_microbatches, dim, number, policy)
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_one_data_rank(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
-    """Nothing is reduced but what ranks of the tensor axis have."""
+    """Only ranks of the tensor axis are reduced."""
     ranks(2).run(_microbatches, 0, 3, policy)
 
 
@@ -102,6 +102,6 @@ def _uneven(rank: int, world_size: int) -> None:
             torch.testing.assert_close(local(ours), local(theirs), msg=name)
 
 
-def test_pieces_of_different_sizes(ranks: Ranks) -> None:
-    """DTensor pads them: each microbatch sends its own sums, which round otherwise than FSDP2's of all."""
+def test_uneven_shards(ranks: Ranks) -> None:
+    """DTensor pads them: each microbatch reduces separately, which rounds differently than FSDP2's total."""
     ranks(4).run(_uneven)

@@ -1,4 +1,4 @@
-"""Parameters on several tensor axes, each on one of them or on several, beside sharding: the bits of FSDP2."""
+"""Parameters on one or several tensor axes, with sharding, match FSDP2 bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = Replicate()
 
 
 class Product(nn.Module):
-    """A linear map whose weight lies on some axes; all ranks of these have the same rows and get the same."""
+    """A linear map whose weight is sharded over some axes; all their ranks have the same rows and outputs."""
 
     def __init__(self, inner: int, outer: int, mesh: DeviceMesh, placements: Sequence[Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Product(nn.Module):
 
 
 class Net(nn.Module):
-    """Two products on their own axes, and one on none."""
+    """Two linear maps on separate axes, and one on none."""
 
     def __init__(self, *on: tuple[DeviceMesh, Sequence[Any]]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _mesh(*shape: int) -> DeviceMesh:
 
 
 def _trained(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
-    """Losses, gradients, how they lie, and parameters of three steps; ranks of tensor axes have the same rows."""
+    """Train three steps; return losses, gradients, placements and parameters. Tensor ranks have the same rows."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False), []
     for step in range(3):
         torch.manual_seed(10 * step + mesh["dp"].get_local_rank())
@@ -81,7 +81,9 @@ def _trained(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
     return found
 
 
-def _as_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], way: str, options: dict[str, Any]) -> list[str]:
+def _compare_with_fsdp2(
+    rank: int, world_size: int, shape: tuple[int, ...], way: str, options: dict[str, Any]
+) -> list[str]:
     mesh = _mesh(*shape)
     axes = mesh["dp"] if options.pop("data axes alone", False) else mesh
     ours = graphshard.compile(WAYS[way](mesh), axes, backend="eager", **options)
@@ -103,27 +105,27 @@ def _as_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], way: str, opti
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_as_fsdp2(ranks: Ranks, way: str) -> None:
+def test_matches_fsdp2(ranks: Ranks, way: str) -> None:
     """Losses, gradients, placements and steps."""
-    communication = ranks(4).run(_as_fsdp2, (1, 2, 2), way, {})[0]
+    communication = ranks(4).run(_compare_with_fsdp2, (1, 2, 2), way, {})[0]
     assert any("over tp" in line for line in communication)
     assert any("over tensor" in line for line in communication) or way == "both"
 
 
-def test_beside_two_shards(ranks: Ranks) -> None:
-    """Of a dim that data ranks cut, too."""
-    ranks(4).run(_as_fsdp2, (2, 2, 1), "both", {})
-    ranks(4).run(_as_fsdp2, (2, 1, 2), "an axis each", {"data axes alone": True})
+def test_with_two_shards(ranks: Ranks) -> None:
+    """Of a dim that is also sharded over data ranks."""
+    ranks(4).run(_compare_with_fsdp2, (2, 2, 1), "both", {})
+    ranks(4).run(_compare_with_fsdp2, (2, 1, 2), "an axis each", {"data axes alone": True})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_eight_ranks(ranks: Ranks, way: str) -> None:
-    ranks(8).run(_as_fsdp2, (2, 2, 2), way, {})
+    ranks(8).run(_compare_with_fsdp2, (2, 2, 2), way, {})
 
 
-def test_how_a_parameter_lies() -> None:
-    """As FSDP2 places it: pieces of both axes are what data ranks cut."""
+def test_placements_of_a_parameter() -> None:
+    """As FSDP2 places it: data ranks shard the parts of both axes."""
     mesh = Mesh.of_shape((2, 4)).with_tensor("tp", 2).with_tensor("sp", 8)
     assert mesh.grid[2:] == mesh.tensors == (Axis("tp", 2, "tensor"), Axis("sp", 8, "tensor"))
     assert [mesh.distance(axis) for axis in mesh.grid] == [64, 16, 8, 1]
@@ -134,8 +136,8 @@ def test_how_a_parameter_lies() -> None:
     assert not split.is_even({"tp": 2, "sp": 3})
 
 
-def test_axes_that_nothing_lies_on(fake_world: FakeWorld) -> None:
-    """An axis of the mesh along which nothing is distributed may be a mistake."""
+def test_rejects_an_unused_axis(fake_world: FakeWorld) -> None:
+    """An axis of the mesh over which nothing is distributed may be a mistake."""
     fake_world(4)
     mesh = _mesh(1, 2, 2)
     model = Net((mesh["tp"], [Shard(0)]), (mesh["tp"], [Shard(1)]))
@@ -151,6 +153,6 @@ def _partial_of_fsdp2(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_partial_sums_are_no_parameters_of_fsdp2_either(ranks: Ranks) -> None:
-    """Its backward ends with an error, where `compile` has one that names the parameter."""
+def test_rejects_partial_parameters(ranks: Ranks) -> None:
+    """FSDP2's backward raises an error; `compile` raises one that names the parameter."""
     assert all("to Partial is for internal use only" in message for message in ranks(4).run(_partial_of_fsdp2))

@@ -1,4 +1,4 @@
-"""Tensor parallelism composed with sharding: bit for bit what FSDP2 makes of the same parallelized model."""
+"""Tensor parallelism composed with sharding matches FSDP2 on the same parallelized model bit for bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _train_mlps(rank: int, world_size: int, optimizer: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_mlps_train_as_with_fsdp2(ranks: Ranks, optimizer: str) -> None:
+def test_mlps_match_fsdp2(ranks: Ranks, optimizer: str) -> None:
     """Losses, gradients, norms, parameters, placements and the state dict, on 2 x 2 ranks."""
     ranks(4).run(_train_mlps, optimizer, {})
 
@@ -65,8 +65,8 @@ def _train_llama(rank: int, world_size: int, shape: tuple[int, ...], options: di
     train_alike(pair_of(llama, mesh, **options), mesh, tokens)
 
 
-def test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2(ranks: Ranks) -> None:
-    """The usual plan: norms on pieces of the sequence, whose gradients are partial sums on the tensor axis."""
+def test_a_llama_with_sequence_parallelism_matches_fsdp2(ranks: Ranks) -> None:
+    """The usual plan: norms on parts of the sequence, whose gradients are partial sums on the tensor axis."""
     ranks(4).run(_train_llama, (2, 2), {})
 
 
@@ -78,19 +78,19 @@ def _one_data_rank(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_data_axis_of_one_rank(ranks: Ranks) -> None:
-    """Nothing is gathered or reduced but by the model: beside the gradient of a weight, where there is one."""
+    """The model gathers and reduces; parameters do not, apart from the gradient of one weight."""
     for lines in ranks(2).run(_one_data_rank):
         assert {line.partition(": ")[2] for line in lines} == {"reduced over tp", "reducing over tp"}
 
 
 @pytest.mark.slow
 def test_replicas_of_tensor_parallel_ranks(ranks: Ranks) -> None:
-    """Three axes, 2 x 2 x 2: replicated, sharded, and cut by the model's plan."""
+    """Three axes, 2 x 2 x 2: replicated, sharded, and parallelized."""
     ranks(8).run(_train_llama, (2, 2, 2), {})
 
 
-def test_mlps_in_bfloat16_train_as_with_fsdp2(ranks: Ranks) -> None:
-    """Nothing is a partial sum here: FSDP2's bits, reduced in float32."""
+def test_mlps_in_bfloat16_match_fsdp2(ranks: Ranks) -> None:
+    """There are no partial sums: FSDP2's bits, reduced in float32."""
     ranks(4).run(_train_mlps, "SGD", {"mp_policy": BF16})
 
 
@@ -117,7 +117,7 @@ def _scaled(tp: DeviceMesh) -> nn.Module:
 
 
 def _sum_of_pieces(rank: int, world_size: int, shape: tuple[int, int], steps: int) -> tuple[list[float], list[float]]:
-    """A gradient whose terms on the tensor axis are 256 and 1, from microbatches of half of it each if steps are 2."""
+    """Return a gradient of 256 plus 1 from the ranks of the tensor axis, in one or two microbatches."""
     mesh = mesh_of(*shape)
     found = []
     for model in pair_of(_scaled, mesh, mp_policy=BF16):
@@ -130,13 +130,13 @@ def _sum_of_pieces(rank: int, world_size: int, shape: tuple[int, int], steps: in
 
 @pytest.mark.parametrize(("shape", "steps"), [((2, 2), 1), ((1, 2), 1), ((2, 2), 2)], ids=str)
 def test_partial_sums_are_added_up_in_the_reduce_dtype(ranks: Ranks, shape: tuple[int, int], steps: int) -> None:
-    """257 has no bfloat16: before torch 2.15 FSDP2 adds ranks of the tensor axis up in the compute dtype: 256."""
+    """bfloat16 cannot represent 257: before torch 2.15 FSDP2 adds the ranks in the compute dtype, which gives 256."""
     for ours, theirs in ranks(math.prod(shape)).run(_sum_of_pieces, shape, steps):
         assert ours == [257.0] * 4
         assert theirs == ([256.0] * 4 if steps == 1 and TorchVersion(torch.__version__) < "2.15" else ours)
 
 
-# --- results that are DTensors, and the loss of them -----------------------------------------------------------------
+# --- DTensor outputs and their loss ----------------------------------------------------------------------------------
 
 
 def _loss_outside(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -154,12 +154,12 @@ def _train_with_cut_logits(rank: int, world_size: int, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_a_loss_of_logits_that_are_cut_along_the_vocabulary(ranks: Ranks, inside: bool) -> None:
-    """The model returns a DTensor and the loss is computed of it, or the loss is computed in the model."""
+def test_a_loss_of_vocabulary_sharded_logits(ranks: Ranks, inside: bool) -> None:
+    """The caller computes the loss from a DTensor output, or the model does."""
     ranks(4).run(_train_with_cut_logits, inside)
 
 
-# --- with everything else ---------------------------------------------------------------------------------------------
+# --- with other features ----------------------------------------------------------------------------------------------
 
 
 def _accumulate(rank: int, world_size: int) -> None:
@@ -175,7 +175,7 @@ def _accumulate(rank: int, world_size: int) -> None:
 
 
 def test_microbatches(ranks: Ranks) -> None:
-    """What is added up over microbatches are partial sums on the tensor axis, too, which the last backward reduces."""
+    """Accumulated gradients include partial sums on the tensor axis, which the last backward reduces."""
     ranks(4).run(_accumulate)
 
 
@@ -193,7 +193,7 @@ def _train_with(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(ranks: Ranks, name: str) -> None:
-    """FSDP2's options mean the same; where the plan and sharding cut different dims, nothing is strided."""
+    """FSDP2's options have the same meaning; if the plan and sharding split different dims, no shard is strided."""
     ranks(4).run(_train_with, name)
 
 
@@ -216,7 +216,7 @@ def _train_odd(rank: int, world_size: int) -> None:
     train_alike(pair_of(_odd, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
 
 
-def test_pieces_that_are_uneven_over_the_data_ranks(ranks: Ranks) -> None:
+def test_uneven_shards_over_the_data_ranks(ranks: Ranks) -> None:
     """Five rows on each rank of the tensor axis, over two data ranks."""
     ranks(4).run(_train_odd)
 
@@ -229,8 +229,8 @@ def _recompute(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_layers_that_are_computed_again(ranks: Ranks) -> None:
-    """With what they communicate: results do not change."""
+def test_recomputed_layers(ranks: Ranks) -> None:
+    """Recomputation repeats the model's collectives; results do not change."""
     ranks(4).run(_recompute)
 
 
@@ -240,7 +240,7 @@ def _tied(rank: int, world_size: int) -> None:
 
 
 def test_tied_and_frozen_parameters_and_checkpoints(ranks: Ranks) -> None:
-    """What a checkpointed layer communicates is communicated again."""
+    """A checkpointed layer repeats its collectives."""
     ranks(4).run(_tied)
 
 
@@ -254,8 +254,8 @@ def _tied_parts(rank: int, world_size: int) -> None:
     assert model.embed.weight is model.head.weight
 
 
-def test_parameters_that_are_tied_across_calls_of_fully_shard(ranks: Ranks) -> None:
-    """What was tied to a parameter that another call has sharded means its shard."""
+def test_parameters_tied_across_calls_of_fully_shard(ranks: Ranks) -> None:
+    """A tie to a parameter that another call has sharded refers to its shard."""
     ranks(4).run(_tied_parts)
 
 
@@ -287,7 +287,7 @@ def _autocast(rank: int, world_size: int) -> str:
 
 
 def test_autocast(ranks: Ranks) -> None:
-    """A parameter that it would cast twice, where eager mode keeps the first cast, is an error that names it."""
+    """Autocast would cast a parameter twice, where eager mode caches the first cast: the error names the parameter."""
     for message in ranks(4).run(_autocast):
         assert "Autocast casts a parameter that is a DTensor once for all its uses" in message
         assert "parameter mlp.up.weight, linear" in message
@@ -314,7 +314,7 @@ def _gathered_by_hand(rank: int, world_size: int) -> None:
     train_alike(pair, mesh, rows, steps=1)
 
 
-def test_parameters_that_are_gathered_by_hand(ranks: Ranks) -> None:
+def test_unshard(ranks: Ranks) -> None:
     """Modules show DTensors on the tensor axis, as FSDP2's do; the next forward reads them."""
     ranks(4).run(_gathered_by_hand)
 
@@ -330,8 +330,8 @@ def _differing(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_ranks_of_the_tensor_axis_that_differ(ranks: Ranks) -> None:
-    """Models with other parameters there: found before anything runs."""
+def test_rejects_different_models_on_the_tensor_axis(ranks: Ranks) -> None:
+    """Models with other parameters there are found before anything runs."""
     for message in ranks(4).run(_differing):
         assert "made a different program than rank" in message
         assert "parameter head.bias" in message
@@ -387,7 +387,7 @@ def test_ignored_parameters_stay_on_the_tensor_axis(ranks: Ranks) -> None:
 
 
 def _prepared(tp: DeviceMesh) -> nn.Module:
-    """Blocks take whole rows and give a piece of them, which the next one, or the head, gathers."""
+    """Parallelize blocks that take whole rows and return parts, which the next block or the head gathers."""
     torch.manual_seed(1)
     model = Mlps(2)
     for layer in model.layers:
@@ -413,8 +413,8 @@ def _prepare(rank: int, world_size: int) -> list[str]:
     return graphshard.programs(pair[0])[0].communication
 
 
-def test_inputs_and_outputs_of_modules_that_are_prepared(ranks: Ranks) -> None:
-    """Of a block the output is scattered, and gathered behind it."""
+def test_prepared_inputs_and_outputs_of_modules(ranks: Ranks) -> None:
+    """The output of a block is scattered, and gathered afterwards."""
     for lines in ranks(4).run(_prepare):
         assert {"forward: scattered over tp", "forward: joined over tp"} <= set(lines)
 
@@ -473,8 +473,8 @@ def _regather(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_regathering_among_neighbours(ranks: Ranks) -> None:
-    """Which FSDP2 does not do for parameters that are DTensors."""
+def test_regathering_among_neighbors(ranks: Ranks) -> None:
+    """FSDP2 does not support this for DTensor parameters."""
     ranks(8).run(_regather)
 
 
@@ -486,14 +486,14 @@ def _by_parts(rank: int, world_size: int) -> None:
     graphshard.fully_shard(ours, mesh=mesh["dp"], backend="eager")
     train_alike((ours, theirs), mesh, tokens, steps=2)
     blocks = mlps(mesh["tp"]), mlps(mesh["tp"])
-    for ours, theirs in zip(*((*model.layers, model.head, model) for model in blocks)):  # the head is no DTensor
-        graphshard.fully_shard(ours, mesh=mesh, backend="eager")  # which also takes the whole mesh
+    for ours, theirs in zip(*((*model.layers, model.head, model) for model in blocks)):  # the head is not a DTensor
+        graphshard.fully_shard(ours, mesh=mesh, backend="eager")  # also accepts the whole mesh
         fully_shard(theirs, mesh=mesh["dp"])
     train_alike(blocks, mesh, rows, steps=2)
 
 
 def test_fully_shard_on_the_data_axis(ranks: Ranks) -> None:
-    """As FSDP2 is called: the tensor axis is that of the parameters."""
+    """Called like FSDP2: the tensor axis comes from the parameters."""
     ranks(4).run(_by_parts)
 
 
@@ -510,7 +510,7 @@ def _initialise_meta(rank: int, world_size: int) -> None:
 
 
 def test_meta_init(ranks: Ranks) -> None:
-    """Made on the meta device, parallelized, sharded, then initialised as DTensors."""
+    """Created on the meta device, parallelized, sharded, then initialized as DTensors."""
     ranks(4).run(_initialise_meta)
 
 
@@ -535,7 +535,7 @@ def _inductor(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlps", pytest.param("llama", marks=pytest.mark.slow)])
 def test_inductor(ranks: Ranks, name: str) -> None:
-    """Regions lie between what the model communicates; to rounding."""
+    """Regions are between the model's collectives; equal up to rounding."""
     ranks(4).run(_inductor, name)
 
 
@@ -554,7 +554,7 @@ def _draw_whole(rank: int, world_size: int) -> None:
 
 
 def test_values_of_the_whole_model(ranks: Ranks) -> None:
-    """`unsharded_init` cuts what it draws as parameters are cut, twice along one dim."""
+    """`unsharded_init` shards its random numbers like the parameters, twice along one dim."""
     ranks(4).run(_draw_whole)
 
 
@@ -578,6 +578,6 @@ def _train_uneven(rank: int, world_size: int) -> None:
     train_alike(pair_of(_uneven, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
 
 
-def test_pieces_that_are_uneven_on_the_tensor_axis(ranks: Ranks) -> None:
-    """Seven columns: each rank of the tensor axis has a program of its own sizes."""
+def test_uneven_shards_on_the_tensor_axis(ranks: Ranks) -> None:
+    """Seven columns: each rank of the tensor axis has a program for its sizes."""
     ranks(4).run(_train_uneven)

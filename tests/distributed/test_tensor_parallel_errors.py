@@ -1,4 +1,4 @@
-"""Meshes, parameters and models that tensor parallelism beside sharding does not take; no ranks are needed."""
+"""Meshes, parameters and models that tensor parallelism with sharding rejects; no ranks are needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _mesh(*names: str) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-# --- what axes are for --------------------------------------------------------------------------------------------
+# --- roles of axes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def _mesh(*names: str) -> DeviceMesh:
     ids=str,
 )
 def test_roles(fake_world: FakeWorld, names: Any, dims: Any, data: tuple[str, ...], tensor: str | None) -> None:
-    """By name, or as told; two axes whose names say nothing are data axes, as FSDP2 takes them."""
+    """By name, or by argument; two axes with unknown names are data axes, as in FSDP2."""
     fake_world(4)
     found, other = data_and_tensor(_mesh(*names), dims and DataParallelMeshDims(**dims))
     assert found.mesh_dim_names == data
     assert (other.mesh_dim_names if other is not None else None) == ((tensor,) if tensor else None)
 
 
-def test_the_tensor_axis_lies_inside_of_the_others() -> None:
+def test_the_tensor_axis_is_innermost() -> None:
     mesh = Mesh.of_shape((2, 4)).with_tensor("tp", 2)
     assert mesh.grid == (Axis("replicate", 2, "replicate"), Axis("shard", 4, "shard"), Axis("tp", 2, "tensor"))
     assert mesh.tensors == (Axis("tp", 2, "tensor"),)
@@ -168,7 +168,7 @@ def _strided() -> nn.Module:
 
 
 class _Own(torch.Tensor):
-    """Its operators may do something else."""
+    """A subclass whose operators may behave differently."""
 
     __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl
 
@@ -228,7 +228,7 @@ def test_wrong_parameters(fake_world: FakeWorld, name: str) -> None:
 
 
 def test_data_axes_of_another_mesh(fake_world: FakeWorld) -> None:
-    """Which `fully_shard` is given alone: the two must be parts of one mesh."""
+    """`fully_shard` takes only the data mesh: both must be parts of one mesh."""
     fake_world(4)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "b"))["b"]
     message = (
@@ -238,7 +238,7 @@ def test_data_axes_of_another_mesh(fake_world: FakeWorld) -> None:
         graphshard.fully_shard(mlps(_mesh("dp", "tp")["tp"]), mesh=other)
 
 
-# --- models, and what does not know a tensor axis yet -------------------------------------------------------------
+# --- models, and features without support for a tensor axis ---------------------------------------------------------
 
 
 class _Communicates(Mlps):
@@ -246,8 +246,8 @@ class _Communicates(Mlps):
         return functional.all_reduce(super().forward(x), "sum", self.mesh)
 
 
-def test_collectives_with_other_ranks(fake_world: FakeWorld) -> None:
-    """No axis of the mesh leads from this rank to those."""
+def test_rejects_collectives_outside_of_the_mesh(fake_world: FakeWorld) -> None:
+    """No axis of the mesh connects this rank to the others."""
     fake_world(4)
     mesh = _mesh("dp", "tp")
     model = _Communicates()
@@ -269,7 +269,7 @@ class _Writes(Mlps):
         return super().forward(x)
 
 
-def test_writing_to_a_distributed_parameter(fake_world: FakeWorld) -> None:
+def test_rejects_writes_to_a_distributed_parameter(fake_world: FakeWorld) -> None:
     fake_world(4)
     mesh = _mesh("dp", "tp")
     model = _Writes()
@@ -283,7 +283,7 @@ def test_writing_to_a_distributed_parameter(fake_world: FakeWorld) -> None:
 
 
 def test_random_numbers_for_a_dtensor_on_a_gpu(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where DTensor sets the generator's state around each operator; here the mesh says that it is there."""
+    """DTensor sets the generator's state around each operator on a GPU; here the mesh pretends to have one."""
     fake_world(4)
     value = DTensor.from_local(torch.ones(4), _mesh("dp", "tp")["tp"], [Replicate()])
     monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
@@ -291,8 +291,8 @@ def test_random_numbers_for_a_dtensor_on_a_gpu(fake_world: FakeWorld, monkeypatc
         torch.nn.functional.dropout(value)
 
 
-def test_gradients_that_are_partial_sums_in_some_calls() -> None:
-    """What one program left to be added up on the tensor axis, another takes for whole."""
+def test_rejects_gradients_that_are_partial_sums_in_some_calls() -> None:
+    """A program that leaves partial sums to reduce on the tensor axis, and another that expects full gradients."""
     sums, slot, names = Accumulation(), Slot("accumulated", "w"), {"w": "layer.w"}
     sums.put(slot, names, torch.ones(2), "sum")
     with pytest.raises(UnsupportedError, match=r"^gradients of layer\.w are partial sums over the tensor axis in some"):
@@ -300,8 +300,8 @@ def test_gradients_that_are_partial_sums_in_some_calls() -> None:
     assert torch.equal(sums.take(slot, names, "sum"), torch.ones(2))
 
 
-def test_what_does_not_know_a_tensor_axis(fake_world: FakeWorld, tmp_path: Any) -> None:
-    """Refused with the remedy: it would shard over the tensor axis, or lose it."""
+def test_rejects_features_without_tensor_axis_support(fake_world: FakeWorld, tmp_path: Any) -> None:
+    """Rejected with a remedy: it would shard over the tensor axis, or lose it."""
     fake_world(4)
     mesh, x = _mesh("dp", "tp"), torch.randn(2, 8)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""State of tensor-parallel models: checkpoints that are resumed on meshes of other shapes, state dicts, copies."""
+"""State of tensor-parallel models: checkpoints resumed on meshes of other shapes, state dicts, copies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_resume_on_meshes_of_other_shapes(ranks: Ranks, tmp_path: Path) -> None:
-    """On the same mesh it goes on bit for bit; on others, with and without a tensor axis, it has the same values."""
+    """On the same mesh training continues bit for bit; on others, with and without a tensor axis, values are equal."""
     ranks(4).run(_resume, tmp_path)
 
 
@@ -117,7 +117,7 @@ def _resume_uneven(rank: int, world_size: int, folder: Path) -> list[tuple[int, 
     return pieces
 
 
-def test_resume_with_pieces_of_different_sizes(ranks: Ranks, tmp_path: Path) -> None:
+def test_resume_with_uneven_shards(ranks: Ranks, tmp_path: Path) -> None:
     """On both axes, and on meshes of other shapes."""
     pieces = ranks(4).run(_resume_uneven, tmp_path)
     assert [each[0] for each in pieces] == [(2, 3), (2, 3), (2, 3), (1, 3)]
@@ -141,5 +141,5 @@ def _load(rank: int, world_size: int) -> None:
 
 
 def test_state_dicts_and_copies(ranks: Ranks) -> None:
-    """Whole tensors and shards are loaded, also in the place of parameters; a copy trains as the original."""
+    """Full tensors and shards load, also by assignment; a copy trains like the original."""
     ranks(4).run(_load)

@@ -1,4 +1,4 @@
-"""torch's own context parallelism on ranks: FSDP2's bits, with kernels of flash attention that CPUs do not have."""
+"""torch's context parallelism on ranks matches FSDP2, with emulated flash attention kernels on CPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _flash_backward(
 
 @contextlib.contextmanager
 def _kernels() -> Iterator[None]:
-    """Within the block CPUs have the kernels that the handlers of DTensor call on each part."""
+    """Register CPU versions of the kernels that the DTensor handlers call on each part."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", _flash, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CPU")
@@ -95,7 +95,7 @@ def _sequences(step: int, data: int) -> Tensor:
     return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(10 * step + data))
 
 
-def _beside_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
+def _compare_with_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
     style = attention._ContextParallel
     ours, theirs, plain = _Net(), _Net(), _Net()
@@ -104,7 +104,7 @@ def _beside_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
     fsdp2(theirs, mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
     graphshard.compile(ours, mesh, backend="eager")
     data, place = mesh.get_coordinate()
-    # Each rank has one part of the front and one of the back: as much to see as the others.
+    # Each rank has one part of the front and one of the back, which balances the causal mask.
     parts = torch.arange(LENGTH).chunk(4)
     own = torch.cat((parts[place], parts[3 - place]))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs)]
@@ -128,8 +128,8 @@ def _beside_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
 
 
 @pytest.mark.parametrize("method", [pytest.param("ALL_GATHER", marks=pytest.mark.slow), "ALL_TO_ALL"])
-def test_equal_to_fsdp2_and_to_whole_sequences(ranks: Ranks, method: str) -> None:
-    """Keys and values gathered at once, or sent around the ring; each rank's part is balanced."""
-    for lines in ranks(4).run(_beside_fsdp2, method):
-        kind = {"ALL_GATHER": "joining", "ALL_TO_ALL": "exchanging"}[method]  # beside the attention to its own part
+def test_matches_fsdp2_and_whole_sequences(ranks: Ranks, method: str) -> None:
+    """Keys and values are gathered at once, or sent around the ring; each rank's part is balanced."""
+    for lines in ranks(4).run(_compare_with_fsdp2, method):
+        kind = {"ALL_GATHER": "joining", "ALL_TO_ALL": "exchanging"}[method]  # next to attention on the local part
         assert f"forward: {kind} over dp_shard_cp/2" in lines

@@ -1,4 +1,4 @@
-"""What torch has to look at a model, and to transform it: as with FSDP2, or one error that says so."""
+"""torch's tools that inspect or transform a model work as with FSDP2, or raise one clear error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 
 
 def _counts(model: nn.Module, rank: int) -> tuple[int, int]:
-    """Collectives and floating-point operations of a step."""
+    """Count collectives and floating-point operations of a step."""
     with CommDebugMode() as collectives, FlopCounterMode(display=False) as flops:
         model(rows(rank)).sum().backward()
     return collectives.get_total_counts(), flops.get_total_flops()
@@ -37,8 +37,8 @@ def _counted(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_the_first_call_counts_as_the_second_and_as_fsdp2s(ranks: Ranks, backend: str) -> None:
-    """What is traced and compiled is no part of the step."""
+def test_first_and_second_call_have_fsdp2s_counts(ranks: Ranks, backend: str) -> None:
+    """Tracing and compilation are not counted as part of the step."""
     ranks(2).run(_counted, backend)
 
 
@@ -67,7 +67,7 @@ def _transformed(rank: int, world_size: int) -> None:
         assert len(graphshard.programs(model)) == 1, calls
 
 
-def test_transforms_are_an_error(ranks: Ranks) -> None:
+def test_rejects_transforms(ranks: Ranks) -> None:
     ranks(2).run(_transformed)
 
 
@@ -80,5 +80,5 @@ def _functional(rank: int, world_size: int) -> None:
     assert torch.equal(*results)
 
 
-def test_functional_call_takes_other_shards(ranks: Ranks) -> None:
+def test_functional_call_accepts_other_shards(ranks: Ranks) -> None:
     ranks(2).run(_functional)

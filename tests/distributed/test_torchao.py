@@ -1,4 +1,4 @@
-"""torchao's weights, float8 and NF4: trained beside FSDP2, bit for bit."""
+"""torchao's float8 and NF4 weights match FSDP2 bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
-from tests.distributed.extended import BF16, even, train_beside_fsdp2
+from tests.distributed.extended import BF16, even, train_and_compare_with_fsdp2
 from tests.distributed.twins import local, world_mesh
 from tests.ranks import Ranks
 
@@ -14,8 +14,8 @@ from tests.ranks import Ranks
 def _in_float8() -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Emulated, as CPUs have no products of float8. Blocks have biases: FSDP2 gathers float8 alone as such, and gloo
-    # cannot.
+    # Emulated, because CPUs have no float8 matmuls. Blocks have biases: FSDP2 gathers a lone float8 tensor as float8,
+    # which gloo does not support.
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     model = even()
     for block in model.blocks:
@@ -29,11 +29,11 @@ def _train_in_float8(rank: int, world_size: int) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     # The method reduces the largest element over the ranks, ...
-    ours = train_beside_fsdp2(_in_float8, world_mesh())
+    ours = train_and_compare_with_fsdp2(_in_float8, world_mesh())
     (program,) = graphshard.programs(ours)
     assert any("reduced" in line for line in str(program.forward.code).splitlines())
-    # ... or is told the scale by an attribute of the shard, which changes from step to step.
-    ours = train_beside_fsdp2(
+    # ... or reads the scale from an attribute of the shard, which changes between steps.
+    ours = train_and_compare_with_fsdp2(
         _in_float8, world_mesh(), steps=3, after_step=precompute_float8_dynamic_scale_for_fsdp, mp_policy=BF16
     )
     first, second = graphshard.programs(ours)
@@ -49,7 +49,7 @@ def test_float8(ranks: Ranks) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen weight in four bits with a trained adapter."""
+    """A frozen four-bit weight with a trained adapter."""
 
     def __init__(self, dim: int, out: int) -> None:
         from torchao.quantization import to_nf4
@@ -81,9 +81,9 @@ def _quantized() -> nn.Module:
 
 
 def _train_quantized(rank: int, world_size: int) -> None:
-    ours = train_beside_fsdp2(_quantized, world_mesh(), dim=64)
+    ours = train_and_compare_with_fsdp2(_quantized, world_mesh(), dim=64)
     assert type(local(ours.blocks[0][0].weight)).__name__ == "NF4Tensor"
-    train_beside_fsdp2(_quantized, world_mesh(), dim=64, reshard_after_forward=False, mp_policy=BF16)
+    train_and_compare_with_fsdp2(_quantized, world_mesh(), dim=64, reshard_after_forward=False, mp_policy=BF16)
 
 
 def test_nf4(ranks: Ranks) -> None:

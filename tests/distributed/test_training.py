@@ -1,4 +1,4 @@
-"""A compiled model is used as the module it was: modes, shapes, meta device, autograd."""
+"""A compiled model behaves like the original module: modes, shapes, meta device, autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Batch norm and dropout in two blocks of odd width: shards are uneven."""
+    """Batch norm and dropout in two blocks of odd width, so shards are uneven."""
 
     def __init__(self, dim: int = 7) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _modes(rank: int, world_size: int) -> list[str]:
     return [program.reason for program in programs]
 
 
-def test_modes_have_programs_of_their_own(ranks: Ranks) -> None:
+def test_each_mode_has_a_program(ranks: Ranks) -> None:
     """train(), eval() and no_grad(), with dropout's random numbers and batch norm's statistics as in FSDP2."""
     assert ranks(2).run(_modes)[0] == [
         "first call",
@@ -161,7 +161,7 @@ def test_example_inputs_compile_before_the_first_call(ranks: Ranks) -> None:
 
 
 class _Constants(nn.Module):
-    """Inputs that are no tensors."""
+    """Inputs that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ def _constants(rank: int, world_size: int) -> list[str]:
     return failed
 
 
-def test_inputs_that_are_no_tensors(ranks: Ranks) -> None:
-    """Numbers, strings and others that do not change are part of what a program is made for."""
+def test_inputs_other_than_tensors(ranks: Ranks) -> None:
+    """Constant numbers, strings and other objects are part of a program's signature."""
     assert ranks(2).run(_constants)[0] == []
 
 
-# --- what the module looks like -----------------------------------------------------------------------------
+# --- identity -------------------------------------------------------------------------------------------------
 
 
 def _identity(rank: int, world_size: int) -> None:
@@ -223,7 +223,7 @@ def _identity(rank: int, world_size: int) -> None:
 
 
 def test_module_keeps_its_identity(ranks: Ranks) -> None:
-    """The same object, its class, names and placements."""
+    """The object, its class, names and placements stay."""
     ranks(3).run(_identity)
 
 
@@ -296,7 +296,7 @@ def _meta(rank: int, world_size: int, ahead: bool) -> str:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-first-call", "ahead"])
 def test_meta_device(ranks: Ranks, ahead: bool) -> None:
-    """Compile, to_empty, init is init, compile. A call in between is an error."""
+    """Compile, to_empty, and init equals init and compile. A call in between is an error."""
     for error in ranks(3).run(_meta, ahead):
         assert error == (
             "25 parameters or buffers of Llama are on the meta device: embed.weight, "
@@ -338,8 +338,8 @@ def _logits(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
-def test_other_outputs_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
-    """Backward is made for the loss alone, and made again for the logits when they get a gradient."""
+def test_outputs_other_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
+    """Backward is compiled for the loss only, and again for the logits when they get a gradient."""
     ranks(2).run(_logits)
 
 
@@ -392,7 +392,7 @@ def _outputs(rank: int, world_size: int) -> None:
     for grad, input_grad in ((True, False), (True, True), (False, False)):
         x = torch.randn(5, 4, requires_grad=input_grad)
         with torch.set_grad_enabled(grad):
-            # The same tensor twice: two inputs all the same.
+            # The same tensor twice still counts as two inputs.
             ours, expected = model(x, x, scale=2.0), plain(x, x, scale=2.0)
         assert_same(ours, expected, f"{grad=} {input_grad=}")
         for name, value in ours.items():
@@ -401,7 +401,7 @@ def _outputs(rank: int, world_size: int) -> None:
         if grad:
             grads = [torch.autograd.grad(out["value"].sum(), x) if input_grad else () for out in (ours, expected)]
             torch.testing.assert_close(*grads)
-            other = torch.randn(5, 4)  # the program has not taken the inputs to be one
+            other = torch.randn(5, 4)  # the program has not merged the two inputs
             assert_same(model(x, other), plain(x, other), "different inputs")
     assert len(graphshard.programs(model)) == 5
 
@@ -420,7 +420,7 @@ def _own_shapes(rank: int, world_size: int) -> None:
 
 
 def test_ranks_may_have_inputs_of_different_shapes(ranks: Ranks) -> None:
-    """Such as the last batch of an epoch: what travels is the same, though the programs are not."""
+    """For example the last batch of an epoch: the communication is the same, although the programs differ."""
     ranks(2).run(_own_shapes)
 
 

@@ -1,4 +1,4 @@
-"""A compiled model as it was written, for a while: FSDP2's results, caches, copies, and training afterwards."""
+"""`graphshard.uncompiled`: eager results match FSDP2, with caches and copies, and training continues afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 
 
 class _Blocks(nn.Module):
-    """With what forward can leave behind, draws, and a cache that the caller hands on."""
+    """State left by forward, random numbers, and a cache that the caller passes on."""
 
     mean: Tensor
 
@@ -70,7 +70,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], Callable[[], DeviceMesh]]] = {
 
 
 def _called(model: nn.Module, hooks: list[str]) -> list[Tensor]:
-    """Calls without gradients, with what a hook on the root and one on a unit see."""
+    """Call without gradients; record the inputs of a hook on the root and on a unit."""
     handles = [
         model.register_forward_hook(lambda module, args, result: hooks.append(f"root {result.dtype}")),
         model.blocks[1].register_forward_pre_hook(lambda module, args: hooks.append(f"unit {args[0].dtype}")),
@@ -98,7 +98,7 @@ def _trained(model: nn.Module, step: int) -> None:
     model.zero_grad()
 
 
-def _as_fsdp2(rank: int, world_size: int, setting: str, reshard: bool) -> None:
+def _compare_with_fsdp2(rank: int, world_size: int, setting: str, reshard: bool) -> None:
     options, mesh = SETTINGS[setting]
     torch.manual_seed(0)
     ours, theirs = twins(_Blocks(), mesh(), **options)
@@ -113,18 +113,18 @@ def _as_fsdp2(rank: int, world_size: int, setting: str, reshard: bool) -> None:
             _trained(model, step)
         assert_same(params_of(ours), params_of(theirs), f"{setting}, parameters")
         assert_same(dict(ours.named_buffers()), dict(theirs.named_buffers()), f"{setting}, buffers")
-    assert len(graphshard.programs(ours)) == 2  # a number that forward counts becomes an input
+    assert len(graphshard.programs(ours)) == 2  # a counter in forward becomes an input
 
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_results_and_what_follows_are_fsdp2s(ranks: Ranks, setting: str, reshard: bool) -> None:
+def test_results_and_later_training_match_fsdp2(ranks: Ranks, setting: str, reshard: bool) -> None:
     """With a cache that the model writes to, lists, counters, buffers, dropout, casts and hooks; and training."""
-    ranks(2).run(_as_fsdp2, setting, reshard)
+    ranks(2).run(_compare_with_fsdp2, setting, reshard)
 
 
 def _generated(rank: int, world_size: int) -> None:
-    """Tokens of a model of transformers, with its cache; ranks generate as many as they like."""
+    """Generate tokens with a transformers model and its cache; ranks generate different numbers of tokens."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -149,7 +149,7 @@ def _generated(rank: int, world_size: int) -> None:
 
 
 def test_generation_with_a_cache(ranks: Ranks) -> None:
-    """It was captured at each length, and not at all with a cache."""
+    """This captured again at each length, and failed with a cache."""
     ranks(2).run(_generated)
 
 
@@ -160,7 +160,7 @@ def _on_a_tensor_axis(rank: int, world_size: int, reshard: bool) -> None:
     tokens = tensor_parallel.tokens()
     with graphshard.uncompiled(ours, reshard_after_forward=reshard), torch.no_grad():
         assert torch.equal(ours(*tokens), theirs(*tokens))
-        if not reshard:  # whole on the data axis
+        if not reshard:  # unsharded on the data axis
             split = [param for param in ours.layers.parameters() if isinstance(param, DTensor)]
             assert {param.device_mesh.ndim for param in split} == {1}
 
@@ -171,14 +171,14 @@ def test_a_tensor_axis(ranks: Ranks, reshard: bool) -> None:
 
 
 def _held(rank: int, world_size: int) -> None:
-    """Whole parameters under their names, tied ones once, plain copies, and everything as it was behind the block."""
+    """The block shows full parameters under their names, tied ones once, and plain copies; everything is restored."""
     torch.manual_seed(0)
     plain = Tied()
     model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
     model.note = "before"
     before, cls = dict(model.named_parameters(remove_duplicate=False)), type(model)
     with graphshard.uncompiled(model):
-        with graphshard.uncompiled(model):  # which a method may be that is called in a block
+        with graphshard.uncompiled(model):  # may be a method called within a block
             assert type(model) is Tied
         assert type(model.blocks[0]) is Block
         assert model.head.weight is model.embed.weight
@@ -202,12 +202,12 @@ def _held(rank: int, world_size: int) -> None:
     assert torch.equal(model.embed.weight.grad.full_tensor(), twin.embed.weight.grad.full_tensor())
 
 
-def test_modules_hold_whole_parameters(ranks: Ranks) -> None:
+def test_modules_show_full_parameters(ranks: Ranks) -> None:
     ranks(2).run(_held)
 
 
 def _wrapped(rank: int, world_size: int) -> None:
-    """A forward in the place of a compiled model's, which calls the one before, as Accelerate makes it."""
+    """Replace the forward of a compiled model with a wrapper, like Accelerate."""
     torch.manual_seed(0)
     plain = Net()
     model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
@@ -225,13 +225,13 @@ def _wrapped(rank: int, world_size: int) -> None:
     assert torch.equal(model.blocks[0](torch.ones(2, 8)), 2 * plain.blocks[0](torch.ones(2, 8)))
 
 
-def test_forwards_that_somebody_has_replaced(ranks: Ranks) -> None:
-    """Before, or in the block: they hold behind it, for programs, too."""
+def test_replaced_forwards(ranks: Ranks) -> None:
+    """Replaced before or within the block: they remain afterwards, for programs, too."""
     ranks(1).run(_wrapped)
 
 
 def _during_a_step(rank: int, world_size: int) -> None:
-    """A block between a forward and its backward, and between microbatches."""
+    """Open a block between a forward and its backward, and between microbatches."""
     torch.manual_seed(0)
     ours, theirs = twins(Net(), world_mesh())
     for model in (ours, theirs):

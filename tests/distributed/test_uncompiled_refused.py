@@ -1,4 +1,4 @@
-"""What would be lost, or cannot be done, within `graphshard.uncompiled` is an error, and changes nothing."""
+"""Operations within `graphshard.uncompiled` that are impossible, or would be lost, raise and change nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _compiles(model: nn.Module) -> None:
 
 
 def _copies_shards(model: nn.Module) -> None:
-    """Of units that are not gathered now; the original is left alone."""
+    """Copy units that are not gathered; the original does not change."""
     twin = copy.deepcopy(model)
     twin(torch.ones(2, 4))
 
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
 
 
 def _refused(rank: int, world_size: int, case: str) -> None:
-    """Shards, classes and programs are as they were behind the error."""
+    """Check that the error leaves shards, classes and programs unchanged."""
     act, kind, message = REFUSED[case]
     model, x = graphshard.compile(Net(), world_mesh(), backend="eager"), torch.ones(2, 4)
     expected = model(x)
@@ -99,7 +99,7 @@ def _refused(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_lost_is_an_error(ranks: Ranks, case: str) -> None:
+def test_rejects_operations_that_would_be_lost(ranks: Ranks, case: str) -> None:
     ranks(2).run(_refused, case)
 
 
@@ -111,10 +111,10 @@ def test_wrong_arguments(mesh: DeviceMesh) -> None:
         pass
 
 
-def test_the_limit_of_captures_points_here(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_capture_limit_error_suggests_uncompiled(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     model = graphshard.compile(Net(), mesh, backend="eager", max_captures=1)
     with torch.no_grad():
-        for rows in (2, 3, 1):  # the last one broadcasts, and no symbol stands for it
+        for rows in (2, 3, 1):  # the last one broadcasts and has no symbol
             assert model(torch.ones(rows, 4)).shape == (rows, 3)
     *_, warning = (record.getMessage() for record in caplog.records)
     assert "Calls without gradients run without programs within `with graphshard.uncompiled(model):`." in warning
@@ -129,5 +129,5 @@ def _decides_itself(rank: int, world_size: int) -> None:
         pass
 
 
-def test_parameters_that_programs_alone_gather(ranks: Ranks) -> None:
+def test_rejects_parameters_that_only_programs_gather(ranks: Ranks) -> None:
     ranks(2).run(_decides_itself)

@@ -1,4 +1,4 @@
-"""Experts that the ranks of an axis do not divide, and experts that are cut along a tensor axis, too."""
+"""Numbers of experts that an axis does not divide, and experts that are also sharded over a tensor axis."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Experts(nn.Module):
     """Of any number; tokens are sorted by expert, and counted.
 
     Args:
-        mesh: of the expert axis, and of a tensor axis if the hidden width is cut.
+        mesh: the expert axis, and a tensor axis if the hidden width is sharded.
     """
 
     def __init__(self, number: int, mesh: DeviceMesh) -> None:
@@ -103,8 +103,8 @@ def _uneven(rank: int, world_size: int, number: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("number", "own"), [(3, [1, 1, 1, 0]), (5, [2, 1, 1, 1])])
-def test_numbers_that_ranks_do_not_divide(ranks: Ranks, number: int, own: list[int]) -> None:
-    """The first ranks have more, as FSDP2 has it; the last ones may have none."""
+def test_numbers_that_the_axis_does_not_divide(ranks: Ranks, number: int, own: list[int]) -> None:
+    """The first ranks have more, as in FSDP2; the last ones may have none."""
     shapes = ranks(4).run(_uneven, number)
     assert [shape[0] for shape in shapes] == own
 
@@ -123,5 +123,5 @@ def _cut(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
 def test_experts_on_two_axes(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    """Dealt out along one, and cut along the other."""
+    """Distributed over one, and sharded over the other."""
     ranks(4).run(_cut, shape)

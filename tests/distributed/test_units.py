@@ -1,4 +1,4 @@
-"""The model and its units are `FSDPModule`s: what code that was written for FSDP2 does to one of them, it does here."""
+"""The model and its units are `FSDPModule`s: code for FSDP2 works on each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 
 
 class Net(Blocks):
-    """With parameters of the root."""
+    """A net with parameters in the root."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__(depth, 8)
@@ -64,7 +64,7 @@ def _identity(rank: int, world_size: int) -> None:
 
 
 class _Own(nn.Linear):
-    """A layer that knows how it is copied."""
+    """A layer with a custom copy method."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Own:
         twin = type(self)(self.in_features, self.out_features)
@@ -85,17 +85,17 @@ def _own_copies(rank: int, world_size: int) -> None:
     assert_same(grads_of(twin), grads_of(model), "gradients")
 
 
-def test_units_are_copied_as_their_classes_copy(ranks: Ranks) -> None:
+def test_units_use_the_copy_methods_of_their_classes(ranks: Ranks) -> None:
     ranks(2).run(_own_copies)
 
 
 def test_the_model_and_its_units_are_fsdp_modules(ranks: Ranks) -> None:
-    """By class, name and torch's registry; all units of a class have one class; a copy has units of its own."""
+    """By class, name and torch's registry; all units of a class have one class; a copy has new units."""
     ranks(2).run(_identity)
 
 
-def test_none_of_fsdp2s_own_methods_is_inherited() -> None:
-    """They would look for a state that is not there."""
+def test_overrides_all_methods_of_fsdp2() -> None:
+    """They would need FSDP2's state, which does not exist."""
     own = {name for name, value in vars(FSDPModule).items() if callable(value) and name != "__new__"}
     found = {
         name
@@ -106,7 +106,7 @@ def test_none_of_fsdp2s_own_methods_is_inherited() -> None:
 
 
 def _finalized_by_hand(rank: int, world_size: int) -> None:
-    """As torch 2.15's FSDP2 may be told to: here each backward finishes by itself, or is finished."""
+    """Like torch 2.15's FSDP2 with manual finalization: here each backward finalizes automatically, or manually."""
     model, twin = twins(Net(), world_mesh())
     model.set_manual_backward_finalization(True)
     model(_batch(rank)).sum().backward()
@@ -120,7 +120,7 @@ def _finalized_by_hand(rank: int, world_size: int) -> None:
     before = {name: grad.clone() for name, grad in grads_of(model).items() if grad is not None}
     model.set_requires_gradient_sync(False)
     model(_batch(rank)).sum().backward()
-    model.finalize_backward()  # nothing is to be reduced yet
+    model.finalize_backward()  # nothing to reduce yet
     assert_same(grads_of(model), before, "gradients meanwhile")
     model.set_requires_gradient_sync(True)
     hooks: list[torch.Tensor] = []
@@ -134,14 +134,14 @@ def _finalized_by_hand(rank: int, world_size: int) -> None:
     model.set_requires_gradient_sync(False)
     model(_batch(rank)).sum().backward()
     model.set_requires_gradient_sync(True)
-    twin = copy.deepcopy(model)  # which has what was added up, and no programs
+    twin = copy.deepcopy(model)  # has accumulated gradients but no programs
     with pytest.raises(
         graphshard.UnsupportedError, match=r"^finalize_backward: the gradient of layers\.0\.weight was add"
     ):
         twin.finalize_backward()
 
 
-def test_backward_is_finalized_by_hand(ranks: Ranks) -> None:
+def test_manual_backward_finalization(ranks: Ranks) -> None:
     ranks(2).run(_finalized_by_hand)
 
 
@@ -182,12 +182,12 @@ def _scope(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCOPES)
-def test_methods_are_for_what_fsdp2s_are_for(ranks: Ranks, name: str) -> None:
+def test_methods_have_the_scope_of_fsdp2s(ranks: Ranks, name: str) -> None:
     ranks(2).run(_scope, name)
 
 
 def _nested(rank: int, world_size: int) -> None:
-    """Units in a unit, and a unit of two modules."""
+    """Use units in a unit, and a unit of two modules."""
     model = Net(4)
     graphshard.compile(model, world_mesh(), backend="eager", units=["layers", "layers.1", ("layers.2", "layers.3")])
     model.layers.set_requires_gradient_sync(False)
@@ -221,8 +221,8 @@ def _prefetched(rank: int, world_size: int) -> list[str]:
     return before
 
 
-def test_units_that_are_gathered_ahead(ranks: Ranks) -> None:
-    """What starts when a unit's parameters have arrived; the plan is made again when that is changed."""
+def test_prefetched_units(ranks: Ranks) -> None:
+    """The configured gathers start when a unit's parameters arrive; changing them plans again."""
     for events in ranks(2).run(_prefetched):
         arrived = events.index("wait gather layers.0 in forward")
         following = [event for event in events[arrived + 1 :] if event.startswith("start")]
@@ -252,7 +252,7 @@ ERRORS: dict[str, Callable[[Any], None]] = {
 
 
 def _registered(module: Any) -> Any:
-    """By torch's own function."""
+    """Register with torch's function."""
     module.other = module.forward
     register_fsdp_forward_method(module, "other")
     return module
@@ -272,5 +272,5 @@ def _wrong(rank: int, world_size: int) -> None:
         model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
 
 
-def test_what_a_unit_cannot_do(ranks: Ranks) -> None:
+def test_rejects_operations_on_units(ranks: Ranks) -> None:
     ranks(2).run(_wrong)

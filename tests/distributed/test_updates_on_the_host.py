@@ -1,4 +1,4 @@
-"""Offloaded shards are updated by a thread beside the backward: the bits of FSDP2's separate step."""
+"""Offloaded shards are updated by a CPU thread during backward, with the bits of FSDP2's separate step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import Ranks
 
 @contextlib.contextmanager
 def _threads() -> Iterator[list[int]]:
-    """Which threads have updated parameters."""
+    """Record the threads that update parameters."""
     seen: list[int] = []
     update = Updates._update
 
@@ -39,7 +39,7 @@ def _threads() -> Iterator[list[int]]:
 
 
 def _pair() -> tuple[nn.Module, nn.Module]:
-    """Ours, whose shards are copied as on a GPU, and FSDP2's."""
+    """Build graphshard's model, whose shards are copied as on a GPU, and FSDP2's."""
     torch.manual_seed(1)
     model = Net()
     theirs = fsdp2(copy.deepcopy(model), world_mesh())
@@ -73,7 +73,7 @@ def test_training_equals_fsdp2(ranks: Ranks, world_size: int, accumulate: int) -
 
 
 def test_clipping_equals_fsdp2(ranks: Ranks) -> None:
-    """Norms are computed there, too; updates follow when all of them are known."""
+    """Norms are also computed there; updates follow when all norms are known."""
     for threads in ranks(2).run(_train, 1e-4, 1):
         assert threads
         assert not any(threads)
@@ -102,7 +102,7 @@ def _failing(rank: int, world_size: int) -> None:
     assert not any(torch.equal(p.to_local(), before[n]) for n, p in model.named_parameters() if p.to_local().numel())
 
 
-def test_what_fails_there_is_raised_by_the_step(ranks: Ranks) -> None:
+def test_the_step_raises_errors_of_the_thread(ranks: Ranks) -> None:
     ranks(2).run(_failing)
 
 
@@ -115,8 +115,8 @@ class _Stream:
         return mock.Mock(synchronize=lambda: self.asked.append(f"wait for {self.name}"))
 
 
-def test_copies_are_waited_for_where_the_update_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both directions: gradients on their way here, and shards that are still read."""
+def test_the_update_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both directions: gradients on their way to the host, and shards that are still read."""
     asked: list[str] = []
     copies = operators._Copies(_Stream("up", asked), _Stream("down", asked))  # type: ignore[arg-type]
     monkeypatch.setattr(operators, "_copies", lambda device: copies)

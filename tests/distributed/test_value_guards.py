@@ -1,4 +1,4 @@
-"""Code that reads values of inputs and buffers, to decide or as numbers: it trains with the bits of FSDP2."""
+"""Code that branches on values of inputs and buffers, or uses them as numbers, trains with the bits of FSDP2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK = nn.Transformer.generate_square_subsequent_mask(3)
 
 
 class _Decoder(nn.Module):
-    """`nn.Transformer` finds out by values whether a mask is causal."""
+    """`nn.Transformer` checks by value whether a mask is causal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Decoder(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """Its mask is made in forward, of floats that nobody changes."""
+    """A mask created in forward from constant floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Net(nn.Module):
 
 
 class _Queue(_Net):
-    """As in MoCo: features of earlier steps, of which each step writes the next ones."""
+    """A queue as in MoCo: features of earlier steps, partly overwritten in each step."""
 
     pointer: Tensor
     queue: Tensor
@@ -75,7 +75,7 @@ class _Queue(_Net):
 
 
 class _Initialised(_Net):
-    """A step counter, and a centre that the first batch determines: buffers that forward writes before it reads."""
+    """A step counter, and a center set by the first batch: buffers that forward writes before it reads them."""
 
     ready: Tensor
     centre: Tensor
@@ -97,7 +97,7 @@ class _Initialised(_Net):
 
 
 class _Branches(_Net):
-    """Ranks decide for themselves."""
+    """Each rank decides separately."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         y = self.second(self.first(x))
@@ -107,7 +107,7 @@ class _Branches(_Net):
 
 
 class _Numbers(_Net):
-    """A size, an index of a list, the number of rounds, and what C++ reads."""
+    """A size, an index of a list, the number of iterations, and numbers read by C++."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         y = self.first(x[: int(number.max()) + 1])
@@ -118,7 +118,7 @@ class _Numbers(_Net):
 
 
 class _Groups(_Net):
-    """A loop over what there is, masks of sizes that depend on values, numpy, and a text."""
+    """A loop over values, masks of data-dependent sizes, numpy, and a string."""
 
     def forward(self, x: Tensor, number: Tensor) -> dict[str, Tensor]:
         y = self.second(self.first(x))
@@ -130,7 +130,7 @@ class _Groups(_Net):
 
 
 class _Attribute(_Net):
-    """A tensor that is no buffer, which somebody changes between calls."""
+    """A tensor that is not a buffer, and that changes between calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Attribute(_Net):
 
 
 class _Autocast(_Net):
-    """What decides is computed in the precision of eager mode."""
+    """The branch condition is computed in the precision of eager mode."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -152,7 +152,7 @@ class _Autocast(_Net):
         return y.relu() if product.float().sum() > 0.25 else y
 
 
-# Each with the number of programs that six steps need, at most.
+# With the maximum number of programs that six steps need.
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "decoder": (_Decoder, 3),
     "encoder": (_Encoder, 3),
@@ -200,7 +200,7 @@ def test_values_are_read_as_in_eager_mode(ranks: Ranks, name: str) -> None:
 
 
 def _not_kept(rank: int, world_size: int, folder: str) -> list[str]:
-    """What a program of the cache would be asked for is of another launch."""
+    """A cached program would be guarded by values of another launch."""
     made = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -210,5 +210,5 @@ def _not_kept(rank: int, world_size: int, folder: str) -> list[str]:
     return made
 
 
-def test_the_cache_keeps_no_program_that_values_decide(ranks: Ranks, tmp_path: Any) -> None:
+def test_programs_with_value_guards_are_not_cached(ranks: Ranks, tmp_path: Any) -> None:
     assert ranks(2).run(_not_kept, str(tmp_path)) == [["first call", "first call"]] * 2

@@ -1,4 +1,4 @@
-"""The loss by pieces of the head beside FSDP2's, which gathers it: equal up to rounding."""
+"""The vocabulary-sharded loss matches FSDP2, which gathers the head, up to rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECED = (
 )
 
 
-def _beside_fsdp2(
+def _compare_with_fsdp2(
     rank: int,
     world_size: int,
     backend: str,
@@ -68,10 +68,10 @@ def _beside_fsdp2(
 @pytest.mark.parametrize(
     ("shape", "accumulate"), [((2,), 1), ((2,), 2), ((2, 2), 1), pytest.param((4,), 1, marks=pytest.mark.slow)], ids=str
 )
-def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
-    """Losses and parameters of three whole steps; 101 words, so shards have padding."""
+def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
+    """Losses and parameters of three steps; 101 words, so shards have padding."""
     num_ranks = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
-    for lines in ranks(num_ranks).run(_beside_fsdp2, "eager", shape, POLICIES[policy], accumulate):
+    for lines in ranks(num_ranks).run(_compare_with_fsdp2, "eager", shape, POLICIES[policy], accumulate):
         assert sum("joining over shard" in line for line in lines) == 5
         assert any("head" in line for line in lines) == (len(shape) == 2)  # gradients of replicas are reduced whole
 
@@ -80,13 +80,13 @@ def test_beside_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, pol
 @pytest.mark.parametrize(
     ("shape", "accumulate"), [((2,), 1), ((2,), 2), pytest.param((4,), 1, marks=pytest.mark.slow)], ids=str
 )
-def test_a_head_that_is_the_embedding(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
-    """Nothing of the table is gathered or reduced whole, but for gradients of several microbatches."""
-    for lines in ranks(shape[0]).run(_beside_fsdp2, "eager", shape, POLICIES[policy], accumulate, True):
+def test_a_head_tied_to_the_embedding(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
+    """The table is never gathered or reduced whole, except for gradients of several microbatches."""
+    for lines in ranks(shape[0]).run(_compare_with_fsdp2, "eager", shape, POLICIES[policy], accumulate, True):
         assert sum("joining over shard" in line for line in lines) == 5
         assert not any("embed" in line for line in lines if accumulate == 1 or "gather" in line)
 
 
 @pytest.mark.slow
 def test_with_inductor(ranks: Ranks) -> None:
-    ranks(2).run(_beside_fsdp2, "inductor", (2,), POLICIES["fp32"], 1)
+    ranks(2).run(_compare_with_fsdp2, "inductor", (2,), POLICIES["fp32"], 1)

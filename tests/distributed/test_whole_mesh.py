@@ -1,4 +1,4 @@
-"""Parameters that are DTensors on the whole mesh, replicated over its data axes: the bits of FSDP2's full SPMD mesh."""
+"""Parameters that are DTensors on the whole mesh, replicated over its data axes, match FSDP2's full SPMD mesh."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, DTensor):
             return x + self.down(torch.relu(self.up(x)))
-        # So that what ranks of a tensor axis have of the gradient of x is added up here.
+        # Reduces the partial gradients of x over the tensor axis here.
         given = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, run_check=False)
         return x + self.down(torch.relu(self.up(given))).redistribute(placements=x.placements)
 
 
 class Mlps(nn.Module):
-    """Two blocks and a head; the loss is computed here, or by who calls it."""
+    """Two blocks and a head; the model or the caller computes the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Mlps(nn.Module):
 
 
 def _on_whole(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Blocks are cut along a last axis "tp", if there is one; everything else is the same on all ranks."""
+    """Shard blocks over the last axis "tp", if there is one; replicate everything else."""
     for each, param in list(module.named_parameters(recurse=False)):
         along: list[Any] = [R] * mesh.ndim
         if name.startswith("layers") and (mesh.mesh_dim_names or ())[-1] == "tp":
@@ -87,7 +87,7 @@ OURS = functools.partial(graphshard.fully_shard, backend="eager")
 
 
 def _batch(step: int, mesh: DeviceMesh, *, cut: bool) -> DTensor:
-    """The same on ranks of a tensor axis; of its own on a data rank: a part of the batch, or what stands for all."""
+    """Return a batch, equal on ranks of a tensor axis and different on data ranks: sharded, or declared replicated."""
     names = mesh.mesh_dim_names or ()
     tensors = mesh.size(-1) if names[-1] == "tp" else 1
     torch.manual_seed(100 * step + torch.distributed.get_rank() // tensors)
@@ -117,7 +117,7 @@ def dict_of_local(values: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.to_local().detach() for name, value in values.items()}
 
 
-# Shapes, names, and what the data axes are for.
+# Shapes, names, and roles of the data axes.
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
     "one axis": ((4,), ("fsdp",), {"shard": "fsdp"}),
     "replicas": ((2, 2), ("rep", "shard"), {"shard": "shard", "replicate": "rep"}),
@@ -148,8 +148,8 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in MESHES])
-def test_as_fsdp2(ranks: Ranks, name: str) -> None:
-    """Losses, gradients, placements and steps, with the loss in the model and behind it; batches cut or whole."""
+def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
+    """Losses, gradients, placements and steps; loss in the model or outside; batches sharded or replicated."""
     for lines in ranks(8 if name == "8 ranks" else 4).run(_train, name, FP32):
         of_model = {line.rpartition(" over ")[2] for line in lines if line.startswith("backward") and " over " in line}
         assert of_model == ({"tp"} if MESHES[name][1][-1] == "tp" else set()), "gradients are reduced once"
@@ -162,11 +162,11 @@ def test_in_bfloat16(ranks: Ranks) -> None:
 def _ways(rank: int, world_size: int, folder: Path) -> None:
     mesh, dims = _mesh("tensor axis")
     ours, theirs = pair = [_sharded(shard, mesh, dims) for shard in (OURS, fully_shard)]
-    # What FSDP2 refuses: gathering again among neighbours.
+    # FSDP2 rejects this: gathering again among neighbors.
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     again = graphshard.compile(_distributed(line), line, backend="eager", reshard_after_forward=2)
     _alike([again, _sharded(fully_shard, line, dims)], line, steps=1)
-    # compile takes the whole mesh, and names of axes may say what they are for.
+    # compile accepts the whole mesh, and axis names may define the roles.
     for options in ({"dp_mesh_dims": dims}, {}):
         model = graphshard.compile(_distributed(mesh), mesh, backend="eager", **options)
         _alike([model, _sharded(fully_shard, mesh, dims)], mesh, steps=1)
@@ -176,7 +176,7 @@ def _ways(rank: int, world_size: int, folder: Path) -> None:
             model.set_requires_gradient_sync(last)
             model(_batch(int(last), mesh, cut=True)).backward()
     assert_same(*map(dict_of_local, map(grads_of, pair)), "gradients of two microbatches")
-    # Modules show what they are given in forward.
+    # Modules show full parameters during forward.
     for model in pair:
         model.zero_grad()
         model.layers[0].unshard()
@@ -218,17 +218,17 @@ def test_meta_init(ranks: Ranks) -> None:
     ranks(4).run(_meta)
 
 
-def _placed_otherwise(rank: int, world_size: int) -> str:
+def _placed_differently(rank: int, world_size: int) -> str:
     mesh, dims = _mesh("one axis")
     model = _sharded(OURS, mesh, dims)
     with pytest.raises(UnsupportedError) as error:
-        model(_batch(0, mesh, cut=True), inside=False).sum().backward()  # a whole gradient of what is cut
+        model(_batch(0, mesh, cut=True), inside=False).sum().backward()  # a replicated gradient of a sharded output
     return str(error.value)
 
 
-def test_gradients_of_results_that_lie_otherwise(ranks: Ranks) -> None:
-    """FSDP2 adds whole gradients up as it adds up parts; a program is for one of the two."""
-    for message in ranks(4).run(_placed_otherwise):
+def test_rejects_differently_placed_output_gradients(ranks: Ranks) -> None:
+    """FSDP2 sums replicated gradients like partial ones; a program supports one of the two."""
+    for message in ranks(4).run(_placed_differently):
         assert re.match(
             r"the gradient of a result is placed as \(Replicate\(\),\) on \('fsdp',\), and along 'fsdp' the", message
         )
@@ -248,7 +248,7 @@ def test_an_input_that_requires_a_gradient(fake_world: FakeWorld) -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter that each data rank uses for features of its own."""
+    """A parameter that each data rank uses for different features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,8 +258,8 @@ class Scaled(nn.Module):
         return (x * self.scale).square().sum()
 
 
-def test_a_gradient_in_pieces_along_a_data_axis(fake_world: FakeWorld) -> None:
-    """The reduction over that axis would add up other features: the parameter is named, and what to do."""
+def test_rejects_a_gradient_sharded_over_a_data_axis(fake_world: FakeWorld) -> None:
+    """A reduction over that axis would add different features: the error names the parameter and the remedy."""
     mesh = _world(fake_world, "fsdp")
     model = graphshard.compile(distribute_module(Scaled(), mesh, _on_whole), mesh, backend="eager")
     by_feature = DTensor.from_local(torch.randn(3, 2), mesh, [Shard(1)], run_check=False)
@@ -274,14 +274,14 @@ def test_a_gradient_in_pieces_along_a_data_axis(fake_world: FakeWorld) -> None:
     model(DTensor.from_local(torch.randn(3, 8), mesh, [Shard(0)], run_check=False)).backward()
 
 
-def test_data_axes_that_are_not_the_outermost(fake_world: FakeWorld) -> None:
+def test_rejects_data_axes_that_are_not_outermost(fake_world: FakeWorld) -> None:
     mesh = _world(fake_world, "tp", "dp")
     with pytest.raises(UnsupportedError, match=r"^parameter .* is a DTensor on the data axes, .*not the outerm"):
         graphshard.compile(_distributed(mesh), mesh)
 
 
-def test_placements_on_a_data_axis(fake_world: FakeWorld) -> None:
-    """What is cut there already is a shard of somebody's."""
+def test_rejects_placements_on_a_data_axis(fake_world: FakeWorld) -> None:
+    """A parameter sharded there is already someone's shard."""
     mesh = _world(fake_world, "fsdp")
     model = _distributed(mesh)
     model.head.weight = nn.Parameter(distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)]))
@@ -289,7 +289,7 @@ def test_placements_on_a_data_axis(fake_world: FakeWorld) -> None:
         graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="fsdp"))
 
 
-def test_another_mesh(fake_world: FakeWorld) -> None:
+def test_rejects_another_mesh(fake_world: FakeWorld) -> None:
     mesh = _world(fake_world, "fsdp", "tp")
     other = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("fsdp", "tp"))
     with pytest.raises(ArgumentError, match=r"^parameter .* is distributed over .*, and is to be over .*Distrib"):
@@ -300,8 +300,8 @@ def test_another_mesh(fake_world: FakeWorld) -> None:
         graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="fsdp"))
 
 
-def test_an_expert_axis_without_experts(fake_world: FakeWorld) -> None:
-    """What is the same on all ranks of it is no expert; with some there is test_whole_mesh_experts.py."""
+def test_rejects_an_expert_axis_without_experts(fake_world: FakeWorld) -> None:
+    """A parameter that is equal on all its ranks is not an expert; test_whole_mesh_experts.py covers experts."""
     mesh = _world(fake_world, "dp", "ep")
     with pytest.raises(
         ArgumentError, match=r"^mesh has an expert axis, 'ep', and all parameters .* lie alike along it"
@@ -323,7 +323,7 @@ def test_explain(fake_world: FakeWorld) -> None:
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Forward takes local tensors, and distributes them."""
+    """Let forward take local tensors and distribute them."""
 
     def given(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (DTensor.from_local(args[0], mesh, [Shard(0), R], run_check=False),)

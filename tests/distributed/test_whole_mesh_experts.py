@@ -1,4 +1,4 @@
-"""Experts beside parameters that are DTensors on the whole mesh: FSDP2's full SPMD mesh, and meshes by parameter."""
+"""Experts, with other parameters as DTensors on the whole mesh: FSDP2's full SPMD mesh, and a mesh per parameter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ R = Replicate()
 
 
 class WholeLayer(Layer):
-    """Computes with DTensors, but for what experts do."""
+    """Computes with DTensors, except for the experts."""
 
     def forward(self, x: DTensor) -> DTensor:
         rows = self.norm(x).flatten(0, 1)
@@ -56,9 +56,9 @@ class WholeLayer(Layer):
 
 
 def _moe(mesh: DeviceMesh, *, whole: bool) -> nn.Module:
-    """Experts are DTensors on the expert axis alone, or on the whole mesh, as everything else is.
+    """Place experts on the expert axis only, or on the whole mesh like everything else.
 
-    A last axis "tp" cuts what all tokens share.
+    A last axis "tp" shards the dense part.
     """
     model = Moe(mesh["ep"], layers=2)
     for layer in model.layers:
@@ -100,7 +100,7 @@ def _sharded(shard: Callable[..., Any], mesh: DeviceMesh, *, whole: bool, **opti
 
 
 def _input(mesh: DeviceMesh, step: int) -> DTensor:
-    """A part of the batch for each data rank; the same for those of a tensor axis."""
+    """Return a part of the batch for each data rank, equal on ranks of a tensor axis."""
     names = mesh.mesh_dim_names or ()
     tensors = mesh["tp"].size() if "tp" in names else 1
     along = [R if axis == "tp" else Shard(0) for axis in names]
@@ -141,8 +141,8 @@ def _train(rank: int, world_size: int, name: str, whole: bool, policy: MixedPrec
 
 @pytest.mark.parametrize("whole", [False, True], ids=["dealt out", "whole"])
 @pytest.mark.parametrize("name", MESHES)
-def test_as_fsdp2(ranks: Ranks, name: str, whole: bool) -> None:
-    """Losses, gradients, placements, steps and state; experts on their axis alone, and on the whole mesh."""
+def test_matches_fsdp2(ranks: Ranks, name: str, whole: bool) -> None:
+    """Losses, gradients, placements, steps and state; experts on their axis only, and on the whole mesh."""
     ranks(4).run(_train, name, whole, FP32)
 
 
@@ -160,14 +160,14 @@ def _dropped(rank: int, world_size: int) -> bool:
     return kept() is not None
 
 
-def test_a_model_that_is_dropped_is_gone(ranks: Ranks) -> None:
-    """Though its experts are DTensors that are their own shards."""
+def test_a_dropped_model_is_freed(ranks: Ranks) -> None:
+    """Although experts are DTensors that are their own shards."""
     assert ranks(4).run(_dropped) == [False] * 4
 
 
 def _ways(rank: int, world_size: int) -> None:
     mesh = MESHES["two axes"]()
-    # Names of axes say the same, and which parameters are experts'.
+    # Axis names define the same, and which parameters are experts.
     for whole in (False, True):
         by_name = graphshard.compile(_moe(mesh, whole=whole), mesh, backend="eager")
         _alike([by_name, _sharded(fully_shard, mesh, whole=whole)], mesh, steps=1)

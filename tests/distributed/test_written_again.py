@@ -1,4 +1,4 @@
-"""What checkpointed regions write is written again in backward, when and where FSDP2 runs the regions again."""
+"""Buffer writes in checkpointed regions are repeated in backward when and where FSDP2 recomputes the regions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _batch(rank: int, step: int) -> Tensor:
 
 
 class _Statistics(nn.Module):
-    """BatchNorm somewhere in a checkpointed region."""
+    """BatchNorm at some position in a checkpointed region."""
 
     def __init__(self, where: str, reentrant: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Statistics(nn.Module):
         if self.where == "last":
             return self.norm(self.second(x))
         y = self.second(x).sin()
-        with torch.no_grad():  # behind all that backward needs
+        with torch.no_grad():  # after everything that backward needs
             self.norm(x)
         return y
 
@@ -64,8 +64,8 @@ def _statistics(rank: int, world_size: int, where: str, reentrant: bool) -> int:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["first", "middle", "last", "behind"])
-def test_buffers_are_written_again_where_eager_mode_does(ranks: Ranks, where: str, reentrant: bool) -> None:
-    """Twice in a step; once behind the point where a checkpoint that is not reentrant stops to compute again."""
+def test_buffer_writes_are_repeated_as_in_eager_mode(ranks: Ranks, where: str, reentrant: bool) -> None:
+    """Twice in a step; once after the point where a non-reentrant checkpoint stops recomputation."""
     assert ranks(2).run(_statistics, where, reentrant)[0] == (3 if where == "behind" and not reentrant else 6)
 
 
@@ -92,8 +92,8 @@ def _refused(rank: int, world_size: int) -> None:
         model(_batch(rank, 0))
 
 
-def test_buffers_that_would_differ_are_refused(ranks: Ranks) -> None:
-    """Another order of writes, and gradients of a buffer that has changed."""
+def test_rejects_buffers_that_would_differ(ranks: Ranks) -> None:
+    """A different order of writes, and gradients of a buffer that has changed."""
     ranks(2).run(_refused)
 
 
@@ -116,7 +116,7 @@ def _outside() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_shared, _outside])
-def test_where_no_program_can_python_writes_again(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+def test_falls_back_to_python_for_repeated_writes(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     ranks(2).run(_split, make)
 
 
@@ -124,7 +124,7 @@ def test_where_no_program_can_python_writes_again(ranks: Ranks, make: Callable[[
 
 
 class _TwoOutputs(_Statistics):
-    """Only the first output's gradient goes through the region."""
+    """Only the first output's gradient passes through the region."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.first(x)
@@ -132,7 +132,7 @@ class _TwoOutputs(_Statistics):
 
 
 def _run(model: Any, rank: int, then: str) -> list[Any]:
-    """What is in the buffers after each thing that is done."""
+    """Return the buffers after each operation."""
     left: list[Any] = []
 
     def note() -> None:
@@ -196,7 +196,7 @@ LOOKS = {
 
 @pytest.mark.parametrize(("then", "reentrant"), [(then, False) for then in LOOKS] + [("two microbatches", True)])
 def test_buffers_are_the_same_between_forward_and_backward(ranks: Ranks, then: str, reentrant: bool) -> None:
-    """Whenever somebody looks: calls between the two, calls without backward, and gradients that miss the region."""
+    """At any time: calls between the two, calls without backward, and gradients that miss the region."""
     assert ranks(2).run(_between, then, reentrant) == [LOOKS[then]] * 2
 
 
@@ -204,7 +204,7 @@ def test_buffers_are_the_same_between_forward_and_backward(ranks: Ranks, then: s
 
 
 class _Leaves(nn.Module):
-    """A region that leaves something on the module."""
+    """A region that writes an attribute of the module."""
 
     reentrant = False
 
@@ -247,7 +247,7 @@ def _counts_in_a_dict(net: Any, y: Tensor) -> None:
 
 
 def _leaves_a_loss(net: Any, y: Tensor) -> None:
-    """In eager mode a reentrant region leaves one without a gradient."""
+    """In eager mode a reentrant region leaves a loss without a gradient."""
     net.aux = y.square().mean()
 
 
@@ -255,7 +255,7 @@ def _leaves_a_loss(net: Any, y: Tensor) -> None:
 @pytest.mark.parametrize(
     "leave", [_counts, _appends, _appends_to_a_new_one, _assigns_a_buffer, _counts_in_a_dict, _leaves_a_loss]
 )
-def test_what_a_region_would_leave_twice_is_an_error_with_its_line(leave: Any, reentrant: bool) -> None:
+def test_rejects_attributes_that_a_region_would_write_twice(leave: Any, reentrant: bool) -> None:
     """`compile` splits such a module: Python runs the region again."""
     model = _Leaves(leave, step=0, losses=[], table={"n": 0}, reentrant=reentrant)
     match = (
@@ -298,13 +298,13 @@ def _leaves(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
-def test_what_a_region_leaves_the_same_again_is_left(ranks: Ranks) -> None:
-    """Python runs forward, as Dynamo traces no region that changes an attribute."""
+def test_attributes_that_a_region_writes_identically_twice(ranks: Ranks) -> None:
+    """Python runs forward, because Dynamo traces no region that changes an attribute."""
     ranks(2).run(_leaves)
 
 
 class _Outside(nn.Module):
-    """A buffer that depends on what was in it before through a region, which does not write it."""
+    """A buffer that depends on its previous value through a region that does not write it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,6 +322,6 @@ class _Outside(nn.Module):
 
 
 def test_a_region_between_two_writes(mesh: DeviceMesh) -> None:
-    """A graph break, as one that writes the buffer itself: the graph does not tell them apart."""
+    """A graph break, as for a region that writes the buffer: the graph cannot distinguish the two."""
     with pytest.raises(graphshard.CaptureError, match="a region and other code, write it"):
         graphshard.compile(_Outside(), mesh, backend="eager", fullgraph=True)(_batch(0, 0))

@@ -1,4 +1,4 @@
-"""Parameters that cannot be sharded, now or later, and errors that say so."""
+"""Parameters that cannot be sharded, at compile time or later, and the errors that name them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.ranks import RankError, Ranks
 
 
 class Tagged(torch.Tensor):
-    """Overrides nothing, and is lost all the same when a shard is made of it."""
+    """Overrides nothing, but a shard would lose the class."""
 
 
 def with_stem_of(make_weight: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """A net whose first weight is of another class."""
+    """Return a function that builds a net whose first weight is of another class."""
 
     def make() -> nn.Module:
         model = Net()
@@ -148,7 +148,7 @@ def _wrong_later(rank: int, world_size: int) -> None:
         graphshard.compile(_compiled_net().blocks[0], world_mesh())
 
 
-def test_parameters_that_are_no_shards(ranks: Ranks) -> None:
+def test_rejects_parameters_that_are_not_shards(ranks: Ranks) -> None:
     ranks(2).run(_wrong_later)
 
 
@@ -168,7 +168,7 @@ def test_meta_parameters_are_listed(ranks: Ranks) -> None:
 
 
 def test_rank_errors_are_reported(ranks: Ranks) -> None:
-    """What these tests rely on: a failing assertion on a rank fails the test."""
+    """The other tests rely on this: a failing assertion on a rank fails the test."""
     with pytest.raises(RankError, match="AssertionError"):
         ranks(2).run(_fails)
 

@@ -1,4 +1,4 @@
-"""A model compiled by graphshard beside one sharded by the real FSDP2, and what compares them bit for bit."""
+"""A model compiled by graphshard and a twin sharded by the real FSDP2, with helpers that compare them bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import graphshard
 from graphshard.ir.units import find_units
 from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
-VOCAB = 101  # no multiple of any world size here: shards are uneven
+VOCAB = 101  # not a multiple of any world size here, so shards are uneven
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 POLICIES = {"fp32": FP32, "bf16": BF16}
@@ -40,7 +40,7 @@ def fsdp2(
     mp_policy: MixedPrecisionPolicy | dict[str, MixedPrecisionPolicy] = FP32,
     **options: Any,
 ) -> nn.Module:
-    """Shard with FSDP2, by graphshard's units, of one module each; a policy may be told for each by its name."""
+    """Shard with FSDP2 by graphshard's units of one module each; `mp_policy` may be a dict by unit name."""
     for unit in (*find_units(model, units), ""):
         policy = mp_policy.get(unit, FP32) if isinstance(mp_policy, dict) else mp_policy
         fully_shard(model.get_submodule(unit), mesh=mesh, mp_policy=policy, **options)
@@ -48,7 +48,7 @@ def fsdp2(
 
 
 def twins(model: nn.Module, mesh: DeviceMesh, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The model compiled by graphshard, with operators run one by one, and a copy sharded by FSDP2."""
+    """Compile the model with graphshard and the eager backend, and shard a copy with FSDP2."""
     twin = fsdp2(copy.deepcopy(model), mesh, **options)
     return graphshard.compile(model, mesh, backend="eager", **options), twin
 
@@ -59,7 +59,7 @@ OURS = functools.partial(graphshard.fully_shard, backend="eager")
 def sharded_alike(
     parallelize: Callable[[Callable[..., Any], Any], object], model: nn.Module
 ) -> tuple[nn.Module, nn.Module]:
-    """The model, and a copy, parallelized by one function: with graphshard's `fully_shard`, and with FSDP2's."""
+    """Parallelize the model and a copy by one function, with graphshard's `fully_shard` and with FSDP2's."""
     theirs = copy.deepcopy(model)
     parallelize(OURS, model)
     parallelize(fully_shard, theirs)
@@ -67,17 +67,17 @@ def sharded_alike(
 
 
 def world_mesh() -> DeviceMesh:
-    """All ranks on one axis."""
+    """Build a mesh of all ranks on one axis."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def local(tensor: Tensor | None) -> Tensor | None:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """FSDP2's parameter groups of a unit, or of its state; before torch 2.12 there is one at most."""
+    """Return FSDP2's parameter groups of a unit or of its state; before torch 2.12 there is at most one."""
     state = unit._get_fsdp_state() if isinstance(unit, nn.Module) else unit
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -85,7 +85,7 @@ def groups_of(unit: Any) -> list[Any]:
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], when: str) -> None:
-    """The same names, and the same bits behind them."""
+    """Check that both have the same names with bitwise equal values."""
     assert list(ours) == list(theirs), f"{when}: {list(ours)} != {list(theirs)}"
     differing = []
     for name, a in ours.items():
@@ -105,14 +105,14 @@ def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def example_llama(layers: int = 2) -> tuple[nn.Module, Batch]:
-    """The model of examples/, with grouped-query attention, and its batches."""
+    """Build the model of examples/, with grouped-query attention, and a function that returns its batches."""
     llama = load_example("llama")
     config = llama.LlamaConfig(layers=layers, dim=16, heads=4, kv_heads=2, hidden=24, seq=8, vocab=VOCAB)
     return llama.Llama(config), lambda: {"tokens": tokens(), "targets": tokens()}
 
 
 def load_example(name: str) -> Any:
-    """A module of examples/."""
+    """Import a module of examples/."""
     folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -120,14 +120,14 @@ def load_example(name: str) -> Any:
 
 
 def tokens(length: int = 8) -> Tensor:
-    """A batch of the example's inputs or targets."""
+    """Return a batch of the example's inputs or targets."""
     return torch.randint(0, VOCAB, (2, length))
 
 
 class AliveBytes(TorchDispatchMode):
-    """The most bytes of tensors that are there at the same time, but for those that were there before.
+    """Measures the peak of bytes of tensors alive at once, except tensors that existed before.
 
-    Above what is expected it gives gloo's threads a moment.
+    If more than expected is alive, it waits briefly for gloo's threads.
     """
 
     def __init__(self, before: list[Tensor], expected: float) -> None:
@@ -140,7 +140,7 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves((args, result)):
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):  # whose shard is seen, too
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):  # its shard is counted separately
                 continue
             if tensor.untyped_storage()._cdata not in self.before:
                 self.found[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
@@ -155,12 +155,12 @@ class AliveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
-# What all-gathers are launched as on gloo: on two ranks it is an all-to-all in which nothing is for oneself.
+# Operators of all-gathers on gloo: on two ranks an all-to-all that sends nothing to the rank itself.
 GATHERS = ("_allgather_base_", "alltoall_base_")
 
 
 def filled(args: Any) -> Tensor:
-    """The full tensor that an all-gather with these arguments fills, in one dimension."""
+    """Return the full tensor that an all-gather with these arguments fills, in one dimension."""
     return args[0].new_empty(0).set_(args[0].untyped_storage())  # type: ignore[no-any-return]
 
 
@@ -173,25 +173,25 @@ class CountLaunches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            # What a reduce-scatter, and an all-gather, are run as on two gloo ranks.
+            # Operators of a reduce-scatter and an all-gather on two gloo ranks.
             name = func._opname.replace("all_to_all", "reduce_scatter_by_all_to_all")
             self.launches[name.replace("alltoall_base_", "all_gather_by_alltoall")] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, kind: str) -> int:
-        """How many have this in their name: "gather", "scatter", "all_reduce"."""
+        """Count the launches that contain this in their name: "gather", "scatter", "all_reduce"."""
         return sum(n for name, n in self.launches.items() if kind in name.replace("allreduce", "all_reduce"))
 
 
 def train_side_by_side(pair: tuple[nn.Module, nn.Module], batch: Batch, steps: int = 20) -> None:
-    """Steps of AdamW with clipped gradients, equal bit for bit; every step has a gradient and changes the model."""
+    """Train with AdamW and clipped gradients, bitwise equal; every step has a gradient and changes the model."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     optims = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in pair]
     for step in range(steps):
         before = {name: local(param).detach().clone() for name, param in params_of(pair[0]).items()}
         seen = []
         for model, optim in zip(pair, optims):
-            torch.manual_seed(step * world_size + rank)  # the batch's, and dropout's
+            torch.manual_seed(step * world_size + rank)  # for the batch and dropout
             output = model(**batch())
             loss = output if isinstance(output, Tensor) else output.loss
             loss.backward()

@@ -1,1 +1,1 @@
-"""What PyTorch's own tests of FSDP2 ask, asked of graphshard beside FSDP2; `counterparts.py` lists them all."""
+"""Counterparts of PyTorch's tests of FSDP2, which compare graphshard with FSDP2; `counterparts.py` lists them all."""

@@ -1,4 +1,4 @@
-"""Training two sharded models side by side, and what they send."""
+"""Lockstep training of a graphshard model and an FSDP2 model, and the collectives that they launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, filled, grads_of, local, params_of
 
 Pair = tuple[nn.Module, nn.Module]
-# What is compared with FSDP2 beside it, which before torch 2.13 fails at it, or does not have it.
+# Comparisons with FSDP2 that need a newer torch: older FSDP2 fails or lacks the feature.
 needs_fsdp2_of_2_12 = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.12", reason="FSDP2 of torch 2.11 fails here"
 )
@@ -30,13 +30,13 @@ needs_newer_fsdp2 = pytest.mark.skipif(
 
 
 def stack(depth: int = 3, dim: int = 8, hidden: int = 12) -> nn.Sequential:
-    """Blocks one after another, each of them a unit; the root has no parameters of its own."""
+    """Build a stack of blocks, each of which is a unit; the root has no parameters."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(dim, hidden, bias=True) for _ in range(depth)))
 
 
 def own_rows(step: int, *shape: int) -> Tensor:
-    """Rows that differ from step to step and from rank to rank."""
+    """Return random rows that depend on the step and the rank."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(*(shape or (4, 8)), generator=generator)
 
@@ -50,7 +50,7 @@ def train_alike(
     loss_of: Callable[[nn.Module, int], Tensor] = lambda model, step: squares(model(own_rows(step))),
     steps: int = 3,
 ) -> None:
-    """Steps of Adam on both: losses, gradients and parameters are equal bit for bit at each.
+    """Train both with Adam and check that losses, gradients and parameters are bitwise equal at each step.
 
     Gradients are set to None after every second step, and to zero after the others.
     """
@@ -74,7 +74,7 @@ def _copied(grad: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def reduced_dtypes() -> Iterator[set[torch.dtype]]:
-    """The dtypes of all tensors that reductions are given within the block."""
+    """Collect the dtypes of all tensors that are reduced within the block."""
     with _Reductions() as mode:
         yield mode.dtypes
 
@@ -86,27 +86,27 @@ class _Reductions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname if func.namespace in ("c10d", "_c10d_functional") else ""
-        if "reduce" in name or "all_to_all" in name:  # what a reduce-scatter is run as on two gloo ranks
+        if "reduce" in name or "all_to_all" in name:  # a reduce-scatter on two gloo ranks runs as an all-to-all
             self.dtypes |= {leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def launches(model: nn.Module, parts: Mapping[int, str] | None = None) -> Iterator[list[str]]:
-    """What is launched within the block, as "gather layers.0": units are told by how many elements travel for them.
+    """Collect the collectives launched within the block, as "gather layers.0"; their numel identifies the unit.
 
-    `parts` names those of which backward gathers so many only.
+    `parts` names units of which backward gathers only so many elements.
     """
     with _Launches({size: name for name, size in _sizes(model).items()} | dict(parts or {})) as mode:
         yield mode.launched
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
-    """Of the parameters of each unit, which are sharded evenly; inner units count for themselves."""
+    """Return the numel of each unit's parameters, without inner units; all are sharded evenly."""
     sizes: dict[str, int] = {}
     taken: set[int] = set()
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    for name, module in reversed(units):  # named_modules begins outside
+    for name, module in reversed(units):  # innermost first
         own = [param for param in module.parameters() if id(param) not in taken]
         taken |= {id(param) for param in own}
         sizes[name or "root"] = sum(param.numel() for param in own)
@@ -126,7 +126,8 @@ class _Launches(TorchDispatchMode):
             name = func._opname
             kind = "gather" if "gather" in name or name == "alltoall_base_" else "reduce"
             tensors = [leaf for leaf in pytree.tree_leaves((args, result)) if isinstance(leaf, Tensor)]
-            # Two gloo ranks send halves: into one of what is gathered, or one of what is reduced.
+            # On two gloo ranks a collective sends halves, as an all-to-all; the full side is the gathered or the
+            # reduced tensor.
             halves = name in ("alltoall_base_", "all_to_all_single")
             most = max(tensor.numel() for tensor in ([filled(args)] if halves else tensors))
             self.launched.append(f"{kind} {self.names.get(most, most)}")
@@ -134,7 +135,7 @@ class _Launches(TorchDispatchMode):
 
 
 class Layer(nn.Module):
-    """A layer that is told from others by its width; `checkpointed` is "", "call" or "composable"."""
+    """A residual layer that its width identifies; `checkpointed` is "", "call" or "composable"."""
 
     def __init__(self, hidden: int, checkpointed: str = "") -> None:
         super().__init__()

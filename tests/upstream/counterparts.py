@@ -1,7 +1,7 @@
-"""PyTorch's tests of FSDP2, in test/distributed/_composable, and the tests here that ask the same.
+"""PyTorch's tests of FSDP2, in test/distributed/_composable, and their counterparts here.
 
-Those of PyTorch's main branch after 2.13. What a test here asks of graphshard, it asks of the real `fully_shard` beside
-it, bit for bit, on gloo ranks; or it asks for an error.
+The tests are those of PyTorch's main branch after 2.13. A counterpart compares graphshard with the real `fully_shard`
+bit for bit, on gloo ranks, or expects an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.upstream.of_values import OF_VALUES, Counterparts
 
 UPSTREAM: Mapping[str, Counterparts] = {**OF_VALUES, **OF_STEPS, **OF_MODELS, **OF_AXES}
 
-# What FSDP2 does, and graphshard refuses: their counterparts are about the error.
+# FSDP2 accepts these and graphshard rejects them; the counterparts expect the error.
 REFUSED = frozenset(
     {
         "TestFullyShardManagedModulesAndStates.test_managed_modules_nested_fully_shard_and_replicate",
@@ -27,7 +27,7 @@ REFUSED = frozenset(
 
 
 def tables() -> str:
-    """Both tables of docs/upstream.md: what has a counterpart, and what has none."""
+    """Return both tables of docs/upstream.md: tests with a counterpart, and tests without."""
     found = ["| PyTorch's file | tests | with a counterpart | of these about an error | in |", "|--|--|--|--|--|"]
     missing: dict[str, list[str]] = {}
     for file, tests in UPSTREAM.items():

@@ -1,4 +1,4 @@
-"""A small language model, whose head may be called by itself."""
+"""A small language model whose head can be called separately."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.distributed.nets import Block
 
-VOCAB = 9  # more rows on one rank than on the other
+VOCAB = 9  # uneven: one rank has more rows
 
 
 class Language(nn.Module):
-    """A small language model whose head need not be called by forward."""
+    """A small language model; forward calls the head optionally."""
 
     def __init__(self, *, tied: bool = False, checkpointed: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counterparts of PyTorch's tests of FSDP2 together with tensor parallelism and pipelines."""
+"""Counterparts of PyTorch's tests of FSDP2 with tensor parallelism and pipelines."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _2D, _OLD = "TestFullyShard2DTraining.", "FSDP1, DDP or `replicate` in the place
 
 OF_AXES: Mapping[str, Counterparts] = {
     "test_fully_shard_dtensor.py": {
-        f"{_SPMD}test_dtensor_train_parity": (f"{_WHOLE}test_as_fsdp2", f"{_ERRORS}test_wrong_meshes"),
-        f"{_SPMD}test_sharded_param_correctness_1d": (f"{_WHOLE}test_as_fsdp2",),
-        f"{_SPMD}test_fsdp_tp_dtensor_sharded_params": (f"{_WHOLE}test_as_fsdp2",),
+        f"{_SPMD}test_dtensor_train_parity": (f"{_WHOLE}test_matches_fsdp2", f"{_ERRORS}test_wrong_meshes"),
+        f"{_SPMD}test_sharded_param_correctness_1d": (f"{_WHOLE}test_matches_fsdp2",),
+        f"{_SPMD}test_fsdp_tp_dtensor_sharded_params": (f"{_WHOLE}test_matches_fsdp2",),
         f"{_SPMD}test_reduce_scatter_unused_dtensor_param": (
             "newer than torch 2.13: `set_reduce_scatter_unused_params`, by which parameters without gradients get zeros"
         ),
-        f"{_SPMD}test_validation_non_replicate_dp_placement": (f"{_WHOLE}test_placements_on_a_data_axis",),
+        f"{_SPMD}test_validation_non_replicate_dp_placement": (f"{_WHOLE}test_rejects_placements_on_a_data_axis",),
         f"{_SPMD}test_validation_invalid_dim_names": (f"{_ERRORS}test_wrong_meshes",),
-        f"{_SPMD}test_validation_mesh_mismatch": (f"{_WHOLE}test_another_mesh",),
+        f"{_SPMD}test_validation_mesh_mismatch": (f"{_WHOLE}test_rejects_another_mesh",),
         f"{_SPMD}test_validation_at_least_one_required": (f"{_ERRORS}test_wrong_meshes",),
         f"{_SPMD}test_validation_spmd_mesh_non_dtensor_params": (f"{_ERRORS}test_roles",),
         f"{_SPMD}test_validation_reshard_after_forward_int_spmd": (f"{_WHOLE}test_ways_to_train_and_state",),
     },
     "test_composability/test_2d_composability.py": {
         f"{_2D}test_train_parity_2d_mlp": (
-            f"{_TENSOR}test_mlps_train_as_with_fsdp2",
-            f"{_TENSOR}test_layers_that_are_computed_again",
+            f"{_TENSOR}test_mlps_match_fsdp2",
+            f"{_TENSOR}test_recomputed_layers",
             f"{_TENSOR}test_options",
         ),
         f"{_2D}test_train_parity_2d_transformer": (
-            f"{_TENSOR}test_a_llama_with_sequence_parallelism_trains_as_with_fsdp2",
+            f"{_TENSOR}test_a_llama_with_sequence_parallelism_matches_fsdp2",
             f"{_TENSOR}test_options",
         ),
         f"{_2D}test_tp_with_fsdp_offloading": (
@@ -61,7 +61,7 @@ OF_AXES: Mapping[str, Counterparts] = {
         "ComposabilityTest.test_3d_with_tp_dp_pp": (
             f"{_STAGES}test_stages_equal_fsdp2",
             f"{_STAGES}test_stages_with_a_tensor_axis",
-            f"{_STAGES}test_weights_have_no_backward_of_their_own",
+            f"{_STAGES}test_rejects_separate_backwards_of_weights",
         ),
         "ComposabilityTest.test_replicate_pp": _OLD,
         "ComposabilityTest.test_replicate_pp_grads": _OLD,

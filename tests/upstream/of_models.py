@@ -1,4 +1,4 @@
-"""Counterparts of PyTorch's tests of how a model is sharded, frozen, compiled and freed, and of what is around it."""
+"""Counterparts of PyTorch's tests of sharding, freezing, compiling and freeing a model, and of its surroundings."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_RANKS}test_sharding.py::test_parameters_keep_their_memory_format",
         ),
         "TestFullyShardShardedParameterDTensor.test_shard_dtensor_parameters": (
-            f"{_RANKS}test_tensor_parallel.py::test_mlps_train_as_with_fsdp2",
+            f"{_RANKS}test_tensor_parallel.py::test_mlps_match_fsdp2",
         ),
         "TestFullyShardLazyInit.test_fully_shard_is_root": IDENTITY,
         "TestFullyShardLazyInit.test_fully_shard_module_and_param_fqns": (
             f"{_HERE}test_init.py::test_parameters_belong_to_the_innermost_unit",
         ),
         "TestFullyShardLazyInit.test_fully_shard_double_lazy_init": (
-            f"{_HERE}test_init.py::test_a_part_may_be_called_before_there_is_a_root",
+            f"{_HERE}test_init.py::test_a_part_may_be_called_before_the_root_is_sharded",
         ),
         "TestFullyShardLazyInit.test_fully_shard_multi_module_root": (
             f"{_HERE}test_init.py::test_a_group_without_a_root",
         ),
         "TestFullyShardLazyInit.test_reset_sharded_param_in_lazy_init": (
-            f"{_HERE}test_init.py::test_a_parameter_that_is_made_of_shards",
+            f"{_HERE}test_init.py::test_a_parameter_that_is_computed_from_shards",
         ),
         "TestFullyShardMetaDeviceInit.test_meta_device_1d_init": (
             f"{_HERE}test_init.py::test_sharded_and_initialised_from_the_meta_device",
@@ -133,11 +133,11 @@ OF_MODELS: Mapping[str, Counterparts] = {
     },
     "test_fully_shard_frozen.py": {
         "TestFullyShardFrozen.test_train_mixed_requires_grad_per_group": (
-            f"{_HERE}test_frozen.py::test_biases_alone_are_trained_and_sent",
+            f"{_HERE}test_frozen.py::test_only_trained_biases_are_reduced",
             f"{_RANKS}test_collectives.py::test_frozen_parameters_are_not_reduced",
         ),
         "TestFullyShardFrozen.test_train_mixed_requires_grad_across_groups": (
-            f"{_HERE}test_frozen.py::test_every_second_layer_is_frozen_for_some_steps",
+            f"{_HERE}test_frozen.py::test_every_second_layer_frozen_for_some_steps",
         ),
         "TestFullyShardFrozen.test_multi_forward_mixed_requires_grad": (
             f"{_HERE}test_frozen.py::test_layers_that_are_called_again_without_gradients",
@@ -146,7 +146,7 @@ OF_MODELS: Mapping[str, Counterparts] = {
     "test_fully_shard_clip_grad_norm_.py": {
         "TestClipGradNormWorldSize2.test_clip_grad_norm_1d": (f"{_RANKS}test_optimizers.py::test_clip_grad_norm",),
         "TestClipGradNormWorldSize4.test_clip_grad_norm_2d": (
-            f"{_RANKS}test_tensor_parallel.py::test_mlps_train_as_with_fsdp2",
+            f"{_RANKS}test_tensor_parallel.py::test_mlps_match_fsdp2",
         ),
     },
     "test_fully_shard_ignore_params.py": {
@@ -162,7 +162,7 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_RANKS}test_overlap.py::test_peak_memory",
             f"{_RANKS}test_overlap.py::test_two_blocks_are_gathered_at_a_time",
             f"{_RANKS}test_overlap.py::test_without_resharding_all_blocks_stay_gathered",
-            f"{_RANKS}test_init.py::test_no_shard_keeps_the_full_parameter",
+            f"{_RANKS}test_init.py::test_full_parameters_are_freed",
         ),
         "TestFullyShardMemory.test_fully_shard_del_memory": (
             f"{_HERE}test_memory.py::test_a_model_that_is_deleted_leaves_nothing",
@@ -183,42 +183,40 @@ OF_MODELS: Mapping[str, Counterparts] = {
         "TestFullyShardCompile.test_trace_fsdp_copy_": _HOOKS,
         "TestFullyShardCompile.test_compiled_autograd_ctx": _HOOKS,
         "TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
+            f"{_HERE}test_compile.py::test_eager_backend",
         ),
         "TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
+            f"{_HERE}test_compile.py::test_eager_backend",
         ),
         "TestFullyShardCompile.test_simple_mlp_fullgraph_backend_inductor": (
-            f"{_HERE}test_compile.py::test_regions_run_in_inductor",
+            f"{_HERE}test_compile.py::test_inductor_backend",
         ),
         "TestFullyShardCompile.test_nested_fully_shard_backend_aot_eager": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
+            f"{_HERE}test_compile.py::test_eager_backend",
         ),
         "TestFullyShardCompile.test_nested_fully_shard_backend_aot_eager_decomp_partition": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
+            f"{_HERE}test_compile.py::test_eager_backend",
         ),
         "TestFullyShardCompile.test_nested_fully_shard_backend_inductor_fullgraph_True": (
-            f"{_HERE}test_compile.py::test_regions_run_in_inductor",
+            f"{_HERE}test_compile.py::test_inductor_backend",
         ),
         "TestFullyShardCompile.test_nested_fully_shard_backend_inductor_fullgraph_True_graph_partition": (
-            f"{_HERE}test_compile.py::test_regions_run_in_inductor",
+            f"{_HERE}test_compile.py::test_inductor_backend",
         ),
         "TestFullyShardCompile.test_nested_fully_shard_backend_inductor_fullgraph_False": _BREAKS,
-        "TestFullyShardCompile.test_transformer_backend_aot_eager": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
-        ),
+        "TestFullyShardCompile.test_transformer_backend_aot_eager": (f"{_HERE}test_compile.py::test_eager_backend",),
         "TestFullyShardCompile.test_transformer_backend_aot_eager_decomp_partition": (
-            f"{_HERE}test_compile.py::test_operators_run_one_by_one",
+            f"{_HERE}test_compile.py::test_eager_backend",
         ),
         "TestFullyShardCompile.test_transformer_backend_inductor_fullgraph_True": (
-            f"{_HERE}test_compile.py::test_regions_run_in_inductor",
+            f"{_HERE}test_compile.py::test_inductor_backend",
         ),
         "TestFullyShardCompile.test_transformer_backend_inductor_fullgraph_True_graph_partition": (
-            f"{_HERE}test_compile.py::test_regions_run_in_inductor",
+            f"{_HERE}test_compile.py::test_inductor_backend",
         ),
         "TestFullyShardCompile.test_transformer_backend_inductor_fullgraph_False": _BREAKS,
         "TestFullyShardCompile.test_dynamo_recompiles_on_fsdp_layers": (
-            f"{_RANKS}test_semantics.py::test_blocks_that_were_compiled",
+            f"{_RANKS}test_semantics.py::test_blocks_compiled_by_the_user",
         ),
     },
 }

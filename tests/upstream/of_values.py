@@ -1,11 +1,11 @@
-"""Counterparts of PyTorch's tests of what is gathered, cast, differentiated and stored."""
+"""Counterparts of PyTorch's tests of gathered, cast, differentiated and stored values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeAlias
 
-# By class and test: tests here, or why there is none.
+# By class and test: the tests here, or the reason why there is none.
 Counterparts: TypeAlias = Mapping[str, tuple[str, ...] | str]
 
 _EXTENSIONS = "tests/distributed/test_extensions.py::"
@@ -28,7 +28,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
             f"{_HERE}test_extensions.py::test_subclasses_from_the_meta_device",
         ),
         f"{_THREADS}test_all_gather_extensions_monkey_patch": (f"{_EXTENSIONS}test_methods_set_on_shards",),
-        f"{_THREADS}test_all_gather_extension_outer_size_stride": (f"{_EXTENSIONS}test_padding_is_for_the_method",),
+        f"{_THREADS}test_all_gather_extension_outer_size_stride": (f"{_EXTENSIONS}test_padding_by_the_method",),
         f"{_THREADS}test_all_gather_extension_hsdp_mesh": (f"{_EXTENSIONS}test_replicas",),
         f"{_THREADS}test_all_gather_extension_single_rank_payloads": (
             f"{_HERE}test_extensions.py::test_several_tensors_and_their_bytes",
@@ -77,13 +77,13 @@ OF_VALUES: Mapping[str, Counterparts] = {
         "TestFullyShardState.test_fully_shard_state": IDENTITY,
         "TestFullyShardState.test_fully_shard_reapply": (f"{_HERE}test_state.py::test_a_module_is_sharded_once",),
         "TestFullyShardState.test_fully_shard_cls": (
-            f"{_HERE}test_state.py::test_classes_are_as_fsdp2_names_them_and_slices_have_the_old_one",
+            f"{_HERE}test_state.py::test_class_names_match_fsdp2_and_slices_keep_the_old_class",
         ),
         "TestFullyShardState.test_fully_shard_unsupported_module_cls": (
             f"{_HERE}test_state.py::test_containers_without_a_forward_are_refused",
         ),
         "TestFullyShardState.test_fully_shard_deepcopy": (
-            "tests/distributed/test_init.py::test_deepcopy_is_a_model_of_its_own",
+            "tests/distributed/test_init.py::test_deepcopy_is_independent",
         ),
         "TestFullyShardState.test_sharded_param_storage": "newer than torch 2.13: private methods that free shards",
     },
@@ -103,17 +103,17 @@ OF_VALUES: Mapping[str, Counterparts] = {
             "tests/distributed/test_containers.py::test_units_take_and_return_containers",
         ),
         "TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false": (
-            "tests/distributed/test_semantics.py::test_functorch_is_a_clear_error",
+            "tests/distributed/test_semantics.py::test_rejects_functorch",
         ),
         f"{_CASTS}test_float16_on_one_submodule": (f"{_HERE}test_casts.py::test_one_unit_in_half_precision",),
         f"{_CASTS}test_submodules_with_external_inputs": (
             f"{_HERE}test_casts.py::test_inputs_of_a_unit_that_are_made_outside",
         ),
         f"{_CASTS}test_checkpoint_recompute_casts_forward_inputs": (
-            f"{_HERE}test_casts.py::test_casts_are_made_again_in_checkpoints",
+            f"{_HERE}test_casts.py::test_checkpoints_recompute_casts",
         ),
         f"{_CASTS}test_checkpoint_recompute_casts_outputs": (
-            f"{_HERE}test_casts.py::test_casts_are_made_again_in_checkpoints",
+            f"{_HERE}test_casts.py::test_checkpoints_recompute_casts",
         ),
         f"{_CASTS}test_norm_modules_bf16": (f"{_HERE}test_casts.py::test_norms",),
         f"{_CASTS}test_norm_modules_fp16": (f"{_HERE}test_casts.py::test_norms",),
@@ -126,9 +126,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
             f"{_HERE}test_state_dict.py::test_states_are_the_shards",
             f"{_HERE}test_state_dict.py::test_states_of_replicas_are_the_shards",
         ),
-        f"{_STATES}test_cached_state_dict": (
-            f"{_HERE}test_state_dict.py::test_a_state_that_was_taken_once_follows_training",
-        ),
+        f"{_STATES}test_cached_state_dict": (f"{_HERE}test_state_dict.py::test_a_cached_state_dict_follows_training",),
         f"{_STATES}test_dp_state_dict_cpu_offload": (
             f"{_HERE}test_state_dict.py::test_parts_of_a_state_are_loaded_into_an_offloaded_model",
         ),

@@ -1,4 +1,4 @@
-"""test_fully_shard_training.py of PyTorch, its tests of microbatches, replicas and other ways into a model."""
+"""Counterparts of test_fully_shard_training.py: microbatches, replicas and methods other than forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.upstream.alike import Pair, own_rows, squares, train_alike
 
 Shard = Callable[..., Any]
-# What is told to a model and its blocks before a microbatch, of which the last is the last.
+# Settings on a model and its blocks before a microbatch; the flag marks the last one.
 Setting = Callable[[Any, bool], None]
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
@@ -42,7 +42,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Pair:
 
 
 def _train(pair: Pair, setting: Setting, *, counted: bool = True) -> None:
-    """Two steps of three microbatches; gradients are set to zero after the first, and to None after the second."""
+    """Train two steps of three microbatches; gradients are zeroed after the first, and set to None after the second."""
     optims = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in pair]
     for step in range(2):
         counts = []
@@ -57,7 +57,7 @@ def _train(pair: Pair, setting: Setting, *, counted: bool = True) -> None:
             optim.step()
             optim.zero_grad(set_to_none=step == 1)
         assert_same(*map(params_of, pair), f"parameters after step {step}")
-        if step and counted:  # the first one makes the programs
+        if step and counted:  # the first step compiles
             assert all(mine <= other for mine, other in zip(*(count.values() for count in counts))), counts
 
 
@@ -84,7 +84,7 @@ def _over_shards(model: Any, last: bool) -> None:
 
 
 def _every_one(model: Any, last: bool) -> None:
-    """Each microbatch is reduced."""
+    """Reduce after each microbatch."""
 
 
 MICROBATCHES: dict[str, tuple[Setting, dict[str, Any]]] = {
@@ -97,13 +97,13 @@ MICROBATCHES: dict[str, tuple[Setting, dict[str, Any]]] = {
 
 def _accumulated(rank: int, world_size: int, case: str) -> None:
     setting, options = MICROBATCHES[case]
-    # What is kept over microbatches is gathered parameter by parameter.
+    # Parameters kept over microbatches are gathered one by one.
     _train(_sharded(_model(), world_mesh(), **options), setting, counted=setting is not _all_and_kept)
 
 
 @pytest.mark.parametrize("case", MICROBATCHES)
 def test_microbatches(ranks: Ranks, case: str) -> None:
-    """`TestFullyShardGradientAccumulation.test_gradient_accumulation`: also how often is communicated."""
+    """`TestFullyShardGradientAccumulation.test_gradient_accumulation`; also counts collectives."""
     ranks(2).run(_accumulated, case)
 
 
@@ -150,7 +150,7 @@ def test_one_forward_one_backward(ranks: Ranks) -> None:
     ranks(2).run(_one_by_one)
 
 
-# --- other ways into a model --------------------------------------------------------------------------------
+# --- methods other than forward -----------------------------------------------------------------------------
 
 
 class _Vision(nn.Module):
@@ -159,14 +159,14 @@ class _Vision(nn.Module):
         self.patches = nn.Conv2d(3, 8, kernel_size=4, stride=4)
 
     def features(self, images: Tensor) -> Tensor:
-        return self.patches(images).flatten(2).transpose(1, 2).clone()  # no view: FSDP2 warns of those
+        return self.patches(images).flatten(2).transpose(1, 2).clone()  # not a view: FSDP2 warns about views
 
     def forward(self, images: Tensor) -> Tensor:
         return self.features(images).sum(1)
 
 
 class _Projected(nn.Module):
-    """Calls another method of a unit than its forward."""
+    """A model whose forward calls another method of a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def _by_module(shard: Shard, model: Any) -> None:
 
 
 def _other_methods(rank: int, world_size: int) -> None:
-    """What forward calls need not be registered here; what is called from outside does."""
+    """A method needs no registration in graphshard if forward calls it, only if it is called from outside."""
     ours, theirs = sharded_alike(_by_module, _Projected())
     register_fsdp_forward_method(theirs.vision, "features")
     train_alike((ours, theirs), lambda model, step: squares(model(own_rows(step, 2, 3, 8, 8))), steps=2)
@@ -191,13 +191,13 @@ def _other_methods(rank: int, world_size: int) -> None:
     train_alike((ours, theirs), lambda model, step: squares(model.vision.features(own_rows(step, 2, 3, 8, 8))), steps=2)
 
 
-def test_methods_that_are_no_forward(ranks: Ranks) -> None:
+def test_methods_other_than_forward(ranks: Ranks) -> None:
     """`TestFullyShardCustomForwardMethod.test_register_fsdp_forward_method`."""
     ranks(2).run(_other_methods)
 
 
 def _several_roots(rank: int, world_size: int) -> None:
-    """Each block is a model of its own. FSDP2 shares streams between them, of which there are none to share here."""
+    """Shard each block as a separate model. FSDP2 shares streams between them; graphshard has none to share."""
     pair = sharded_alike(lambda shard, model: [shard(block) for block in model[1:]], _model())
     train_alike(pair, steps=2)
     with pytest.raises(graphshard.UnsupportedError, match="of FSDP2's state is asked for"):

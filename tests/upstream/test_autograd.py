@@ -1,4 +1,4 @@
-"""test_fully_shard_autograd.py of PyTorch: outputs and modules that a loss does not use, and hooks of gradients."""
+"""Counterparts of test_fully_shard_autograd.py: outputs and modules that the loss does not use, gradient hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESHARD = [(True, 2), (False, 2), (2, 4)]
 
 
 class _Twofold(nn.Module):
-    """Two layers beside each other, of which the second may be left out."""
+    """Two parallel layers, of which the second is optional."""
 
     def __init__(self, *, second: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _unused_output(rank: int, world_size: int, reshard: bool | int) -> None:
 
 @pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
 def test_an_output_that_the_loss_does_not_use(ranks: Ranks, reshard: bool | int, world_size: int) -> None:
-    """`TestFullyShardAutograd.test_unused_forward_output`: from the third step on; gradients None, zeros or values."""
+    """`TestFullyShardAutograd.test_unused_forward_output`: from the third step, gradients None, zeros or values."""
     ranks(world_size).run(_unused_output, reshard)
 
 
@@ -55,7 +55,7 @@ def _unused_module(rank: int, world_size: int, reshard: bool | int) -> None:
 
 @pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
 def test_a_module_that_forward_does_not_use(ranks: Ranks, reshard: bool | int, world_size: int) -> None:
-    """`TestFullyShardAutograd.test_unused_forward_module`: a unit without gradients, which Adam leaves alone."""
+    """`TestFullyShardAutograd.test_unused_forward_module`: Adam does not update a unit without gradients."""
     ranks(world_size).run(_unused_module, reshard)
 
 
@@ -69,7 +69,7 @@ def _scheduled(params: list[Tensor]) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def _step_in_hooks(model: nn.Module) -> None:
-    """Each parameter has an optimizer and a schedule of its own, which step when its gradient is there."""
+    """Give each parameter its own optimizer and scheduler, which step when its gradient is ready."""
     for param in model.parameters():
         optim, schedule = _scheduled([param])
 
@@ -104,5 +104,5 @@ def _in_hooks(rank: int, world_size: int) -> None:
 
 
 def test_optimizers_and_schedules_in_hooks(ranks: Ranks) -> None:
-    """`TestFullyShardPostAccGradHookMultiProcess.test_post_acc_grad_hook_optim_parity`: also of tied weights."""
+    """`TestFullyShardPostAccGradHookMultiProcess.test_post_acc_grad_hook_optim_parity`, also with tied weights."""
     ranks(2).run(_in_hooks)

@@ -1,4 +1,4 @@
-"""test_fully_shard_mixed_precision.py of PyTorch, its tests of casts: the dtypes that modules are given and return."""
+"""Counterparts of test_fully_shard_mixed_precision.py: dtypes of the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
 class _Told(nn.Module):
-    """A layer that writes down the dtypes it is given."""
+    """A layer that records the dtypes of its inputs."""
 
     def __init__(self, name: str, told: list[Any]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Told(nn.Module):
 
 
 class _Two(nn.Module):
-    """Two such layers; the second may be given a tensor that is made here."""
+    """Two such layers; the second may get an input that is created here."""
 
     def __init__(self, *, external: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Two(nn.Module):
 
 
 def _told_alike(pair: Pair) -> list[Any]:
-    """What both write down in one step."""
+    """Run a step of both, check that they record the same dtypes, and return these."""
     seen = []
     for model in pair:
         output = model(own_rows(0))
@@ -74,7 +74,7 @@ def _one_unit(rank: int, world_size: int, case: str) -> None:
 
 @pytest.mark.parametrize("case", ONE_UNIT)
 def test_one_unit_in_half_precision(ranks: Ranks, case: str) -> None:
-    """`TestFullyShardMixedPrecisionCasts.test_float16_on_one_submodule`: root, first and second are given these."""
+    """`TestFullyShardMixedPrecisionCasts.test_float16_on_one_submodule`: dtypes at the root, first and second layer."""
     ranks(2).run(_one_unit, case)
 
 
@@ -92,7 +92,7 @@ def test_inputs_of_a_unit_that_are_made_outside(ranks: Ranks, cast: bool) -> Non
 
 
 class _Checkpointed(nn.Module):
-    """A unit within a checkpoint, whose input and output are cast at its border, when it is run again, too."""
+    """A unit within a checkpoint; its input and output are cast at its boundary, during recomputation, too."""
 
     def __init__(self, given: torch.dtype, returned: torch.dtype, *, writes_down: bool = False) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ def _recomputed(rank: int, world_size: int, casts: str) -> None:
 
 @needs_newer_fsdp2
 @pytest.mark.parametrize("casts", CASTS)
-def test_casts_are_made_again_in_checkpoints(ranks: Ranks, casts: str) -> None:
+def test_checkpoints_recompute_casts(ranks: Ranks, casts: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_checkpoint_recompute_casts_forward_inputs` and
     `TestFullyShardMixedPrecisionCasts.test_checkpoint_recompute_casts_outputs`.
 
-    Both look twice at dtypes, which the model asserts, or writes down in a checkpoint, where Python runs it.
+    Dtypes are checked in forward and in recomputation: the model asserts them, or records them within a checkpoint.
     """
     ranks(2).run(_recomputed, casts)
 
@@ -157,7 +157,7 @@ def _with_norm(norm: nn.Module) -> nn.Module:
 
 
 def _outcome(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, Any] | str:
-    """Result, gradients and buffers of a step; or what torch's kernel says."""
+    """Return result, gradients and buffers of a step, or the kernel's error."""
     try:
         output = model(x)
     except RuntimeError as error:
@@ -200,7 +200,7 @@ def test_norms(ranks: Ranks, dtype: torch.dtype, name: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_norm_modules_bf16` and
     `TestFullyShardMixedPrecisionCasts.test_norm_modules_fp16`.
 
-    Buffers of batch norm stay in float32, which torch's kernel for CPUs refuses in both alike.
+    Buffers of batch norm stay in float32, which torch's CPU kernel rejects for both models.
     """
     error = f"expected scalar type {name} but found Float"
     for refused in ranks(2).run(_norms, dtype):

@@ -1,4 +1,4 @@
-"""test_fully_shard_training.py of PyTorch, its tests of a head that is called for one chunk after the other."""
+"""Counterparts of test_fully_shard_training.py: a head that is called chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shard = Callable[..., Any]
 
 
 def _in_chunks(model: Any, step: int, seen: dict[str, Any]) -> None:
-    """The head's backwards, and then that of the rest."""
+    """Run the backward of each chunk of the head, then the backward of the rest."""
     hidden = model(tokens(step), hidden=True)
     leaf = hidden.detach().float().requires_grad_()
     seen["hidden"] = hidden.detach()
@@ -77,7 +77,7 @@ def _chunks(rank: int, world_size: int, case: str) -> None:
 @needs_newer_fsdp2
 @pytest.mark.parametrize("case", CHUNKED)
 def test_a_head_that_forward_does_not_call(ranks: Ranks, case: str) -> None:
-    """`TestFullyShard1DTrainingCompose.test_partial_group_forward_then_standalone`: its gradient after each chunk."""
+    """`TestFullyShard1DTrainingCompose.test_partial_group_forward_then_standalone`: the gradient after each chunk."""
     ranks(2).run(_chunks, case)
 
 
@@ -91,7 +91,7 @@ def _accumulated_chunks(rank: int, world_size: int) -> None:
                 model.set_is_last_backward(microbatch == 2)
                 _in_chunks(model, microbatch, found)
         ours, theirs = map(grads_of, pair)
-        # FSDP2 reduces what the norm has added up with the head's first chunk, and the rest in its own turn.
+        # FSDP2 reduces the norm's accumulated gradient with the head's first chunk, and the rest separately.
         for name in ("norm.weight", "norm.bias"):
             torch.testing.assert_close(local(ours.pop(name)), local(theirs.pop(name)))
         assert_same(ours, theirs, f"{reshard=}")
@@ -132,7 +132,7 @@ def _kept_for_chunks(rank: int, world_size: int) -> None:
 
 @needs_newer_fsdp2
 def test_a_head_that_stays_gathered_for_all_chunks(ranks: Ranks) -> None:
-    """`TestFullyShard1DTrainingCompose.test_partial_group_reshard_toggle`: as torchtitan switches it."""
+    """`TestFullyShard1DTrainingCompose.test_partial_group_reshard_toggle`: toggled as in torchtitan."""
     ranks(2).run(_kept_for_chunks)
 
 
@@ -167,9 +167,9 @@ def _after_an_exception(rank: int, world_size: int) -> None:
     model.layers[1] = _Armed(8, 12)
     pair = sharded_alike(_chunked, model)
     for each in pair:
-        for known in (False, True):  # whether there was a step before
+        for known in (False, True):  # whether a step ran before
             each.layers[1].armed = True
-            with pytest.raises((ValueError, graphshard.CaptureError), match="armed"):  # ours tells the line
+            with pytest.raises((ValueError, graphshard.CaptureError), match="armed"):  # graphshard's names the line
                 each(tokens(0), hidden=known)
             each.layers[1].armed = False
             each.reset_iter_state()

@@ -1,4 +1,4 @@
-"""test_fully_shard_comm.py of PyTorch: what is gathered and reduced, and what is gathered by hand."""
+"""Counterparts of test_fully_shard_comm.py: gathered and reduced values, and manual `unshard`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = [(5, 7), (5,), (8, 3), (8,), (9, 2, 2), (1, 4), (2,), (4, 6)]
 
 
 class _OddSizes(nn.Module):
-    """Parameters that ranks share unevenly, or of which some have nothing; whole numbers, so that sums are exact."""
+    """Parameters of uneven and empty shards; the values are integers, so sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +71,15 @@ def _odd_sizes(rank: int, world_size: int) -> None:
             assert_same(*map(grads_of, pair), f"{reshard=}, {dtype=}")
 
 
-def test_parameters_of_odd_sizes_travel_whole(ranks: Ranks) -> None:
+def test_parameters_of_odd_sizes(ranks: Ranks) -> None:
     """`TestFullyShardCollectiveOps.test_all_gather_fp32`, `TestFullyShardCollectiveOps.test_reduce_scatter_fp32` and
-    `TestFullyShardCollectiveOps.test_reduce_scatter_fp16`: what modules show, and the mean of gradients."""
+    `TestFullyShardCollectiveOps.test_reduce_scatter_fp16`: unsharded parameters and mean gradients.
+    """
     ranks(4).run(_odd_sizes)
 
 
 class _Divisions(TorchDispatchMode):
-    """Counts divisions and multiplications by a number."""
+    """A mode that counts divisions and multiplications by a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _Divisions(TorchDispatchMode):
 
 
 def _alone(rank: int, world_size: int) -> None:
-    """Each rank is a world: nothing travels, and a gradient is divided where that was asked for."""
+    """Each rank is a world: there are no collectives, and gradients are divided only by an explicit factor."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("other", "shard"))["shard"]
     for factor in (None, 1.0, 2.0):
         pair = sharded_alike(lambda shard, model: shard(model, mesh=mesh), nn.Linear(8, 4, bias=False))
@@ -105,22 +106,22 @@ def _alone(rank: int, world_size: int) -> None:
             with _Divisions() as divisions, launches(model) as launched:
                 loss.backward()
             assert not launched
-            if model is pair[0]:  # FSDP2 of torch 2.13 divides by one, too
+            if model is pair[0]:  # FSDP2 of torch 2.13 also divides by one
                 assert divisions.number == (factor == 2)
             assert torch.equal(local(model.weight.grad), expected)
 
 
-def test_a_world_of_one_divides_what_it_was_told_to(ranks: Ranks) -> None:
+def test_a_world_of_one_divides_only_by_an_explicit_factor(ranks: Ranks) -> None:
     """`TestFullyShardReduceOpWorldSize1.test_singleton_copy_division` and
     `TestFullyShardReduceOpWorldSize1.test_size1_reduceop`."""
     ranks(2).run(_alone)
 
 
-# --- by hand ------------------------------------------------------------------------------------------------
+# --- unshard ------------------------------------------------------------------------------------------------
 
 
 def _before_the_first_call(rank: int, world_size: int) -> None:
-    """A root without parameters of its own has nothing to gather."""
+    """A root without parameters has nothing to gather."""
     plain = _Mlps()
     for units in (True, False):
         model = copy.deepcopy(plain)
@@ -136,14 +137,14 @@ def _before_the_first_call(rank: int, world_size: int) -> None:
             assert torch.equal(param.full_tensor() if isinstance(param, DTensor) else param, whole)
 
 
-def test_gathered_before_the_first_call(ranks: Ranks) -> None:
+def test_unshard_before_the_first_call(ranks: Ranks) -> None:
     """`TestFullyShardUnshardMultiThread.test_unshard_no_param_group` and
     `TestFullyShardUnshardMultiThread.test_unshard_without_lazy_init`."""
     ranks(2).run(_before_the_first_call)
 
 
 class _Summed(nn.Module):
-    """A product that is summed over ranks, while other things are done."""
+    """A product that is summed over the ranks while the model continues."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class _Mlps(nn.Module):
 
 
 class _Ahead(nn.Module):
-    """Starts to gather each layer beside the sum that it needs."""
+    """A model that starts to gather each layer during the sum that the layer needs."""
 
     def __init__(self, mesh: Any, *, waits_inside: bool) -> None:
         super().__init__()
@@ -219,6 +220,6 @@ def _gathered_ahead(rank: int, world_size: int) -> None:
         waiting(own_rows(0))
 
 
-def test_gathered_ahead_of_what_needs_it(ranks: Ranks) -> None:
-    """`TestFullyShardUnshardMultiProcess.test_unshard_async`, but what is under way is waited for outside."""
+def test_unshard_async(ranks: Ranks) -> None:
+    """`TestFullyShardUnshardMultiProcess.test_unshard_async`, with the wait outside of the collective's unit."""
     ranks(2).run(_gathered_ahead)

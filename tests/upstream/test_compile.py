@@ -1,4 +1,4 @@
-"""test_fully_shard_compile.py of PyTorch: compiled steps have the losses of steps that are not compiled."""
+"""Counterparts of test_fully_shard_compile.py: compiled steps have the losses of eager steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.twins import CountLaunches, assert_same, example_llama, f
 from tests.ranks import Ranks
 from tests.upstream.alike import own_rows, squares
 
-TRAINED = ("wq", "wv")  # of the attention, in the models of which the rest is frozen
+TRAINED = ("wq", "wv")  # trained weights of the attention in models whose rest is frozen
 
 
 class _Gated(nn.Module):
@@ -27,7 +27,7 @@ class _Gated(nn.Module):
 
 
 class _Again(nn.Module):
-    """Every layer runs twice, and then the whole twice."""
+    """Run every layer twice, and then the whole twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Again(nn.Module):
 
 
 def _case(name: str) -> tuple[nn.Module, Any]:
-    """A model, and the inputs of a step."""
+    """Return a model and a function that returns the inputs of a step."""
     if name == "again":
         return _Again(), lambda step: {"x": own_rows(step)}
     if name == "one unit":
@@ -92,7 +92,7 @@ CASES = ["one unit", "again", "transformer", "frozen transformer"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operators_run_one_by_one(ranks: Ranks, name: str) -> None:
+def test_eager_backend(ranks: Ranks, name: str) -> None:
     """`TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager`,
     `TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition`,
     `TestFullyShardCompile.test_nested_fully_shard_backend_aot_eager`,
@@ -104,7 +104,7 @@ def test_operators_run_one_by_one(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_regions_run_in_inductor(ranks: Ranks, name: str) -> None:
+def test_inductor_backend(ranks: Ranks, name: str) -> None:
     """`TestFullyShardCompile.test_simple_mlp_fullgraph_backend_inductor`,
     `TestFullyShardCompile.test_nested_fully_shard_backend_inductor_fullgraph_True`,
     `TestFullyShardCompile.test_nested_fully_shard_backend_inductor_fullgraph_True_graph_partition`,

@@ -1,4 +1,4 @@
-"""test_fully_shard_extensions.py of PyTorch: parameters that say themselves what is gathered of them."""
+"""Counterparts of test_fully_shard_extensions.py: parameters with all-gather extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from tests.distributed.extended import BF16, before, before_told, even, pair, pairs_follow, train_beside_fsdp2
+from tests.distributed.extended import BF16, before, before_told, even, pair, pairs_follow, train_and_compare_with_fsdp2
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 from tests.upstream.alike import own_rows, squares
@@ -34,7 +34,7 @@ def _from_meta(rank: int, world_size: int) -> None:
     for how in (before, before_told):
         for reshard in (True, False):
             with pairs_follow(how):
-                train_beside_fsdp2(
+                train_and_compare_with_fsdp2(
                     make, world_mesh(), prepare=_materialized, mp_policy=BF16, reshard_after_forward=reshard
                 )
 
@@ -60,7 +60,7 @@ def _bytes_of_both(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, mod
 
 
 def _finished(weight: Tensor, out: Tensor | None) -> Any:
-    """What FSDP2 expects of the first gather, and of the others."""
+    """Check FSDP2's protocol of `fsdp_post_all_gather`: `out` is None at the first gather only."""
     if out is None:
         return weight, (weight,)
     with _unsafe_preserve_version_counter(out):
@@ -75,7 +75,7 @@ def _sum_of_both(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, o
 
 
 def _payloads(rank: int, world_size: int, before: Any) -> None:
-    """Where one rank has all, FSDP2 2.13 hands out the first tensor only: there, against plain arithmetic."""
+    """With one rank per shard group FSDP2 2.13 returns only the first tensor; compare with plain arithmetic there."""
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))["shard"]
     plain = nn.Linear(8, 6, bias=False)
     ours, theirs = twins(copy.deepcopy(plain), world_mesh())
@@ -98,7 +98,7 @@ def _payloads(rank: int, world_size: int, before: Any) -> None:
 
 @pytest.mark.parametrize("before", [_weight_and_more, _bytes_of_both])
 def test_several_tensors_and_their_bytes(ranks: Ranks, before: Any) -> None:
-    """`TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extension_single_rank_payloads`: and on two."""
+    """`TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extension_single_rank_payloads`; also two."""
     ranks(2).run(_payloads, before)
 
 
@@ -114,7 +114,7 @@ def _weight_of_two(self: Any, gathered: Any, metadata: Any, param_dtype: Any, *,
 
 
 def _nothing(rank: int, world_size: int) -> None:
-    """FSDP2 2.13 cannot gather the empty tensor; without it there is the same weight."""
+    """FSDP2 2.13 cannot gather the empty tensor; without it the weight is the same."""
     ours, theirs = twins(nn.Linear(8, 6, bias=False), world_mesh())
     _with_methods(ours, _weight_and_nothing, _weight_of_two)
     for step in range(2):
@@ -134,7 +134,7 @@ SETTINGS = types.SimpleNamespace(factor=1.0)
 
 
 def _changing(rank: int, world_size: int) -> None:
-    """The number of tensors, the size of one, and factors are variables, of an object and of the module."""
+    """Change the number of tensors, a size, and factors that are attributes of an object and of the module."""
     count, rows = 1, 4
 
     def before(self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
@@ -161,7 +161,7 @@ def test_methods_whose_variables_change(ranks: Ranks) -> None:
     """`TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extension_errors_name_param`, and
     `TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extension_smaller_payload`.
 
-    FSDP2 keeps the buffers of the first gather, so it refuses other numbers of tensors, and larger ones. Here a call
-    captures again.
+    FSDP2 keeps the buffers of the first gather, so it rejects a different number of tensors and larger tensors.
+    Graphshard captures again.
     """
     ranks(2).run(_changing)

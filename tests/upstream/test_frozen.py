@@ -1,4 +1,4 @@
-"""test_fully_shard_frozen.py of PyTorch: parameters that are not trained, always or for some steps."""
+"""Counterparts of test_fully_shard_frozen.py: parameters that are frozen, always or for some steps."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _biases(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MIXED)
-def test_biases_alone_are_trained_and_sent(ranks: Ranks, case: str) -> None:
-    """`TestFullyShardFrozen.test_train_mixed_requires_grad_per_group`: reductions hold the biases, unit by unit."""
+def test_only_trained_biases_are_reduced(ranks: Ranks, case: str) -> None:
+    """`TestFullyShardFrozen.test_train_mixed_requires_grad_per_group`: each unit reduces only its biases."""
     ranks(2).run(_biases, case)
 
 
 def _in_turn(rank: int, world_size: int) -> None:
-    """Linears without a root, of which every second is frozen, a step without gradients, and then all are trained."""
+    """Linears without a root: every second is frozen, then a step runs without gradients, then all are trained."""
     for reshard in (True, False):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU())[index % 2] for index in range(8)))
         options = {"root": False, "mesh": world_mesh(), "reshard_after_forward": reshard}
@@ -92,13 +92,13 @@ def _in_turn(rank: int, world_size: int) -> None:
         assert_same(*map(params_of, pair), f"{reshard=}")
 
 
-def test_every_second_layer_is_frozen_for_some_steps(ranks: Ranks) -> None:
+def test_every_second_layer_frozen_for_some_steps(ranks: Ranks) -> None:
     """`TestFullyShardFrozen.test_train_mixed_requires_grad_across_groups`."""
     ranks(2).run(_in_turn)
 
 
 class _Repeated(nn.Module):
-    """Calls a frozen and a trained layer again and again, also without gradients."""
+    """A model that calls a frozen and a trained layer several times, also without gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""test_fully_shard_ignore_params.py of PyTorch: DDP around what is sharded, and inside of it."""
+"""Counterpart of test_fully_shard_ignore_params.py: DDP around a sharded model, and inside of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.upstream.alike import own_rows
 
 
 class _Inner(nn.Module):
-    """What is sharded, but for one layer."""
+    """A sharded module with one ignored layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,5 +69,5 @@ def _ddp_around(rank: int, world_size: int) -> None:
 
 
 def test_ddp_around_a_model_that_ignores_parameters(ranks: Ranks) -> None:
-    """`TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C`: DDP reduces what is ignored inside, and what is outside."""
+    """`TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C`: DDP reduces ignored parameters, inside and outside."""
     ranks(2).run(_ddp_around)

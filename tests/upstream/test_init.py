@@ -1,4 +1,4 @@
-"""test_fully_shard_init.py of PyTorch: from a module to shards, and what may be done to them before the first step."""
+"""Counterparts of test_fully_shard_init.py: from a module to shards, and operations before the first step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.upstream.alike import own_rows, squares, stack, train_alike
 
 Shard = Callable[..., Any]
 
-# --- which parameters belong to which unit ------------------------------------------------------------------
+# --- parameters of units ------------------------------------------------------------------------------------
 
 
 def _shared() -> nn.Sequential:
-    """A weight in three blocks."""
+    """Share a weight between three blocks."""
     model = stack()
     model[0].up.weight = model[1].up.weight
     model[2].up.weight = model[1].up.weight
@@ -35,7 +35,7 @@ def _shared() -> nn.Sequential:
 
 
 def _twice() -> nn.Sequential:
-    """One block at two places, and a layer of one block in another."""
+    """Use one block twice, and a layer of one block in another."""
     blocks = stack(4)
     blocks[3].up = blocks[2].up
     return nn.Sequential(blocks[0], blocks[0], blocks[2], blocks[3])
@@ -78,7 +78,7 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], Callable[[Shard, Any], None]]] =
 
 
 def _units_of(model: nn.Module) -> list[frozenset[str]]:
-    """Of FSDP2, by the names that its groups have."""
+    """Return the parameters of FSDP2's units, by name."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module._get_fsdp_state()._lazy_init()
@@ -124,7 +124,7 @@ def test_parameters_belong_to_the_innermost_unit(ranks: Ranks, case: str) -> Non
 
 
 def _replicated_inside(rank: int, world_size: int) -> None:
-    """FSDP2 leaves such a part out. Its hooks would not run in a compiled model."""
+    """FSDP2 ignores a replicated part; in a compiled model its hooks would not run."""
     model = stack()
     replicate(model[0])
     OURS(model[2])
@@ -145,7 +145,7 @@ def test_a_replicated_part_is_refused(ranks: Ranks) -> None:
 
 
 def _part_first(rank: int, world_size: int) -> None:
-    """FSDP2 refuses a root after that."""
+    """Call a part before the root is sharded; FSDP2 then rejects the root."""
     model, plain = stack(), stack()
     OURS(model[0])
     squares(model[0](own_rows(0))).backward()
@@ -158,13 +158,13 @@ def _part_first(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
-def test_a_part_may_be_called_before_there_is_a_root(ranks: Ranks) -> None:
+def test_a_part_may_be_called_before_the_root_is_sharded(ranks: Ranks) -> None:
     """`TestFullyShardLazyInit.test_fully_shard_double_lazy_init`."""
     ranks(2).run(_part_first)
 
 
 def _no_root(rank: int, world_size: int) -> None:
-    """Each of the group is called by itself then; FSDP2 wants a root."""
+    """Call each module of a group that has no root; FSDP2 requires one."""
     plain = stack(2)
     ours, theirs = sharded_alike(lambda shard, model: shard([model[0], model[1]]), copy.deepcopy(plain))
     with pytest.raises(RuntimeError, match="single root module"):
@@ -182,7 +182,7 @@ def test_a_group_without_a_root(ranks: Ranks) -> None:
 
 
 class _Normed(nn.Module):
-    """A parameter that is computed from others, once these have values."""
+    """A model that computes a parameter from others once these have values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def _computed(rank: int, world_size: int) -> None:
     train_alike(pair, steps=2)
 
 
-def test_a_parameter_that_is_made_of_shards(ranks: Ranks) -> None:
+def test_a_parameter_that_is_computed_from_shards(ranks: Ranks) -> None:
     """`TestFullyShardLazyInit.test_reset_sharded_param_in_lazy_init`."""
     ranks(2).run(_computed)
 
@@ -234,7 +234,7 @@ class _WithBuffer(nn.Module):
 
 
 def _from_meta(rank: int, world_size: int) -> None:
-    """With parameters that have as many rows as ranks, fewer, or one; sharded while new tensors are on meta, too."""
+    """Initialize parameters with the same number of rows as ranks, fewer, or one, also under a meta default device."""
     for dim, policy in ((8, {}), (3, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}), (1, {})):
         with torch.device("meta"):
             model = nn.Sequential(_WithBuffer(dim), _WithBuffer(dim))
@@ -267,7 +267,7 @@ def test_sharded_and_initialised_from_the_meta_device(ranks: Ranks) -> None:
 
 
 def _of_groups(rank: int, world_size: int) -> None:
-    """Meshes that are made of process groups train as those of `init_device_mesh`."""
+    """Check that meshes made from process groups train like those of `init_device_mesh`."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     shard = DeviceMesh.from_group(whole.get_group("shard"), "cpu", mesh_dim_names=("shard",))
     groups = [whole.get_group("replicate"), whole.get_group("shard")]
@@ -319,7 +319,7 @@ def test_one_replica_gives_its_values_to_the_others(ranks: Ranks) -> None:
 
 
 def _replicas_by_hook(rank: int, world_size: int) -> None:
-    """Two worlds of two ranks, whose gradients a hook averages: those of replicas."""
+    """Average gradients of two worlds of two ranks in a hook; the result equals HSDP."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     between = whole.get_group("replicate")
     models = stack(2), stack(2)

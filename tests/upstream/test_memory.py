@@ -1,4 +1,4 @@
-"""test_fully_shard_memory.py of PyTorch: what is freed."""
+"""Counterpart of test_fully_shard_memory.py: deleting a model frees its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.upstream.alike import own_rows, squares, stack
 
 
 def _deleted(rank: int, world_size: int) -> None:
-    """Shards, gradients and states of an optimizer are freed with the model."""
+    """Shards, gradients and optimizer states are freed with the model."""
     model = stack(2)
     for module in (*model, model):
         OURS(module)

@@ -1,4 +1,4 @@
-"""test_fully_shard_mixed_precision.py of PyTorch: the dtypes that are computed, reduced and accumulated in."""
+"""Counterparts of test_fully_shard_mixed_precision.py: dtypes of compute, reduction and accumulation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.ranks import Ranks
 from tests.upstream.alike import Pair, needs_fsdp2_of_2_12, own_rows, reduced_dtypes, squares, stack, train_alike
 
 REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-# Resharding, on as many ranks, and whether parameters are sharded along their largest dim.
+# reshard_after_forward, world size, and whether parameters are sharded along their largest dim.
 CASES: list[tuple[bool | int, int, bool]] = [(False, 2, True), (True, 2, False), (2, 4, False), (2, 4, True)]
 
 
 def _step_reducing_in(pair: Pair, dtype: torch.dtype, x: Tensor) -> None:
-    """A step of both, in which every reduction is in one dtype, and gradients have that of the parameters."""
+    """Run a step of both in which all reductions have one dtype, and gradients the parameters' dtype."""
     seen = []
     for model in pair:
         model.zero_grad()
@@ -43,7 +43,7 @@ def _trained(
 ) -> None:
     options: dict[str, Any] = {"mp_policy": policy, "shard_placement_fn": largest_dim if inner else None}
     model = stack()
-    # FSDP2 2.13 fails where inner dims are gathered among fewer ranks; gathered among all, they are the same.
+    # FSDP2 2.13 fails if inner dims are gathered among fewer ranks; the values equal a gather among all.
     theirs = True if inner and reshard == 2 else reshard
     twin = fsdp2(copy.deepcopy(model), world_mesh(), reshard_after_forward=theirs, **options)
     ours = graphshard.compile(model, world_mesh(), backend="eager", reshard_after_forward=reshard, **options)
@@ -59,7 +59,7 @@ def _trained(
 def test_computed_and_reduced_in_low_precision(
     ranks: Ranks, reshard: bool | int, world_size: int, dtype: torch.dtype, inner: bool
 ) -> None:
-    """`TestFullyShardMixedPrecisionTraining.test_compute_dtype`: sharded along dim 0, or the largest."""
+    """`TestFullyShardMixedPrecisionTraining.test_compute_dtype`: sharded along dim 0, or the largest dim."""
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     ranks(world_size).run(_trained, policy, reduced_in(policy, torch.float32, dtype), reshard, inner)
 
@@ -71,12 +71,12 @@ def test_computed_and_reduced_in_low_precision(
 def test_reduced_in_another_dtype(
     ranks: Ranks, reshard: bool | int, world_size: int, policy: MixedPrecisionPolicy, dtype: torch.dtype, inner: bool
 ) -> None:
-    """`TestFullyShardMixedPrecisionTraining.test_reduce_dtype`: a higher one than that of the product, or a lower."""
+    """`TestFullyShardMixedPrecisionTraining.test_reduce_dtype`: higher or lower than the compute dtype."""
     ranks(world_size).run(_trained, policy, dtype, reshard, inner)
 
 
 class _WithIntegers(nn.Module):
-    """Layers, and a frozen parameter of integers in the same unit."""
+    """Layers, and a frozen integer parameter in the same unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _WithIntegers(nn.Module):
 
 
 def _thawed(rank: int, world_size: int) -> None:
-    """FSDP2 2.13 settles dtypes at the first call, so its own has no frozen call before."""
+    """FSDP2 2.13 fixes dtypes at the first call, so its model makes no frozen call first."""
     pair = twins(_WithIntegers(), world_mesh(), mp_policy=BF16)
     pair[0].requires_grad_(False)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def _accumulated(rank: int, world_size: int, reshard: bool) -> None:
                 assert output.dtype == torch.bfloat16
                 with reduced_dtypes() as reduced:
                     output.sum().backward()
-                if step:  # in the first, programs are verified: on fake tensors
+                if step:  # the first step verifies programs on fake tensors
                     assert reduced == ({torch.float32} if last else set())
                 losses.append({"output": output.detach()})
             assert_same(*losses, f"microbatch {microbatch} of step {step}")
@@ -144,14 +144,14 @@ class _Inner:
 
 @dataclass
 class _Outer:
-    """What units give each other, a dataclass in a dataclass; no pytree."""
+    """A dataclass in a dataclass, passed between units; not a registered pytree."""
 
     inner: _Inner
     z: Tensor
 
 
 class _OfEach(nn.Module):
-    """A layer for all tensors of a dataclass."""
+    """A layer that is applied to all tensors of a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()

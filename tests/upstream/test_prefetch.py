@@ -1,4 +1,4 @@
-"""test_fully_shard_comm.py of PyTorch, its tests of order: what is gathered ahead of what needs it."""
+"""Counterparts of test_fully_shard_comm.py: order of collectives and prefetching."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shard = Callable[..., Any]
 
 
 class _Net(nn.Module):
-    """Layers of different widths, by which what travels is told, between parameters of the root."""
+    """Layers of different widths, which identify the collectives, between parameters of the root."""
 
     def __init__(self, depth: int = 3, checkpointed: str = "") -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Net(nn.Module):
         return self.head(x)
 
 
-HEAD = {8 * 4: "root"}  # what backward gathers of the root: it does not read the stem
+HEAD = {8 * 4: "root"}  # backward gathers only this part of the root: it does not read the stem
 
 
 def _by_layer(shard: Shard, model: Any, **options: Any) -> None:
@@ -52,7 +52,7 @@ def _by_layer(shard: Shard, model: Any, **options: Any) -> None:
 
 
 def _order(model: nn.Module, calls: int = 1) -> tuple[list[str], list[str]]:
-    """What is launched in forward and in backward of a step that is not the first."""
+    """Return the collectives that forward and backward of the second step launch."""
     squares(model(own_rows(0))).backward()
     model.zero_grad()
     with launches(model, HEAD) as forward:
@@ -64,7 +64,7 @@ def _order(model: nn.Module, calls: int = 1) -> tuple[list[str], list[str]]:
 
 FORWARD = ["gather root", "gather layers.0", "gather layers.1", "gather layers.2"]
 REDUCTIONS = ["reduce layers.2", "reduce layers.1", "reduce layers.0", "reduce root"]
-# Each layer is gathered while the one before it computes, so its gather is launched before that one's reduction.
+# Each layer is gathered while the previous one computes, so its gather is launched before that one's reduction.
 BACKWARD = ["gather layers.2", "gather layers.1", "reduce layers.2", "gather layers.0", *REDUCTIONS[1:]]
 BACKWARDS = {True: ["gather root", *BACKWARD], 2: ["gather root", *BACKWARD], None: BACKWARD, False: REDUCTIONS}
 
@@ -77,7 +77,7 @@ def _orders(rank: int, world_size: int, reshard: bool | int | None, checkpointed
         ours, theirs = map(_order, pair)
         assert ours == theirs == (FORWARD, BACKWARDS[reshard])
         assert_same(*map(grads_of, pair), "gradients")
-    for model in pair:  # two forwards; what they send is counted in tests/distributed/test_counts.py
+    for model in pair:  # two forwards; tests/distributed/test_counts.py counts their collectives
         _order(model, calls=2)
     for name, grad in grads_of(pair[0]).items():
         torch.testing.assert_close(local(grad), local(pair[1].get_parameter(name).grad))
@@ -93,8 +93,7 @@ def test_layers_are_gathered_one_ahead(
     world_size: int,
     checkpointed: list[str],
 ) -> None:
-    """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`: in forward and backward, with checkpoints, and with
-    two forwards before a backward."""
+    """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`: also with checkpoints, and with two forwards."""
     ranks(world_size).run(_orders, reshard, checkpointed)
 
 
@@ -127,7 +126,7 @@ def _one_way_after_the_other(rank: int, world_size: int) -> None:
         found.append(orders[2:])
     assert_same(*map(grads_of, pair), "gradients")
     ours, theirs = found
-    # FSDP2 gathers the other layer, too, and the first, whose weight backward does not read.
+    # FSDP2 also gathers the other layer and the first, whose weight backward does not read.
     assert ours == [
         ["gather layers.2", "reduce layers.2", "reduce layers.0"],
         ["gather layers.1", "reduce layers.1", "reduce layers.0"],
@@ -136,7 +135,7 @@ def _one_way_after_the_other(rank: int, world_size: int) -> None:
 
 
 def test_a_backward_for_each_of_two_outputs(ranks: Ranks) -> None:
-    """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`, where each backward uses one of two layers."""
+    """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`: each backward uses one of two layers."""
     ranks(2).run(_one_way_after_the_other)
 
 
@@ -160,7 +159,7 @@ def _resharded_by_hand(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
     ours, theirs = found
     assert theirs == BACKWARDS[True]
-    # One launch brings back all that forward had kept and backward reads, which is not the stem.
+    # One launch gathers all that forward had kept and backward reads, which excludes the stem.
     read = sum(param.numel() for param in pair[0].parameters()) - pair[0].stem.weight.numel()
     assert ours == [f"gather {read}", *REDUCTIONS]
 
@@ -183,7 +182,7 @@ def _prefetched(rank: int, world_size: int) -> None:
         assert ours == theirs
         ahead = [launch for launch in ours[1][: ours[1].index("reduce layers.3")] if "gather" in launch]
         assert ahead == ["gather layers.3", "gather layers.2", "gather layers.1"][: 1 + number]
-    # Too late: the last layer's backward is over by then.
+    # Too late: the last layer's backward has already run.
     for model in pair:
         model.layers[0].set_modules_to_backward_prefetch([model.layers[3]])
         squares(model(own_rows(1))).backward()
@@ -198,7 +197,7 @@ def test_modules_to_prefetch(ranks: Ranks) -> None:
 
 
 class _Groups(nn.Module):
-    """Layers that are gathered in pairs, and some that nobody calls."""
+    """Layers gathered in pairs, and some that are never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +252,7 @@ def test_modules_in_groups(ranks: Ranks) -> None:
 
 
 class _Wrapped(nn.Module):
-    """Checkpointed layers, each with a unit of its own inside, in a checkpoint in a checkpoint."""
+    """Checkpointed layers, each with an inner unit, in a nested checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +300,7 @@ def _prefetched_in_checkpoints(rank: int, world_size: int) -> None:
                 loss.backward()
         found.append([{kind: count.of(kind) for kind in ("gather", "scatter")} for count in (backward, chosen)])
     assert_same(*map(grads_of, pair), "gradients")
-    # The first unit's weight is not read in backward.
+    # Backward does not read the first unit's weight.
     assert found == [[{"gather": 7, "scatter": 8}] * 2, [{"gather": 8, "scatter": 8}] * 2]
 
 

@@ -1,4 +1,4 @@
-"""test_fully_shard_state.py of PyTorch: the class of a sharded module, and what cannot be sharded."""
+"""Counterparts of test_fully_shard_state.py: classes of sharded modules, and modules that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.upstream.alike import own_rows, squares, stack
 
 
 def _applied_twice(rank: int, world_size: int) -> None:
-    """By each of the two, after each of the two."""
+    """Apply each of the two APIs after each of them."""
     ours, theirs = twins(stack(), world_mesh())
     with pytest.raises(graphshard.ArgumentError, match=r"it is already compiled\. Compile the root module, once\."):
         graphshard.compile(ours, world_mesh())
@@ -54,8 +54,8 @@ def _classes(rank: int, world_size: int) -> None:
     assert ours[2].up.weight.grad is None
 
 
-def test_classes_are_as_fsdp2_names_them_and_slices_have_the_old_one(ranks: Ranks) -> None:
-    """`TestFullyShardState.test_fully_shard_cls`: a slice runs its modules, on the same shards."""
+def test_class_names_match_fsdp2_and_slices_keep_the_old_class(ranks: Ranks) -> None:
+    """`TestFullyShardState.test_fully_shard_cls`: a slice runs its modules on the same shards."""
     ranks(2).run(_classes)
 
 

@@ -1,4 +1,4 @@
-"""test_fully_shard_state_dict.py of PyTorch: values in a state dict are the shards, before and after everything."""
+"""Counterparts of test_fully_shard_state_dict.py: state dicts hold the shards at any time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.upstream.alike import Pair, own_rows, squares, stack, train_alike
 
 
 def _nested(dim: int) -> nn.Module:
-    """Units of one module and of several, and none at the root."""
+    """Build units of one module and of several, with none at the root."""
     return nn.Sequential(Block(dim, 4 * dim), nn.Sequential(Block(dim, 4 * dim), nn.Linear(dim, dim)), Block(dim, dim))
 
 
@@ -31,7 +31,7 @@ def _pointers(model: nn.Module) -> dict[str, int]:
 
 
 def _filled(pair: Pair, value: float) -> None:
-    """Shards are filled, state dicts show it, and load what others made of them into the same memory."""
+    """Fill the shards, compare state dicts, and check that loading writes to the same memory."""
     for model in pair:
         with torch.no_grad():
             for param in model.parameters():
@@ -62,7 +62,7 @@ def _saved_and_loaded(rank: int, world_size: int, dims: list[int]) -> None:
         before = [dict(model.state_dict()) for model in pair]
         outputs = [model(own_rows(0, 2, dim)) for model in pair]
         assert torch.equal(*outputs)
-        for model, state in zip(pair, before):  # FSDP2 has gathered them, and not freed them yet
+        for model, state in zip(pair, before):  # FSDP2 has gathered and not yet freed them
             assert_same(dict(model.state_dict()), state, f"{dim=}, after a forward")
         assert_same(*(dict(model.state_dict()) for model in pair), f"{dim=}, after a forward")
 
@@ -100,7 +100,7 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
 
 
 @pytest.mark.parametrize("how", CONVERSIONS)
-def test_a_state_that_was_taken_once_follows_training(ranks: Ranks, how: str) -> None:
+def test_a_cached_state_dict_follows_training(ranks: Ranks, how: str) -> None:
     """`TestFullyShardStateDictMultiProcess.test_cached_state_dict`: until the model is converted."""
     ranks(2).run(_cached_by_name, how)
 
@@ -110,7 +110,7 @@ def _cached_by_name(rank: int, world_size: int, how: str) -> None:
 
 
 def _offloaded(rank: int, world_size: int) -> None:
-    """FSDP2 pins memory unless it is told not to, for which it needs a GPU."""
+    """FSDP2 pins memory by default, which needs a GPU."""
 
     def made() -> nn.Module:
         with torch.device("meta"):
@@ -135,12 +135,12 @@ def _offloaded(rank: int, world_size: int) -> None:
 
 
 def test_parts_of_a_state_are_loaded_into_an_offloaded_model(ranks: Ranks) -> None:
-    """`TestFullyShardStateDictMultiProcess.test_dp_state_dict_cpu_offload`: one by one, the rest on the meta device."""
+    """`TestFullyShardStateDictMultiProcess.test_dp_state_dict_cpu_offload`: one by one, with the rest on meta."""
     ranks(2).run(_offloaded)
 
 
 def _cut(mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallel blocks, as `parallelize_module` cuts them."""
+    """Shard blocks for tensor parallelism with `parallelize_module`."""
     plan = {f"{index}.{name}": style() for index in range(3) for name, style in STYLES.items()}
     return parallelize_module(stack(), mesh, plan)
 

@@ -1,4 +1,4 @@
-"""test_fully_shard_training.py of PyTorch: whole training steps, in the ways that people write them."""
+"""Counterparts of test_fully_shard_training.py: whole training steps in common styles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.upstream.language import Language, language_loss
 
 Shard = Callable[..., Any]
 
-# --- what modules show --------------------------------------------------------------------------------------
+# --- registered parameters ----------------------------------------------------------------------------------
 
 
 class _TwoLayers(nn.Module):
@@ -92,7 +92,7 @@ def _without_parameters(rank: int, world_size: int) -> None:
 
 
 def test_a_root_without_parameters(ranks: Ranks) -> None:
-    """`TestFullyShardForwardInputs.test_root_move_forward_input_to_device`; here the device is that of the inputs."""
+    """`TestFullyShardForwardInputs.test_root_move_forward_input_to_device`; here on the inputs' device."""
     ranks(2).run(_without_parameters)
 
 
@@ -128,7 +128,7 @@ def _grouped(shard: Shard, model: Any, **options: Any) -> None:
     shard(model.layers[0], **options)
     shard([model.layers[1], model.layers[2]], **options)
     shard(model.embed, **options)
-    model.embed.set_unshard_in_backward(False)  # its backward does not read it
+    model.embed.set_unshard_in_backward(False)  # its backward does not read the weight
     shard([model.norm, model.head], **options)
     shard(model, **options)
 
@@ -162,7 +162,8 @@ def _in_groups(rank: int, world_size: int, case: str) -> None:
 def test_groups_of_checkpointed_layers(ranks: Ranks, case: str) -> None:
     """`TestFullyShard1DTrainingCompose.test_train_parity_with_activation_checkpointing`,
     `TestFullyShardSharedParams.test_train_parity_with_shared_params` and
-    `TestFullyShardSharedParams.test_train_shared_params_uneven_shard`: each row of tied weights is updated."""
+    `TestFullyShardSharedParams.test_train_shared_params_uneven_shard`: all rows of tied weights are updated.
+    """
     ranks(2).run(_in_groups, case)
 
 
@@ -198,7 +199,7 @@ def _two_forwards(rank: int, world_size: int) -> None:
             loss.backward()
             losses.append({"loss": loss.detach()})
         assert_same(*losses, f"{reshard=}")
-        for name, grad in grads_of(pair[0]).items():  # FSDP2 adds up first and reduces then
+        for name, grad in grads_of(pair[0]).items():  # FSDP2 accumulates before it reduces
             torch.testing.assert_close(grad.to_local(), pair[1].get_parameter(name).grad.to_local())
 
 
@@ -208,7 +209,7 @@ def test_two_forwards_through_units_in_checkpointed_units(ranks: Ranks) -> None:
 
 
 def _one_after_the_other(rank: int, world_size: int) -> None:
-    """Each block is sharded when it was made; nothing is taken for what was freed before."""
+    """Shard each block right after it is built; memory of freed blocks must not be mistaken for shared parameters."""
 
     def grow(shard: Shard) -> nn.Module:
         torch.manual_seed(0)
