@@ -1,4 +1,4 @@
-"""Backward for microbatches: what it takes, what it sends, what it returns."""
+"""accumulate-gradients: inputs, collectives and results of backward for microbatches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _slots(program: Program) -> tuple[list[str], list[str]]:
 
 
 def test_before_and_after() -> None:
-    """The microbatch in the middle adds its gradient to what there is, and sends nothing."""
+    """A microbatch in the middle adds to the accumulated gradient and launches no collectives."""
     program = through(captured(Scale(4), (torch.ones(4),)), "partition")
     run_pass(AccumulateGradients(unsynced=frozenset({"w"}), accumulated=frozenset({"w"})), program)
     assert program.history[-1].rewrites == 1
@@ -110,7 +110,7 @@ def test_over_shards_only() -> None:
     assert calls(backward, "all_reduce") == []
 
 
-def test_over_replicas_with_what_is_there() -> None:
+def test_over_replicas_with_accumulated_gradients() -> None:
     program = _accumulated(AccumulateGradients(partial=WEIGHTS), _replicated())
     assert _slots(program)[1] == ["grad:layers.0.weight", "grad:layers.1.weight"]
     for launch in calls(program.phases["backward"], "all_reduce"):
@@ -119,8 +119,8 @@ def test_over_replicas_with_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("model", [ParallelBiases(), Affine(4)], ids=["equal gradients", "two shapes"])
-def test_gradients_that_share_their_beginning(model: torch.nn.Module) -> None:
-    """Common subexpressions of reductions come apart again."""
+def test_gradients_with_common_subexpressions(model: torch.nn.Module) -> None:
+    """Reductions merged by CSE are separated again."""
     batch = (torch.ones(2, 4),) if isinstance(model, ParallelBiases) else (torch.ones(4, 2),)
     program = captured(model, batch)
     names = frozenset(name for name, _ in model.named_parameters())
@@ -129,8 +129,8 @@ def test_gradients_that_share_their_beginning(model: torch.nn.Module) -> None:
     assert set(_slots(program)[1]) == {f"accumulated:{name}" for name in names}
 
 
-def test_what_is_planned_and_scheduled() -> None:
-    """The passes behind it take the variants as any backward, several parameters of a unit packed or not."""
+def test_variants_are_planned_and_scheduled() -> None:
+    """Later passes handle the variants like any backward, with packed and unpacked parameters."""
     model = Blocks(2, bias=True)
     names = frozenset(name for name, _ in model.named_parameters())
     for planner, (step, kinds) in itertools.product(

@@ -1,4 +1,4 @@
-"""What units save for backward and compute again."""
+"""activation-checkpointing: values that units save for backward or recompute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks that end with a sum of views, an embedding before and a loss behind."""
+    """Blocks that end with a sum of views, between an embedding and a loss."""
 
     def __init__(self, depth: int = 3, width: int = 8) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Net(nn.Module):
 
 
 class _Rrelu(nn.Module):
-    """A random operator with several results, and a block with two of them that leave it."""
+    """A random operator with several results, and a block that returns two of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ joint:
 
 
 def test_table() -> None:
-    """Blocks keep what goes into them and, for the dropout, the state of the random numbers."""
+    """Blocks save their inputs and, for dropout, the random state."""
     assert_expected_inline(
         _scheduled(_Net(2), (TOKENS,), FULL).saved_table(),
         """\
@@ -139,7 +139,7 @@ total                            10688""",
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_numerics(name: str) -> None:
-    """The same bits as without, with dropout drawn again."""
+    """The same bits as without, including recomputed dropout."""
     torch.manual_seed(0)
     model = _Net()
     gradients = []
@@ -161,7 +161,7 @@ def test_idempotent() -> None:
 
 
 def test_nothing_to_do() -> None:
-    """A forward without a backward; units that the graph does not know."""
+    """A forward without a backward; units that are not in the graph."""
     inference = captured(_Net(1), (TOKENS,), grad=False)
     assert FULL.rewrite(inference) == 0
     whole = captured(nn.Linear(4, 4), (torch.ones(2, 4),))
@@ -169,7 +169,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_share_of_memory() -> None:
-    """More may be saved, less is computed again; 0 is "full" and 1 is the partitioner's own choice."""
+    """A larger share saves more and recomputes less; 0 equals "full" and 1 is the partitioner's choice."""
     model, tokens = _Net(4, width=512), torch.zeros(16, 64, dtype=torch.int64)
     found = [_scheduled(model, (tokens,), ActivationCheckpointing(b / 8)) for b in range(9)]
     sizes = list(map(_saved_bytes, found))
@@ -193,7 +193,7 @@ def test_listed_operators_are_saved() -> None:
 
 
 def test_operators_with_several_results() -> None:
-    """Parts of a random operator are drawn again; views and parts that leave a region are saved with their maker."""
+    """Parts of a random operator are recomputed; views and parts that leave a region are saved with their producer."""
     torch.manual_seed(0)
     model, x = _Rrelu(), torch.randn(4, 4)
     found = []
@@ -233,7 +233,7 @@ def test_kept_parameters_are_not_gathered_again() -> None:
         assert len(calls(program.phases["backward"], "all_gather_into_tensor")) == (8 if reshard else 0)
 
 
-def test_comes_before_the_collectives() -> None:
+def test_rejects_running_after_collectives() -> None:
     program = through(captured(_Net(1), (TOKENS,)), "insert-collectives")
     with pytest.raises(graphshard.PassError, match="already has collectives; run this pass before they are inserted"):
         run_pass(FULL, program)

@@ -1,4 +1,4 @@
-"""bucket: collectives travel together as the plan says."""
+"""bucket: merges collectives as planned."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ INPUT = (torch.ones(2),)
 PLANNERS = pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])
 
 
-# What a third axis would bring: another all-reduce behind that over replicas.
+# A third axis adds an all-reduce after the one over replicas.
 THIRD = Mesh.of_shape((2, 2)).with_regather(2)
 
 
 @functools.cache
 def _partitioned(world_size: int, depth: int) -> Program:
-    """Affine for a depth of 0, else layers with two parameters each; nothing is gathered again."""
+    """Partition Affine for depth 0, otherwise layers with two parameters each; backward gathers nothing."""
     model, args = (Blocks(depth, bias=True), (torch.ones(3, 4),)) if depth else (Affine(), INPUT)
     return through(captured(model, args, world_size=world_size, reshard_after_forward=False), "partition")
 
@@ -61,7 +61,7 @@ def _planned(planner: PlanByUnit, *, depth: int = 0, world_size: int = 2) -> Pro
 
 
 def test_coalesced_gathers() -> None:
-    """Two gathers become one launch of two tensors, in the order of registration. No copies."""
+    """Two gathers become one launch of two tensors, in registration order, without copies."""
     program = _planned(COALESCED)
     assert_expected_inline(
         print_phase(program.phases["forward"]),
@@ -145,7 +145,7 @@ def test_coalesced_reductions() -> None:
 
 
 def test_packed_gathers() -> None:
-    """Shards become one flat buffer. A column of what arrives is a parameter: `clone` is the copy out."""
+    """Shards are copied to one flat buffer. A column of the result is a parameter; `clone` copies it out."""
     program = _planned(PACKED)
     run_pass(Bucketing(), program)
     assert_expected_inline(
@@ -218,8 +218,8 @@ class _Three(nn.Module):
 
 
 @pytest.mark.parametrize("limit", [0, 20, 10**6])
-def test_small_tensors_are_packed_and_travel_with_the_others(limit: float) -> None:
-    """One launch in any case: of three tensors, of a buffer and a tensor, of a buffer."""
+def test_small_tensors_are_packed_and_sent_with_the_others(limit: float) -> None:
+    """One launch in each case: of three tensors, of a buffer and a tensor, of a buffer."""
     program = through(captured(_Three(), (torch.ones(4),)), "bucket", planner=PlanByUnit(limit, limit))
     for phase in program.phases.values():
         (collective,) = collectives(phase)
@@ -274,7 +274,7 @@ def test_a_bucket_that_was_not_merged_is_reported() -> None:
 
 @PLANNERS
 def test_the_compute_keeps_its_order(planner: PlanByUnit) -> None:
-    """Positions in a plan mean the same before and after: what a bucket adds is not compute."""
+    """Positions in a plan keep their meaning, because bucketing adds no compute."""
     program = _planned(planner, depth=2, world_size=3)
     before = {name: CollectiveRegions.of(phase).compute for name, phase in program.phases.items()}
     run_pass(Bucketing(), program)
@@ -299,7 +299,7 @@ def test_values_do_not_depend_on_buckets(planner: PlanByUnit, world_size: int) -
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_a_packed_reduction_holds_what_fsdp2_reduces(world_size: int) -> None:
-    """One row per rank; in a row the chunks of all gradients, padded, in the order of registration."""
+    """One row per rank, with the padded chunks of all gradients in registration order."""
     torch.manual_seed(0)
     model, batches = Blocks(1, bias=True), [(torch.randn(3, 4),) for _ in range(world_size)]
     program = through(captured(model, batches[0], world_size=world_size), "bucket", planner=PACKED)
@@ -323,7 +323,7 @@ def test_a_packed_gather_holds_the_shards_in_order() -> None:
 
 
 class _Transposed(nn.Module):
-    """Gradients of `w` and `v` come out of a batched matrix product transposed, that of `s` expanded."""
+    """Gradients of `w` and `v` are transposed results of a batched matmul, the gradient of `s` is expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_gradients_that_are_not_contiguous(planner: PlanByUnit) -> None:
 
 @PLANNERS
 def test_all_reduces_over_two_axes_are_two_buckets(planner: PlanByUnit) -> None:
-    """A collective of the plan is known by its axis, too: a gradient may be all-reduced over several."""
+    """Collectives of a plan are identified by axis, too, because a gradient may be all-reduced over several."""
     program = replace(captured(Blocks(2, bias=True), (torch.ones(3, 4),)), mesh=THIRD)
     program = through(program, "partition")
     graph = program.phases["backward"].module.graph
@@ -370,8 +370,8 @@ def test_all_reduces_over_two_axes_are_two_buckets(planner: PlanByUnit) -> None:
     assert waited[-4:] == [*(b.name for b in reduced if b.axis == "replicate"), *(b.name for b in reduced[1::2])]
 
 
-def test_values_of_copies_are_made_once() -> None:
-    """Calls of the same values have one fake value; those of others, or with other numbers, have their own."""
+def test_fake_values_of_copies_are_cached() -> None:
+    """Equal calls share one fake value; calls with other values or numbers have a separate one."""
     program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
     graph = program.phases["forward"].module.graph
     one, other = calls_of(program.phases["forward"], torch.ops.aten.relu.default)

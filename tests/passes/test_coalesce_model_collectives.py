@@ -1,4 +1,4 @@
-"""coalesce-model-collectives: what the model communicates at once travels together."""
+"""coalesce-model-collectives: coalesces collectives that the model launches one after another."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MUL = aten.mul.Tensor
 
 
 def _keys_and_values() -> Program:
-    """Both are gathered along the sequence, one after the other."""
+    """Gather keys and values along the sequence, one after the other."""
     write = Written(SQUARE, SQUARE, SQUARE)
     q, k, v = write.inputs
     keys = write(JOINED, k, 2, "shard")
-    doubled = write(MUL, v, 2)  # needed for the second, and not in need of the first
+    doubled = write(MUL, v, 2)  # input of the second gather, independent of the first
     values = write(JOINED, doubled, 2, "shard")
     return write.returning(write(MM, keys, q), write(MM, values, q))
 
@@ -79,22 +79,22 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], dtype: torch.dtype = 
 
 
 @pytest.mark.parametrize(("first", "second"), ALONE.values(), ids=ALONE)
-def test_only_equals_travel_together(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+def test_coalesces_only_equal_collectives(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
     program = _pair(first, second)
     before = print_phase(program.phases["forward"])
     assert CoalesceModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
 
 
-def test_of_one_dtype() -> None:
+def test_coalesces_one_dtype_only() -> None:
     assert CoalesceModelCollectives().rewrite(_pair(REDUCE, REDUCE, torch.bfloat16)) == 0
     program = _pair(REDUCE, REDUCE)
     assert CoalesceModelCollectives().rewrite(program) == 2
     assert order_of(program) == ["reduced_together", "getitem", "getitem"]
 
 
-def test_of_one_unit() -> None:
-    """A unit's gradients are reduced when its backward is over: they must not wait for that of another one."""
+def test_coalesces_within_a_unit_only() -> None:
+    """A unit's gradients are reduced after its backward: they must not wait for another unit."""
     program = _pair(REDUCE, REDUCE)
     calls = [node for node in program.phases["forward"].module.graph.nodes if node.target is REDUCED]
     for number, node in enumerate(calls):
@@ -106,7 +106,7 @@ def test_of_one_unit() -> None:
 
 
 def _needed_between(target: torch._ops.OpOverload, *, for_second: bool = False) -> tuple[int, list[str]]:
-    """Something is made of the first before the second is launched; what the pass does."""
+    """Use the first result before the second launch; return the number of rewrites and the order of operators."""
     write = Written(SQUARE, SQUARE)
     x, y = write.inputs
     made = write(target, write(REDUCED, x, "sum", "shard"), *([] if target is RAND else [y]))
@@ -114,19 +114,19 @@ def _needed_between(target: torch._ops.OpOverload, *, for_second: bool = False) 
     return CoalesceModelCollectives().rewrite(program), order_of(program)
 
 
-def test_what_was_made_of_the_first_is_put_off() -> None:
+def test_moves_uses_of_the_first_after_the_launch() -> None:
     assert _needed_between(ADD) == (2, ["reduced_together", "getitem", "getitem", "add"])
 
 
-def test_what_stays() -> None:
-    """Products, random numbers, and what the second needs."""
+def test_leaves_operators_that_cannot_move() -> None:
+    """Matmuls, random numbers, and inputs of the second collective."""
     assert _needed_between(MM) == (0, ["reduced", "mm", "reduced"])
     assert _needed_between(RAND) == (0, ["reduced", "rand_like", "reduced"])
     assert _needed_between(ADD, for_second=True) == (0, ["reduced", "add", "reduced"])
 
 
-def test_groups_that_are_entangled() -> None:
-    """What is made of one of each group waits for both."""
+def test_groups_with_a_common_user() -> None:
+    """A value that depends on both groups waits for both."""
     write = Written(SQUARE, SQUARE, SQUARE, SQUARE)
     sums, wholes = [], []
     for index in range(2):
@@ -141,7 +141,7 @@ def test_groups_that_are_entangled() -> None:
 
 
 def test_several_results_of_one_operator() -> None:
-    """They stand behind it, and before what they travel with."""
+    """The results move before the coalesced launch."""
     write = Written(SQUARE)
     pair = write(aten.split.Tensor, write(MUL, write.inputs[0], 2), 1)
     sums = [write(REDUCED, write.part(pair, index), "sum", "shard") for index in range(2)]
@@ -151,7 +151,7 @@ def test_several_results_of_one_operator() -> None:
 
 
 def test_reductions_of_gradients_follow() -> None:
-    """What is summed up along one axis is reduced along the other behind that, as before."""
+    """As before, gradients are summed along one axis and then reduced along the other."""
     write = Written(SQUARE, SQUARE, SQUARE)
     x, y, z = write.inputs
     first = write(REDUCED, x, "sum", "shard")
@@ -164,7 +164,7 @@ def test_reductions_of_gradients_follow() -> None:
     assert order_of(program) == expected
 
 
-def test_those_beside_compute_stay_alone() -> None:
+def test_collectives_that_overlap_compute_stay_separate() -> None:
     write = Written(SQUARE, SQUARE, SQUARE)
     x, y, z = write.inputs
     first = write(REDUCED, x, "sum", "shard")
@@ -186,7 +186,7 @@ def test_a_phase_that_writes_is_left_alone() -> None:
     assert print_phase(program.phases["forward"]) == before
 
 
-def test_nothing_to_join() -> None:
+def test_nothing_to_coalesce() -> None:
     program = copied(two_layers())
     before = [print_phase(phase) for phase in program.phases.values()]
     run_pass(CoalesceModelCollectives(), program)
@@ -203,7 +203,7 @@ def test_before_partition() -> None:
 @given(CALLS)
 @settings(max_examples=200, deadline=None)
 def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
-    """Values and the order of random operators; as many tensors travel."""
+    """Values and the order of random operators; the same number of tensors is sent."""
     program = drawn(calls)
     before, draws = results_of(program)
     sent = len([name for name in order_of(program) if name in ("reduced", "joined")])
@@ -218,5 +218,5 @@ def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, in
     assert sent == found + len([name for name in order_of(program) if name in ("reduced", "joined")])
 
 
-def test_most_can_be_joined() -> None:
+def test_most_collectives_coalesce() -> None:
     assert set(TOGETHER) == {REDUCED, JOINED, SCATTERED}

@@ -1,4 +1,4 @@
-"""drop-unused-tangents: outputs that receive no gradient cost nothing in backward."""
+"""drop-unused-tangents: removes the backward of outputs without a gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _program(gradient: Gradient) -> Program:
-    """A program whose backward is `gradient(tangent 0, tangent 1, saved)`, all 2 by 4."""
+    """Build a program whose backward is `gradient(tangent 0, tangent 1, saved)`, all 2 by 4."""
     module = make_fx(lambda *args: (gradient(*args),), tracing_mode="fake")(*(torch.ones(2, 4) for _ in range(3)))
     inputs = (Slot("tangent", "0"), Slot("tangent", "1"), Slot("saved", "s"))
     phase = Phase(module, inputs, (Slot("grad", "0", "input"),))
@@ -38,7 +38,7 @@ def _drop(program: Program, *used: str) -> int:
 
 
 def test_before_and_after() -> None:
-    """A zero tangent vanishes from the sum, and what led from it to the sum with it."""
+    """A zero tangent vanishes from the sum, with the operators between them."""
     program = _program(lambda t, z, s: s.neg() * t + (z * s).view(4, 2).t().reshape(2, 4))
     assert_expected_inline(
         print_phase(program.phases["backward"]),
@@ -115,11 +115,11 @@ def _inputs() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("gradient", VANISHING.values(), ids=VANISHING.keys())
 def test_zero_vanishes(gradient: Gradient) -> None:
-    """tangent 0 plus something that is zero: what remains is tangent 0."""
+    """tangent 0 plus an expression that is zero becomes tangent 0."""
     program = _program(gradient)
     _drop(program, "0")
     phase = program.phases["backward"]
-    assert [str(slot) for slot in phase.inputs] == ["tangent:0"]  # what is saved for the other is let go of
+    assert [str(slot) for slot in phase.inputs] == ["tangent:0"]  # the saved value of the other one is dropped
     assert not calls(phase, "full")
     assert phase.results == [phase.placeholders[0]]
     t, s = _inputs()
@@ -127,7 +127,7 @@ def test_zero_vanishes(gradient: Gradient) -> None:
 
 
 @pytest.mark.parametrize("gradient", STAYING.values(), ids=STAYING.keys())
-def test_zero_is_made_where_nothing_is_known(gradient: Gradient) -> None:
+def test_zero_is_materialized_for_unknown_operators(gradient: Gradient) -> None:
     program = _program(gradient)
     _drop(program, "0")
     phase = program.phases["backward"]
@@ -141,7 +141,7 @@ def test_zero_is_made_where_nothing_is_known(gradient: Gradient) -> None:
 
 
 def test_zeros_allocate_nothing() -> None:
-    """A zero that is made has a fake value, like every other value of the graph."""
+    """A materialized zero has a fake value, like every other value of the graph."""
     program = _program(STAYING["unknown operator"])
     _drop(program, "0")
     (full,) = calls(program.phases["backward"], "full")
@@ -149,7 +149,7 @@ def test_zeros_allocate_nothing() -> None:
 
 
 def test_a_gradient_of_zero_is_none() -> None:
-    """As in autograd: what the used outputs do not depend on has no gradient."""
+    """As in autograd: an input on which the used outputs do not depend has no gradient."""
     program = _program(lambda t, z, s: z * s)
     _drop(program, "0")
     assert program.phases["backward"].results == [None]
@@ -175,7 +175,7 @@ def test_inference_is_left_alone() -> None:
 
 
 class _Model(nn.Module):
-    """Loss and logits; `extra` serves the logits alone."""
+    """Loss and logits; only the logits use `extra`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_without_a_scalar_all_outputs_are_used() -> None:
 
 
 def test_collectives_that_carry_zeros_are_dropped() -> None:
-    """`extra` has no gradient from the loss: neither its reduction nor a gather for it stays in backward."""
+    """`extra` has no gradient from the loss: backward contains neither its reduction nor a gather for it."""
     program = through(captured(_Model(), TOKENS, reshard_after_forward=True), "partition")
     backward = program.phases["backward"]
     assert {c.kind for c in collectives(backward) if "extra" in c.params} == {"gather", "reduce"}
@@ -230,7 +230,7 @@ def test_collectives_that_carry_zeros_are_dropped() -> None:
 
 
 class _Strided(nn.Module):
-    """The gradient of `h` from the loss is an expanded tensor, and the sum with the other gradient is not.
+    """The gradient of `h` from the loss is an expanded tensor, unlike its sum with the other gradient.
 
     %e: stride (3, 1, 0) = expand(...)        %e: stride (3, 1, 0) = expand(...)
     %a: stride (12, 4, 1) = add(%e, %t)       %v = view(%e, [24])   is impossible
@@ -256,13 +256,13 @@ def test_views_stay_possible() -> None:
 
 
 def _transposed(t: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """A sum has the strides of its first argument, and what remains of it those of the other."""
+    """The sum has the strides of its first argument; the remaining argument has different ones."""
     total = s * z + (s * t).t().contiguous().t()
     return total.view(8).neg().view(2, 4) + s
 
 
-def test_what_follows_a_sum_takes_the_strides_of_what_remains() -> None:
-    """As in eager mode, which adds nothing; a view that is possible no more copies."""
+def test_later_operators_use_the_strides_of_the_remaining_argument() -> None:
+    """As in eager mode, which does not add; an impossible view becomes a copy."""
     program = _program(_transposed)
     _drop(program, "0")
     phase = program.phases["backward"]
@@ -294,7 +294,7 @@ def _named_strides(t: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.T
     return torch.as_strided(total, (4, 2), (1, 4)).neg()
 
 
-def test_strides_that_an_operator_names_are_kept() -> None:
+def test_explicit_strides_are_kept() -> None:
     program = _program(_named_strides)
     _drop(program, "0")
     phase = program.phases["backward"]
@@ -308,7 +308,7 @@ def test_strides_that_an_operator_names_are_kept() -> None:
     assert torch.equal(found, _named_strides(t, torch.zeros_like(t), s))
 
 
-def test_what_is_returned_keeps_its_strides() -> None:
+def test_results_keep_their_strides() -> None:
     program = _program(lambda t, z, s: s * z + (s * t).t().contiguous().t())
     _drop(program, "0")
     (result,) = program.phases["backward"].results

@@ -1,4 +1,4 @@
-"""insert-collectives: parameters become shards."""
+"""insert-collectives: replaces parameters by shards, with gathers and reductions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
 def test_before_and_after() -> None:
-    """A gather before the first use of the parameter, a reduction behind its gradient."""
+    """A gather before the first use of the parameter, a reduction after its gradient."""
     program = captured(Scale(4), (torch.ones(4),))
     assert_expected_inline(
         print_program(program),
@@ -74,7 +74,7 @@ joint:
 
 
 def test_uneven_shards() -> None:
-    """4 rows over 3 ranks are shards of 2: two rows are cut off after the gather and added before the reduction."""
+    """4 rows over 3 ranks are shards of 2: two rows are cut after the gather and padded before the reduction."""
     program = captured(Scale(4), (torch.ones(4),), world_size=3)
     run_pass(InsertCollectives(), program)
     assert_expected_inline(
@@ -99,7 +99,7 @@ joint:
 
 
 def test_reduction_in_half_precision() -> None:
-    """float16 is summed, with a part of the mean's division on either side."""
+    """float16 is summed, with a part of the mean's division before and after."""
     program = captured(Scale(8), (torch.ones(8),), world_size=8, mp_policy=FP16)
     run_pass(InsertCollectives(), program)
     chain = []
@@ -120,10 +120,10 @@ def test_reduction_in_half_precision() -> None:
 @pytest.mark.parametrize("force_sum", [False, True])
 @pytest.mark.parametrize("factor", [None, 4.0, 3.0])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_divisors_are_those_of_fsdp2(
+def test_divide_factors_match_fsdp2(
     fake_world: FakeWorld, reduce_dtype: torch.dtype, factor: float | None, force_sum: bool
 ) -> None:
-    """On one axis, and on two where the first replicates."""
+    """On one axis, and on two of which the first replicates."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
     for size, replicas in itertools.product((2, 3, 4, 8, 64), (1, 2, 4)):
@@ -163,7 +163,7 @@ def test_a_second_run_is_refused() -> None:
         run_pass(InsertCollectives(), program)
 
 
-def test_a_parameter_that_is_no_shard_is_reported() -> None:
+def test_rejects_a_parameter_that_is_not_a_shard() -> None:
     program = captured(Scale(4), (torch.ones(4),))
     program.established |= InsertCollectives.establishes
     message = r"sharded_inputs in joint: param:w has shape \[4\], its padded shard has \[2\]"
@@ -208,7 +208,7 @@ def test_only_trainable_parameters_are_reduced() -> None:
 
 
 def test_tied_weights_are_one_gather_and_one_reduction() -> None:
-    """The gradients of both uses are added before they are reduced."""
+    """The gradients of both uses are added before the reduction."""
     program = through(captured(Tied(), (torch.tensor([1, 2]),)), "insert-collectives")
     joint = program.phases["joint"]
     (gather,) = calls(joint, "all_gather_into_tensor")
@@ -220,7 +220,7 @@ def test_tied_weights_are_one_gather_and_one_reduction() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_gradients_are_the_mean_over_ranks(world_size: int) -> None:
-    """With 3 ranks a shard is partly padding, with 5 ranks the last one has nothing else."""
+    """With 3 ranks a shard is partly padding, with 5 ranks the last shard is all padding."""
     batches = [(torch.randn(4),) for _ in range(world_size)]
     program = through(captured(Scale(4), batches[0], world_size=world_size), "partition")
     assert_gradients(program, Scale(4), batches)

@@ -1,4 +1,4 @@
-"""keep-gathered: what the plan keeps is handed from forward to backward instead of gathered again."""
+"""keep-gathered: passes gathered parameters from forward to backward, as planned, instead of gathering again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from graphshard.schedule.build_problem import Constraints
 from graphshard.schedule.planner import PlanByCost
 from tests.helpers import COALESCED, Blocks, Scales, assert_gradients, captured, through
 
-# Kernels cost nothing but their bytes, so that communication is never hidden.
+# Kernels only cost their bytes, so communication is never hidden.
 COSTS = Costs(replace(load_profile("h100"), kernel_seconds=0.0))
 
 
 class UnevenLayers(nn.Module):
-    """Shards with padding, an outer dim that is not the sharded one in memory, a unit each."""
+    """Units with padded shards whose outermost dim in memory is not the sharded dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class UnevenLayers(nn.Module):
 
 
 def planned(model: nn.Module, batch: torch.Tensor, memory: float = 1.0) -> Program:
-    """A program with a plan that keeps what fits into a fraction of the memory that keeping everything takes."""
+    """Plan with a fraction of the memory that keeping everything takes."""
     program = through(captured(model, (batch,), reshard_after_forward=True), "partition")
     planner = PlanByCost(COSTS, memory_limit=1 << 40, constraints=Constraints(keep=True), exact_reductions=False)
     if memory < 1:
@@ -53,12 +53,12 @@ def planned(model: nn.Module, batch: torch.Tensor, memory: float = 1.0) -> Progr
 
 
 def gathers(program: Program, phase: str) -> set[str]:
-    """Parameters that a phase gathers."""
+    """Return the parameters that a phase gathers."""
     return {p for c in collectives(program.phases[phase]) if c.kind == "gather" for p in c.params}
 
 
 def scheduled(program: Program) -> Program:
-    """The rest of the pipeline; rules are checked after every pass."""
+    """Run the rest of the pipeline; programs are verified after every pass."""
     for step in (KeepGathered(), Bucketing(), Reorder()):
         run_pass(step, program)
     return program
@@ -122,10 +122,10 @@ def test_everything_that_pays_is_kept(model: nn.Module) -> None:
     assert_gradients(program, model, [(torch.randn(3, 5),), (torch.randn(3, 5),)])
 
 
-def test_memory_decides_how_much() -> None:
-    """With less memory some layers are gathered again; every one is in exactly one of the two."""
+def test_the_memory_limit_selects_what_is_kept() -> None:
+    """With less memory some layers are gathered again; each layer is either kept or gathered."""
     model = Blocks(4, 256)
-    # The plan that keeps everything gathers ahead, which it does less of before it keeps less.
+    # The plan that keeps everything gathers ahead; with less memory it first reduces that, then what it keeps.
     whole, part = (planned(model, torch.randn(3, 256), memory) for memory in (1.0, 0.9))
     kept = set(part.plan.kept)
     assert set() < kept < set(whole.plan.kept)
@@ -135,7 +135,7 @@ def test_memory_decides_how_much() -> None:
     assert_gradients(part, model, [(torch.randn(3, 256),), (torch.randn(3, 256),)])
 
 
-def test_it_does_nothing_twice_or_without_cause() -> None:
+def test_idempotent_and_no_change_without_a_plan() -> None:
     program = planned(Blocks(2), torch.randn(3, 4))
     step = KeepGathered()
     assert step.rewrite(program) > 0
@@ -145,7 +145,7 @@ def test_it_does_nothing_twice_or_without_cause() -> None:
     assert step.rewrite(plain) == 0
 
 
-def test_without_it_buckets_do_not_fit_the_graph() -> None:
+def test_bucketing_requires_the_pass() -> None:
     program = planned(Blocks(2), torch.randn(3, 4))
     with pytest.raises(PassError, match="bucket: plan and backward graph disagree"):
         run_pass(Bucketing(), program)

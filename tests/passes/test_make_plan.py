@@ -1,4 +1,4 @@
-"""plan: the planner's plan becomes the program's; the graph stays as it is."""
+"""plan: the planner's plan becomes the program's plan; the graph does not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def program() -> Program:
 
 
 def shown(plan: Plan) -> str:
-    """The buckets, and by phase what starts (+) and is waited for (-) after how many compute nodes."""
+    """Print the buckets, and for each phase starts (+) and waits (-) with their compute position."""
     lines = [f"{bucket.name}: {', '.join(bucket.members)}" for bucket in plan.buckets]
     for phase, events in plan.events.items():
         lines += [f"{phase} {event.at:2} {'+' if event.action == 'start' else '-'} {event.bucket}" for event in events]
@@ -56,14 +56,14 @@ backward 12 - reduce layers.0 in backward""",
     )
 
 
-def test_rewrites_are_buckets_and_none_the_second_time(program: Program) -> None:
+def test_rewrites_count_buckets_and_a_second_run_counts_none(program: Program) -> None:
     for planner, expected in ((COALESCED, True), (COALESCED, False), (PACKED, True)):
         run_pass(MakePlan(planner), program)
         assert program.history[-1].rewrites == (len(program.plan.buckets) if expected else 0)
 
 
 def test_a_plan_without_buckets_is_a_rewrite() -> None:
-    """One rank communicates nothing; the program has a plan all the same."""
+    """One rank launches no collectives, but the program still gets a plan."""
     program = through(captured(Blocks(1), (torch.ones(3, 4),), world_size=1), "partition")
     run_pass(MakePlan(PlanByUnit()), program)
     assert program.plan is not None

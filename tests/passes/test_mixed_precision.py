@@ -1,4 +1,4 @@
-"""mixed-precision: shards are stored in their own dtype, gathered and reduced in the policy's."""
+"""mixed-precision: shards are stored in their dtype, gathered and reduced in the policy's dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BF16_REDUCED_IN_F32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dt
 
 
 def test_before_and_after() -> None:
-    """The captured graph computes in bf16 already; casts appear at the shard and at its gradient."""
+    """The captured graph already computes in bf16; casts are added at the shard and at its gradient."""
     program = through(captured(Scale(4), (torch.ones(4),), mp_policy=BF16), "insert-collectives")
     assert_expected_inline(
         print_program(program),
@@ -66,7 +66,7 @@ joint:
 
 
 def test_reduction_in_another_dtype() -> None:
-    """The gradient is cast before it is reduced in float32, which is the stored dtype: no cast behind it."""
+    """The gradient is cast before it is reduced in float32, which is the stored dtype: no cast follows."""
     program = captured(Scale(4), (torch.ones(4),), mp_policy=BF16_REDUCED_IN_F32)
     joint = through(program, "mixed-precision").phases["joint"]
     (reduction,) = calls(joint, "reduce_scatter_tensor")
@@ -97,7 +97,7 @@ def test_one_rank_casts_too() -> None:
 
 
 class _Kinds(nn.Module):
-    """Parameters that are frozen, of integers, unused; and a floating buffer."""
+    """Frozen, integer and unused parameters, and a floating-point buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class _Kinds(nn.Module):
         return (x * self.frozen)[self.index] * self.mask
 
 
-def test_what_is_cast() -> None:
-    """Floating parameters travel in bf16, frozen or not. Integers and buffers keep their dtype."""
+def test_dtypes_of_gathers_and_gradients() -> None:
+    """Floating-point parameters are gathered in bf16, frozen or not. Integers and buffers keep their dtype."""
     program = captured(_Kinds(), (torch.ones(4, requires_grad=True),), mp_policy=BF16)
     joint = through(program, "mixed-precision").phases["joint"]
     dtypes = {str(slot): fake(node).dtype for node, slot in joint.slot_of().items()}
@@ -130,7 +130,7 @@ def test_a_gradient_of_another_dtype_is_reported() -> None:
 
 
 def test_order_of_casts_and_padding() -> None:
-    """The cast comes before the gather, so that half the bytes travel."""
+    """The cast comes before the gather, so half the bytes are sent."""
     program = captured(Scale(4), (torch.ones(4),), world_size=3, mp_policy=BF16)
     run_pass(InsertCollectives(), program)
     run_pass(MixedPrecision(), program)
@@ -141,7 +141,7 @@ def test_order_of_casts_and_padding() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("policy", [BF16, BF16_REDUCED_IN_F32], ids=["bf16", "reduced in f32"])
-def test_values_are_those_of_fsdp2(policy: MixedPrecisionPolicy, world_size: int) -> None:
+def test_values_match_fsdp2(policy: MixedPrecisionPolicy, world_size: int) -> None:
     """Bit for bit: parameters and inputs rounded to bf16, gradients averaged in the reduce dtype."""
     model = Scale(4)
     batches = [(torch.randn(4),) for _ in range(world_size)]

@@ -1,4 +1,4 @@
-"""offload-activations: what is saved goes to the host where a unit ends, and comes back one unit ahead."""
+"""offload-activations: saved tensors go to the host at the end of a unit, and return one unit ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _offloaded(program: Program, share: float = 1.0) -> Program:
 
 
 def _order(phase: Phase) -> list[str]:
-    """Copies and multiplications of a phase, in order."""
+    """Return the copies and matmuls of a phase, in order."""
     names = {DOWNLOAD: "download", RELOAD: "reload", ARRIVED: "arrived"}
     found = []
     for node in phase.module.graph.nodes:
@@ -76,7 +76,7 @@ def test_before_and_after() -> None:
     )
     lines = print_phase(program.phases["backward"]).splitlines(keepends=True)
     assert_expected_inline(
-        "".join(lines[:13]),  # to the last copy, and what reads it
+        "".join(lines[:13]),  # up to the last copy and its user
         """\
   %1: f32[2, 4] = param:layers.1.weight
   %2: f32[3, 4] = input:0
@@ -121,7 +121,7 @@ def test_before_and_after() -> None:
 
 
 def test_copies_run_a_unit_ahead() -> None:
-    """A unit's values leave where it ends, and come back while the unit before it in backward computes."""
+    """A unit's values are copied at its end, and return while backward computes the following unit."""
     program = through(_offloaded(_partitioned(Blocks(4))), "reorder")
     away = ["mm", "download"]
     assert _order(program.phases["forward"]) == 4 * away
@@ -131,7 +131,7 @@ def test_copies_run_a_unit_ahead() -> None:
         phase.module.graph.lint()
 
 
-def test_what_is_made_first_goes_first() -> None:
+def test_copies_follow_the_order_of_computation() -> None:
     whole = _offloaded(_partitioned(Blocks(4)))
     names = [slot.name for slot in whole.phases["forward"].outputs if slot.name in whole.on_host]
     assert len(names) > 2
@@ -141,7 +141,7 @@ def test_what_is_made_first_goes_first() -> None:
 
 
 class _Returned(nn.Module):
-    """What it saves is returned to the user as well, or is an input, or a part of what is saved otherwise."""
+    """Saves values that are also outputs, inputs, or parts of other saved values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Returned(nn.Module):
         return (left * right.sin()).sum(), y
 
 
-def test_what_others_have_stays() -> None:
+def test_values_with_other_references_stay() -> None:
     program = _partitioned(_Returned())
     forward = program.phases["forward"]
     shown = result(forward, "output:1")
@@ -182,8 +182,8 @@ def test_idempotent() -> None:
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
 
 
-def test_another_backward_gets_the_same_back() -> None:
-    """It is made of the backward that the partitioner left, which knows nothing of it."""
+def test_another_backward_reloads_the_same_values() -> None:
+    """It is built from the partitioner's backward, which has no copies."""
     program = _partitioned()
     backward = program.phases["backward"].clone()
     _offloaded(program)
@@ -195,7 +195,7 @@ def test_another_backward_gets_the_same_back() -> None:
     assert re.sub("%[0-9]+", "", ours) == re.sub("%[0-9]+", "", theirs)
 
 
-def test_wrong_places() -> None:
+def test_rejects_wrong_positions() -> None:
     with pytest.raises(PassError, match="insert this pass after 'partition' and before 'plan'"):
         run_pass(OffloadActivations(), captured(Blocks(1), BATCH))
     with pytest.raises(PassError, match="insert this pass after 'partition' and before 'plan'"):

@@ -1,4 +1,4 @@
-"""offload: shards are copied to the device one gather ahead, gradients back to the host."""
+"""offload-parameters: shards are copied to the device one gather ahead, and gradients back to the host."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_shards_are_cast_before_they_are_copied() -> None:
     )
 
 
-def test_what_gets_no_smaller_is_copied_as_it_is() -> None:
-    """A shard in the compute dtype, one that is read as it is, too, and one that is widened."""
+def test_casts_only_what_becomes_smaller() -> None:
+    """A shard in the compute dtype, one with another use, and one that is widened."""
     plain = _partitioned()
     run_pass(OffloadParameters(always=True, cast_on_host=True), plain)
     assert all(len(node.args) == 2 for phase in plain.phases.values() for node in calls_of(phase, UPLOAD))
@@ -116,7 +116,7 @@ def test_comes_after_partition() -> None:
 
 
 def test_uploads_run_one_gather_ahead() -> None:
-    """They start right behind the launch of the gather before theirs, and have arrived when their own starts."""
+    """They start right after the launch of the previous gather, and finish before their gather starts."""
     program = _partitioned()
     run_pass(OffloadParameters(always=True), program)
     through(program, "reorder")
@@ -133,8 +133,8 @@ def test_uploads_run_one_gather_ahead() -> None:
     assert len(calls_of(program.phases["backward"], DOWNLOAD)) == 3
 
 
-def test_uploads_run_one_unit_ahead_where_nothing_is_gathered() -> None:
-    """On one rank: they start where what the unit before needs has arrived, and not before, as it waits for them."""
+def test_uploads_run_one_unit_ahead_without_gathers() -> None:
+    """On one rank: they start when the previous unit's parameters have arrived, not earlier, because it waits for them."""
     program = through(captured(Blocks(3, bias=True), (torch.ones(3, 4),), world_size=1), "partition")
     before = [node.name for node in program.phases["forward"].module.graph.nodes]
     run_pass(OffloadParameters(always=True), program)
@@ -161,13 +161,13 @@ def test_uploads_run_one_unit_ahead_where_nothing_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["float32", "bfloat16"])
-def test_backward_uploads_again_where_nothing_is_gathered(policy: MixedPrecisionPolicy | None) -> None:
-    """On one rank, too, nothing of a unit stays on the device between forward and backward."""
+def test_backward_uploads_again_without_gathers(policy: MixedPrecisionPolicy | None) -> None:
+    """On one rank, too, no parameter of a unit stays on the device between forward and backward."""
     model, batches = Blocks(3), [(torch.randn(3, 4),)]
     plain = through(captured(model, batches[0], world_size=1, mp_policy=policy), "mixed-precision")
     program = copied(plain)
     passes = {p.name: p for p in with_offload(Pipeline())}
-    program.device = torch.device("cuda")  # the pass leaves programs for CPUs alone
+    program.device = torch.device("cuda")  # the pass skips programs for CPUs
     run_pass(passes["reshard-after-forward"], program)
     program.device = torch.device("cpu")
     through(program, "partition")
@@ -184,8 +184,8 @@ def test_backward_uploads_again_where_nothing_is_gathered(policy: MixedPrecision
         assert torch.equal(ours[slot], theirs[slot]), slot
 
 
-def test_what_backward_finds_is_the_users_choice() -> None:
-    """A pass that the user put there stays."""
+def test_keeps_the_users_choice_of_resharding() -> None:
+    """A pass inserted by the user stays."""
     chosen = Pipeline().replace("reshard-after-forward", ReshardAfterForward(offloaded=True))
     assert with_offload(chosen).disable("offload-parameters") == chosen
     without = Pipeline().disable("reshard-after-forward")

@@ -1,4 +1,4 @@
-"""overlap-model-collectives: what the model communicates runs beside compute that does not need it."""
+"""overlap-model-collectives: overlaps the model's collectives with independent compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MM, ADD, MUL = aten.mm.default, aten.add.Tensor, aten.mul.Tensor
 
 
 def _columns() -> Program:
-    """Backward of a layer that is cut by columns: the gradient of its input is summed up, that of its weight is not."""
+    """Backward of a column-parallel layer: the gradient of its input is reduced, the weight's gradient is not."""
     write = Written(SQUARE, SQUARE, SQUARE)
     grad, weight, x = write.inputs
     of_weight = write(MM, x, grad)
@@ -73,7 +73,7 @@ def test_again_changes_nothing() -> None:
 
 
 def test_nothing_to_overlap() -> None:
-    """No collective of the model's, and none that anything is multiplied beside: the graph stays as it is."""
+    """A graph without collectives of the model, or without independent matmuls, does not change."""
     program = copied(two_layers())
     before = [print_phase(phase) for phase in program.phases.values()]
     run_pass(OverlapModelCollectives(), program)
@@ -89,7 +89,7 @@ def test_nothing_to_overlap() -> None:
 
 
 def test_shared_experts_run_while_tokens_are_sent() -> None:
-    """What neither needs a collective nor is needed for the next one."""
+    """Operators that neither need a collective nor are needed by the next one."""
     write = Written(SQUARE, SQUARE, SQUARE)
     x, shared, expert = write.inputs
     there = write(EXCHANGED, x, [1, 1], [1, 1], "shard")
@@ -99,8 +99,8 @@ def test_shared_experts_run_while_tokens_are_sent() -> None:
     assert order_of(program) == ["exchanged", "mm", "exchanging", "mm", "settled", "add"]
 
 
-def test_reductions_of_gradients_are_not_put_off() -> None:
-    """They start where their gradients are there, or all gradients would live to the end."""
+def test_gradient_reductions_are_not_delayed() -> None:
+    """They start when their gradients are ready; otherwise all gradients would live to the end."""
     write = Written(SQUARE, SQUARE, SQUARE)
     grad, weight, x = write.inputs
     sent = write(c10d.reduce_scatter_tensor.default, write(MM, x, grad), "sum", 2, "shard")
@@ -112,7 +112,7 @@ def test_reductions_of_gradients_are_not_put_off() -> None:
 
 
 def test_a_phase_that_writes_is_left_alone() -> None:
-    """What is written must not be read earlier, or later."""
+    """Writes must not move before or after reads."""
     program = _columns()
     graph = program.phases["forward"].module.graph
     first = next(node for node in graph.nodes if node.target is MM)
@@ -133,7 +133,7 @@ def test_before_partition() -> None:
 @given(CALLS)
 @settings(max_examples=200, deadline=None)
 def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
-    """Values and the order of random operators; collectives keep theirs, and none is read while it is under way."""
+    """Values and the order of random operators; collectives keep their order, and results are read after the wait."""
     program = drawn(calls)
     before, draws = results_of(program)
     sent = [name for name in order_of(program) if name in ("reduced", "joined")]
@@ -149,5 +149,5 @@ def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, in
             assert [user.target for user in node.users] == [SETTLED]
 
 
-def test_all_kinds_can_be_begun() -> None:
+def test_all_kinds_have_an_asynchronous_form() -> None:
     assert set(BEGINS) == {REDUCED, JOINED, SCATTERED, EXCHANGED}

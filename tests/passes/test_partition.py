@@ -1,4 +1,4 @@
-"""One joint graph becomes forward and backward."""
+"""partition: splits the joint graph into forward and backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Sine(Scale):
 
 
 def test_before_and_after() -> None:
-    """What backward reads of forward's inputs keeps its meaning; the rest is `saved`."""
+    """Inputs of forward that backward reads keep their label; other values are `saved`."""
     program = through(captured(_Sine(), (torch.ones(4),), world_size=1), "reshard-after-forward")
     assert_expected_inline(
         print_program(program),
@@ -108,7 +108,7 @@ def test_a_value_that_forward_does_not_return_is_reported() -> None:
 
 
 def test_placeholders_have_readable_names() -> None:
-    """Names of parameters and buffers become identifiers; a name that is taken gets an underscore."""
+    """Names of parameters and buffers become identifiers; duplicates get an underscore."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -171,8 +171,8 @@ class _Shift(Scale):
         (Blocks(2, bias=True), torch.ones(2, 4)),
     ],
 )
-def test_backward_reads_what_it_is_given(model: nn.Module, x: torch.Tensor) -> None:
-    """No gather whose result nobody uses, and no saved value that nobody reads.
+def test_backward_uses_all_its_inputs(model: nn.Module, x: torch.Tensor) -> None:
+    """Backward has no unused gathers or saved values.
 
     The gradient of `x + w` needs no `w`:
 
@@ -187,8 +187,8 @@ def test_backward_reads_what_it_is_given(model: nn.Module, x: torch.Tensor) -> N
 
 
 @pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])
-def test_equal_gradients_are_reduced_each(planner: PlanByUnit) -> None:
-    """The gradients of parallel layers are the same tensor, so their reductions are the same call.
+def test_equal_gradients_are_reduced_separately(planner: PlanByUnit) -> None:
+    """The gradients of parallel layers are one tensor, so their reductions are equal calls.
 
     Merged into one by the partitioner's CSE they would be one collective for two parameters:
 
@@ -205,7 +205,7 @@ def test_equal_gradients_are_reduced_each(planner: PlanByUnit) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_share_no_memory(fake_world: FakeWorld, world_size: int) -> None:
-    """Whoever scales gradients in place scales each once. `x + w0 + w1` has one gradient: the tangent."""
+    """Scaling gradients in place must scale each once. `x + w0 + w1` has one gradient: the tangent."""
 
     class Sum(Scales):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_gradients_share_no_memory(fake_world: FakeWorld, world_size: int) -> No
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_contiguous(fake_world: FakeWorld, world_size: int) -> None:
-    """Whatever layout the last operator of backward gives: a transposed, an expanded and a channels-last gradient."""
+    """For any layout of backward's last operator: a transposed, an expanded and a channels-last gradient."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

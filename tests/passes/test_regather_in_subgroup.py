@@ -1,4 +1,4 @@
-"""regather-in-subgroup: backward gathers again among neighbours, from a piece that forward keeps."""
+"""regather-in-subgroup: backward gathers among neighbors, from a part that forward keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESH = Mesh.of_shape(4).with_regather(2)
 
 
 def partitioned(model: nn.Module, *, grad: bool = True, mesh: Mesh = MESH) -> Program:
-    """Four ranks, of which two gather again together."""
+    """Partition for four ranks, of which pairs gather again."""
     program = captured(model, (torch.ones(3, 4),), world_size=4, grad=grad, reshard_after_forward=True)
     return through(replace(program, mesh=mesh), "partition")
 
@@ -86,8 +86,8 @@ def test_before_and_after() -> None:
     )
 
 
-def test_pieces_are_what_the_smaller_group_gathers() -> None:
-    """Half of the parameter on each rank of a pair; nothing is read of shards in backward any more."""
+def test_kept_parts_belong_to_the_smaller_group() -> None:
+    """Each rank of a pair keeps half of the parameter; backward no longer reads shards."""
     program = partitioned(Blocks(3))
     again = {c.params[0] for c in collectives(program.phases["backward"]) if c.kind == "gather"}
     run_pass(RegatherInSubgroup(), program)
@@ -118,8 +118,8 @@ def test_inference_is_left_alone() -> None:
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
 
 
-def test_another_backward_gets_no_second_pieces() -> None:
-    """It is made from the partitioned graph when forward has run: only its own gathers change."""
+def test_another_backward_uses_the_same_parts() -> None:
+    """It is built from the partitioned graph after forward ran: only its gathers change."""
     program = partitioned(Blocks(2))
     alone = replace(program, phases={"backward": program.phases["backward"].clone()}, history=[])
     run_pass(RegatherInSubgroup(), alone, Observer("off"))

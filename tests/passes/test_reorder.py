@@ -1,4 +1,4 @@
-"""reorder: collectives start and are waited for where the plan says."""
+"""reorder: moves starts and waits of collectives to their planned positions."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def _partitioned(model: type[nn.Module], depth: int, world_size: int) -> Program
 
 
 def _scales() -> Program:
-    """Two units with one operator each, bucketed."""
+    """Build two units with one operator each, bucketed."""
     return through(copied(_partitioned(Scales, 2, 2)), "bucket")
 
 
 def _blocks(planner: PlanByUnit = COALESCED, world_size: int = 2) -> Program:
-    """Three units with two parameters each, bucketed."""
+    """Build three units with two parameters each, bucketed."""
     return through(copied(_partitioned(Blocks, 3, world_size)), "bucket", planner=planner)
 
 
 def test_before_and_after() -> None:
-    """The second gather starts when the first has arrived, and hides behind the multiplication."""
+    """The second gather starts when the first has arrived, and overlaps the multiplication."""
     program = _scales()
     assert_expected_inline(
         print_phase(program.phases["forward"]),
@@ -86,7 +86,7 @@ def test_before_and_after() -> None:
 
 
 def _events(phase: Phase, name: str, plan: Plan) -> tuple[Event, ...]:
-    """Starts and waits as they stand in the graph; several waits for one bucket are one event."""
+    """Return starts and waits in the order of the graph; several waits for one bucket are one event."""
     buckets = {(b.kind, p): b.name for b in plan.buckets if b.phase == name for p in b.members}
     bucket_of = {c.node: buckets[c.kind, c.params[0]] for c in collectives(phase)}
     compute = set(CollectiveRegions.of(phase).compute)

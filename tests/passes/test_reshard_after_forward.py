@@ -1,4 +1,4 @@
-"""reshard-after-forward: what backward gathers again, and what forward keeps for it."""
+"""reshard-after-forward: selects what backward gathers again and what forward keeps for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _marks(program: Program) -> str:
 
 
 def _saved(program: Program) -> dict[str, tuple[int, ...]]:
-    """What forward keeps for backward: shapes by label."""
+    """Return the shapes that forward saves for backward, by label."""
     forward = program.phases["forward"]
     pairs = zip(forward.outputs, forward.results, strict=True)
     return {str(slot): tuple(fake(n).shape) for slot, n in pairs if slot.kind not in ("output", "mutation")}
@@ -55,8 +55,8 @@ def _gathered_in_backward(program: Program) -> list[str]:
     return [name for c in collectives(program.phases["backward"]) if c.kind == "gather" for name in c.params]
 
 
-def test_resharding_marks_the_way_to_the_full_parameter() -> None:
-    """shard -> cast -> gather -> wait -> cut-off: all of it is repeated in backward."""
+def test_resharding_marks_the_operators_up_to_the_full_parameter() -> None:
+    """shard -> cast -> gather -> wait -> cut: backward repeats all of it."""
     program = captured(Scale(4), (torch.ones(4),), world_size=3, mp_policy=BF16, reshard_after_forward=True)
     before = print_program(through(program, "mixed-precision"))
     run_pass(ReshardAfterForward(), program)
@@ -104,13 +104,13 @@ def test_false_saves_every_full_parameter(policy: MixedPrecisionPolicy | None) -
     program = captured(_Rooted(), INPUT, mp_policy=policy, reshard_after_forward=False)
     saved = _saved(through(program, "partition"))
     assert not _gathered_in_backward(program)
-    # Backward needs all but first.weight, which no input's gradient passes through.
+    # Backward needs all except first.weight, through which no input gradient passes.
     assert list(saved.values()).count((4, 4)) >= 3
     assert not any(name.startswith("param:") for name in saved)
 
 
 class _Unbound(nn.Module):
-    """Uses views of its parameters, also of those of one that does not divide by 2 ranks."""
+    """Uses views of its parameters, also of one that does not divide by 2 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class _Unbound(nn.Module):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_no_view_of_a_gathered_parameter_is_saved(reshard: bool) -> None:
-    """It would keep all of the parameter, and what the parameter was."""
+    """A view would keep the whole parameter, with its old value."""
     program = through(captured(_Unbound(), INPUT, reshard_after_forward=reshard), "partition")
     forward = program.phases["forward"]
     gathered = {wait for c in collectives(forward) if c.kind == "gather" for wait in c.waits}

@@ -1,4 +1,4 @@
-"""to-device: a program captured on the CPU becomes one for GPUs, without a GPU."""
+"""to-device: converts a program captured on the CPU for GPUs, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers import Blocks, captured, copied, step, through
 
 
 class Positions(nn.Module):
-    """A factory function is told the device."""
+    """Calls a factory function with a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_idempotent() -> None:
 
 
 def test_the_other_passes_run_on_it_and_the_numbers_stay() -> None:
-    """Devices of fake values are not looked at when the graph runs on real ones."""
+    """Running the graph on real tensors ignores the devices of fake values."""
     model = Blocks(2)
     program = captured(model, (torch.ones(2, 4),))
     plain = copied(program)
@@ -88,7 +88,7 @@ def test_the_other_passes_run_on_it_and_the_numbers_stay() -> None:
 
 
 class Attention(nn.Module):
-    """The CPU has an attention of its own."""
+    """The CPU has a separate attention operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-def test_requires_operators_that_other_devices_have() -> None:
+def test_rejects_operators_that_only_the_cpu_has() -> None:
     program = captured(Attention(), (torch.ones(1, 2, 4, 8),))
     with pytest.raises(ArtifactError, match=r"_scaled_dot_product_flash_attention_for_cpu.* only the CPU has"):
         run_pass(ToDevice("cuda"), program)

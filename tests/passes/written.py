@@ -1,4 +1,4 @@
-"""Phases that tests write down call by call, without a model."""
+"""Phases that tests write call by call, without a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers import Blocks, captured, copied, target_name, through
 
 @functools.cache
 def two_layers() -> Program:
-    """A partitioned program without communication of the model's own."""
+    """Build a partitioned program without collectives of the model."""
     return through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
 
 
 class Written:
-    """A phase in the making.
+    """A phase under construction.
 
     Args:
         shapes: of its inputs.
@@ -41,11 +41,11 @@ class Written:
         return emit(self.graph, target, *args)
 
     def part(self, node: Node, index: int) -> Node:
-        """One result of several."""
+        """Select one of several results."""
         return emit(self.graph, operator.getitem, node, index)
 
     def returning(self, *results: Node) -> Program:
-        """A program of this phase alone."""
+        """Build a program of this phase only."""
         self.graph.output(tuple(results))
         slots = tuple(Slot("input", str(index)) for index in range(len(self.inputs)))
         outputs = tuple(Slot("output", str(index)) for index in range(len(results)))
@@ -55,13 +55,13 @@ class Written:
 
 
 def order_of(program: Program) -> list[str]:
-    """Names of the operators of the phase, in order."""
+    """Return the names of the phase's operators, in order."""
     return [target_name(n) for n in program.phases["forward"].module.graph.nodes if n.op == "call_function"]
 
 
 SQUARE = (2, 2)
 MM, ADD, RAND = aten.mm.default, aten.add.Tensor, aten.rand_like.default
-# What is called, and of which of the values before it.
+# The operator, and the positions of its arguments among the earlier values.
 CALLS = st.lists(
     st.tuples(st.sampled_from([MM, ADD, RAND, REDUCED, JOINED]), st.integers(0, 7), st.integers(0, 7)),
     min_size=3,
@@ -70,7 +70,7 @@ CALLS = st.lists(
 
 
 def drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
-    """A phase of such calls that returns its last three values."""
+    """Build a phase of these calls that returns its last three values."""
     write = Written(SQUARE, SQUARE, SQUARE)
     values = list(write.inputs)
     for target, first, second in calls:
@@ -81,7 +81,7 @@ def drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
 
 
 def results_of(program: Program) -> tuple[list[torch.Tensor], list[int]]:
-    """What a phase computes of given values, where each collective triples, and the order of its random operators."""
+    """Compute a phase on fixed values, with collectives that triple; return results and the order of random operators."""
     values: dict[Node, Any] = {}
     draws: list[int] = []
     sends = {*BEGINS, *BEGINS.values()}

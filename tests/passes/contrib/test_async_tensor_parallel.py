@@ -1,4 +1,4 @@
-"""async-tensor-parallel: products and the model's collectives at them, in pieces that overlap."""
+"""async-tensor-parallel: splits matmuls and the model's collectives next to them into pieces that overlap."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RANKS = 2
 
 
 def _gathered() -> Program:
-    """[4, 3] rows of each rank, gathered along dim 0 and multiplied."""
+    """Gather [4, 3] rows of each rank along dim 0 and multiply."""
     write = Written((4, 3), (3, 5))
     x, w = write.inputs
     return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
 
 
 def _gathered_along_sequences() -> Program:
-    """[2, 4, 3] of each rank, gathered along dim 1, multiplied twice, and used besides."""
+    """Gather [2, 4, 3] along dim 1, multiply twice, and add another use."""
     write = Written((2, 4, 3), (3, 5), (5, 3), (5,))
     x, w, transposed, bias = write.inputs
     split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
@@ -53,14 +53,14 @@ def _gathered_along_sequences() -> Program:
 
 
 def _scattered() -> Program:
-    """[8, 3] rows are multiplied, and [4, 5] of their sum are a rank's."""
+    """Multiply [8, 3] rows and scatter their sum as [4, 5] per rank."""
     write = Written((8, 3), (3, 5))
     x, w = write.inputs
     return write.returning(write(SCATTERED, write(MM, x, w), "sum", RANKS, "shard"))
 
 
 def _scattered_along_sequences() -> Program:
-    """[2, 8, 3] are multiplied, and [2, 4, 5] of their sum along dim 1 are a rank's."""
+    """Multiply [2, 8, 3] and scatter their sum along dim 1 as [2, 4, 5] per rank."""
     write = Written((2, 8, 3), (3, 5))
     x, w = write.inputs
     y = write(VIEW, write(MM, write(VIEW, x, [16, 3]), w), [2, 8, 5])
@@ -104,7 +104,7 @@ def test_before_and_after() -> None:
 
 
 def _results(program: Program) -> list[list[Tensor]]:
-    """What each rank returns, of inputs of its own and weights that are the same."""
+    """Return the results of each rank, from different inputs and equal weights."""
     phase = program.phases["forward"]
     generator = torch.Generator().manual_seed(0)
     values: list[dict[Node, Tensor]] = [{} for _ in range(RANKS)]
@@ -131,8 +131,8 @@ def _results(program: Program) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("pieces", [2, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_on_every_rank(name: str, pieces: int) -> None:
-    """Values and shapes; each collective is in so many pieces, all but one beside a product."""
+def test_results_are_equal_on_every_rank(name: str, pieces: int) -> None:
+    """Values and shapes; each collective is split, and all pieces except one overlap a matmul."""
     program = PROGRAMS[name]()
     expected = _results(program)
     run_pass(AsyncTensorParallel(pieces=(pieces,)), program)
@@ -153,36 +153,36 @@ def test_again_changes_nothing(name: str) -> None:
     assert print_phase(program.phases["forward"]) == once
 
 
-def _used_otherwise() -> Program:
-    """The product is needed as a whole, too."""
+def _used_elsewhere() -> Program:
+    """The full product has another use."""
     write = Written((8, 3), (3, 5))
     y = write(MM, *write.inputs)
     return write.returning(write(SCATTERED, y, "sum", RANKS, "shard"), write(aten.relu.default, y))
 
 
 def _multiplied_by_itself() -> Program:
-    """Both operands need all that is gathered."""
+    """Both operands need the whole gathered tensor."""
     write = Written((4, 3))
     whole = write(JOINED, write.inputs[0], RANKS, "shard")
     return write.returning(write(MM, whole, write(aten.t.default, whole)))
 
 
 def _of_columns() -> Program:
-    """What is gathered is summed over by the product."""
+    """The matmul contracts the gathered dim."""
     write = Written((4, 3), (5, 8))
     x, w = write.inputs
     return write.returning(write(MM, w, write(JOINED, x, RANKS, "shard")))
 
 
 def _transposed() -> Program:
-    """The rows that are scattered are columns of the product."""
+    """The scattered rows are columns of the matmul."""
     write = Written((3, 8), (3, 8))
     y = write(MM, write(aten.t.default, write.inputs[0]), write.inputs[1])
     return write.returning(write(SCATTERED, write(aten.t.default, y), "sum", RANKS, "shard"))
 
 
-def _split_otherwise() -> Program:
-    """The parts of a sequence are not those of the ranks."""
+def _split_differently() -> Program:
+    """The parts of a sequence differ from the ranks' parts."""
     write = Written((4, 4, 3), (3, 5))
     x, w = write.inputs
     split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
@@ -199,7 +199,7 @@ def _odd() -> Program:
 
 
 @pytest.mark.parametrize(
-    "make", [_used_otherwise, _multiplied_by_itself, _of_columns, _transposed, _split_otherwise, _odd]
+    "make", [_used_elsewhere, _multiplied_by_itself, _of_columns, _transposed, _split_differently, _odd]
 )
 def test_left_alone(make: Callable[[], Program]) -> None:
     program = make()
@@ -209,21 +209,21 @@ def test_left_alone(make: Callable[[], Program]) -> None:
 
 
 def _large(rows: int, columns: int) -> Program:
-    """A column-parallel product as those of a Llama of 8B, bf16."""
+    """Build a column-parallel matmul with the sizes of Llama 8B, in bf16."""
     write = Written((rows, 4096), (4096, columns), dtype=torch.bfloat16)
     x, w = write.inputs
     return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
 
 
-def test_where_it_pays() -> None:
-    """On H100s; not where pieces would be latencies, nor where rows of the result take longer to copy than to send."""
+def test_applies_where_it_pays() -> None:
+    """On H100s; not for pieces dominated by latency, nor if copying rows of the result takes longer than sending them."""
     step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")))
     assert step.rewrite(_large(4096, 1792)) == 1
     assert step.rewrite(_large(64, 1792)) == 0
     assert step.rewrite(_large(4096, 14336)) == 0
 
 
-def test_wrong_use() -> None:
+def test_rejects_wrong_options() -> None:
     with pytest.raises(
         PassError, match="async-tensor-parallel: insert this pass after 'partition' and before 'overlap-mod"
     ):

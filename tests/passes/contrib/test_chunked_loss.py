@@ -1,4 +1,4 @@
-"""chunked-loss: the loss over a vocabulary, and its gradients, for some rows at a time."""
+"""chunked-loss: computes the loss over a vocabulary, and its gradients, for some rows at a time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _capped(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_part(logits: Tensor, targets: Tensor) -> Tensor:
-    """A loss that is used twice."""
+    """Use the loss twice."""
     loss = _mean(logits, targets)
     return loss * loss
 
@@ -84,7 +84,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _batches(*, ignored: int = 5) -> list[tuple[Tensor, Tensor]]:
-    """Of two ranks; the first rows do not count."""
+    """Return batches of two ranks; the first targets are ignored."""
     batches = [(torch.randint(VOCAB, (BATCH, LENGTH)), torch.randint(VOCAB, (BATCH, LENGTH))) for _ in range(2)]
     for _, targets in batches:
         targets.view(-1)[:ignored] = -100
@@ -99,7 +99,7 @@ def _program(model: nn.Module, rows: int | None, **options: Any) -> Program:
 
 
 class Bare(nn.Module):
-    """A head and its loss alone."""
+    """Only a head and its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Bare(nn.Module):
 
 
 def test_before_and_after() -> None:
-    """The first of two chunks, and what becomes of both."""
+    """The first of two chunks, and the combination of both."""
     program = captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long)))
     assert_expected_inline(
         print_phase(program.phases["joint"]),
@@ -175,8 +175,8 @@ def test_before_and_after() -> None:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_up_to_rounding(name: str, policy: MixedPrecisionPolicy | None) -> None:
-    """Losses and gradients, where a whole chunk does not count, and the last one is shorter than the others."""
+def test_results_are_equal_up_to_rounding(name: str, policy: MixedPrecisionPolicy | None) -> None:
+    """Losses and gradients, with a fully ignored chunk, and a shorter last chunk."""
     torch.manual_seed(0)
     model, batches = MODELS[name](), _batches()
     plain = through(_program(model, None, mp_policy=policy), "reorder")
@@ -193,8 +193,8 @@ def test_the_same_up_to_rounding(name: str, policy: MixedPrecisionPolicy | None)
             torch.testing.assert_close(ours[each], theirs[each], rtol=error, atol=error * largest, msg=each)
 
 
-def test_no_row_counts() -> None:
-    """The loss is not a number then, and gradients are zeros, as in torch."""
+def test_all_rows_ignored() -> None:
+    """As in torch, the loss is NaN and the gradients are zero."""
     model, batches = Language(_mean), _batches(ignored=BATCH * LENGTH)
     for result in step(through(_program(model, 5), "reorder"), model, batches):
         assert result["output:0"].isnan()
@@ -202,8 +202,8 @@ def test_no_row_counts() -> None:
         assert not result["grad:embed.weight"].any()
 
 
-def test_all_logits_are_never_held() -> None:
-    """No value is as large as they are; forward saves gradients, and backward does not gather the head."""
+def test_never_holds_all_logits() -> None:
+    """No value has the size of all logits; forward saves gradients, and backward does not gather the head."""
     program = through(_program(Language(_mean), 5), "reorder")
     nodes = [node for phase in program.phases.values() for node in phase.module.graph.nodes]
     tensors = [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
@@ -224,7 +224,7 @@ def test_a_forward_alone() -> None:
 
 
 class Clipped(torch.autograd.Function):
-    """What is not linear in the gradient."""
+    """An operation that is not linear in the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def test_left_alone(name: str) -> None:
 
 
 def test_left_alone_by_its_sizes() -> None:
-    """Float16, no more rows than a chunk has, and rows whose number is not known."""
+    """Float16, no more rows than one chunk, and an unknown number of rows."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     assert ChunkedLoss(5).rewrite(_program(Language(_mean), None, mp_policy=half)) == 0
     assert ChunkedLoss(BATCH * LENGTH).rewrite(_program(Language(_mean), None)) == 0
@@ -265,12 +265,12 @@ def test_left_alone_by_its_sizes() -> None:
     assert ChunkedLoss(5).rewrite(_program(Language(_mean), None, dynamic_shapes=(dynamic, dynamic))) == 0
 
 
-def test_twice() -> None:
+def test_rejects_a_second_run() -> None:
     program = _program(Language(_mean), 5)
     assert ChunkedLoss(5).rewrite(program) == 0
 
 
-def test_wrong_use() -> None:
+def test_rejects_wrong_options() -> None:
     program = through(_program(Language(_mean), None), "partition")
     with pytest.raises(PassError, match="chunked-loss: the program is already partitioned; run this pass before 'par"):
         run_pass(ChunkedLoss(), program)

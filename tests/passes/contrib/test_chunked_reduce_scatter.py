@@ -1,4 +1,4 @@
-"""chunked-reduce-scatter: the gradient of a head is reduced piece by piece, as `vocab-sharded-loss` has computed it."""
+"""chunked-reduce-scatter: reduces the gradient of a head piece by piece, as `vocab-sharded-loss` computes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.passes.contrib.test_vocab_sharded_loss import _count, _program
 
 
 def test_before_and_after() -> None:
-    """Pieces of two rows, and of one, of each rank; what arrives last is the first part of the shard."""
+    """Pieces of two rows, and of one, of each rank; the last piece to arrive is the first part of the shard."""
     program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
     run_pass(VocabShardedLoss(2), program)
     run_pass(ChunkedReduceScatter(), through(program, "partition"))
@@ -47,8 +47,8 @@ def test_reduced_as_a_whole() -> None:
         assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
 
 
-def test_nothing_is_whole_of_a_table_that_is_looked_up_and_multiplied() -> None:
-    """Its pieces are reduced as they are made, and what the lookup adds goes as rows."""
+def test_a_tied_table_is_never_gathered_or_reduced_whole() -> None:
+    """Its pieces are reduced as they are computed, and the gradient of the lookup is sent as rows."""
     torch.manual_seed(0)
     model, batches = MODELS["tied"](), _batches()
     plain = _program(model, None)
@@ -73,7 +73,7 @@ def test_twice() -> None:
     through(program, "partition")
     assert ChunkedReduceScatter().rewrite(program) == 1
     assert ChunkedReduceScatter().rewrite(program) == 0
-    assert EmbeddingRowExchange().rewrite(program) > 0  # which may come behind it
+    assert EmbeddingRowExchange().rewrite(program) > 0  # can follow
 
 
 def test_wrong_use() -> None:

@@ -1,4 +1,4 @@
-"""embedding-row-exchange: rows of embeddings travel, instead of tables and their gradients."""
+"""embedding-row-exchange: sends rows of embeddings instead of tables and their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Words(nn.Module):
-    """An embedding of so many words."""
+    """An embedding of a number of words."""
 
     def __init__(self, vocab: int = 8, **options: Any) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class Twice(Words):
 
 
 class Read(Words):
-    """A table that is used otherwise, too."""
+    """A table with a use other than a lookup."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.embed.weight.square().mean()
 
 
 def _tokens(vocab: int, num_ranks: int) -> list[tuple[Tensor]]:
-    """Some words come up several times, on one rank and on several."""
+    """Return tokens with repeated words, on one rank and across ranks."""
     return [(torch.randint(vocab, (2, 10)),) for _ in range(num_ranks)]
 
 
 def _programs(model: nn.Module, num_ranks: int, **options: Any) -> tuple[Program, Program]:
-    """Without the pass, and with it."""
+    """Return the program without the pass, and with it."""
     made = []
     for exchanged in (False, True):
         program = captured(model, (torch.zeros(2, 10, dtype=torch.long),), world_size=num_ranks, **options)
@@ -69,7 +69,7 @@ def _programs(model: nn.Module, num_ranks: int, **options: Any) -> tuple[Program
 
 
 def _sent(program: Program, phase: str) -> list[str]:
-    """The collectives of a phase, in order."""
+    """Return the collectives of a phase, in order."""
     nodes = program.phases[phase].module.graph.nodes
     return [target_name(node) for node in nodes if is_collective(node) or node.target in NAMING_GROUPS]
 
@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[type[Words], dict[str, Any]]] = {
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_on_every_rank(name: str, num_ranks: int, policy: MixedPrecisionPolicy | None) -> None:
+def test_results_are_equal_on_every_rank(name: str, num_ranks: int, policy: MixedPrecisionPolicy | None) -> None:
     """Bit for bit on two ranks; the table is never gathered, nor its gradient reduced."""
     torch.manual_seed(0)
     kind, options = MODELS[name]
@@ -162,7 +162,7 @@ def test_the_same_on_every_rank(name: str, num_ranks: int, policy: MixedPrecisio
 
 
 def test_two_lookups() -> None:
-    """Both are exchanged; the sum of their gradients is reduced as it was."""
+    """Both are exchanged; the sum of their gradients is reduced as before."""
     model = Twice(13)
     plain, exchanged = _programs(model, 2)
     assert _sent(exchanged, "forward") == ["exchanged"] * 4
@@ -174,7 +174,7 @@ def test_two_lookups() -> None:
 
 
 def test_gradients_by_frequency_are_reduced() -> None:
-    """How often a word comes up on a rank is not known elsewhere."""
+    """The frequency of a word on one rank is unknown on the others."""
     _, exchanged = _programs(Words(13, scale_grad_by_freq=True), 2)
     assert _sent(exchanged, "forward") == ["exchanged"] * 2
     assert _sent(exchanged, "backward") == ["reduce_scatter_tensor"]
@@ -188,8 +188,8 @@ def test_left_alone(model: nn.Module) -> None:
     assert (print_phase(program.phases["forward"]), print_phase(program.phases["backward"])) == before
 
 
-def test_a_word_that_is_none() -> None:
-    """Not even one whose row would lie in the padding of the last shard."""
+def test_rejects_an_invalid_word() -> None:
+    """Also a word whose row would be in the padding of the last shard."""
     model = Words(13)
     _, exchanged = _programs(model, 2)
     for word in (-1, 13, 14):
@@ -209,7 +209,7 @@ def test_a_forward_alone() -> None:
 
 
 def _large(tokens: int) -> Program:
-    """The embedding of a Llama of 8B on 8 ranks, bf16."""
+    """Build the embedding of a Llama 8B on 8 ranks, in bf16."""
     with torch.device("meta"):
         model = nn.Embedding(128256, 4096)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -217,8 +217,8 @@ def _large(tokens: int) -> Program:
     return through(captured(model, (words,), world_size=8, mp_policy=policy), "partition")
 
 
-def test_where_it_pays() -> None:
-    """On H100s: with 4,096 tokens on a rank both; with 131,072 rows are more than the table has."""
+def test_applies_where_it_pays() -> None:
+    """On H100s: both directions with 4,096 tokens on a rank; with 131,072 the rows exceed the table."""
     step = EmbeddingRowExchange(Costs(graphshard.load_profile("h100")))
     assert step.rewrite(_large(4096)) == 2
     assert step.rewrite(_large(2**17)) == 0

@@ -1,4 +1,4 @@
-"""Gathers in eight bits: what travels, and how close the result is."""
+"""float8-all-gather: gathers in eight bits; what is sent, and the accuracy of the result."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def test_a_byte_for_each_element_and_a_scale_for_each_shard() -> None:
     assert not program.history[-1].exact
 
 
-def as_it_arrives(weight: torch.Tensor) -> torch.Tensor:
-    """What two ranks gather of a weight: each half rounded to eight bits by its own scale."""
+def as_gathered(weight: torch.Tensor) -> torch.Tensor:
+    """Round a weight as two ranks gather it: each half to eight bits by a separate scale."""
     scales = [shard.abs().max() / torch.finfo(torch.float8_e4m3fn).max for shard in weight.chunk(2)]
     return torch.cat([(s / scale).to(torch.float8_e4m3fn).float() * scale for s, scale in zip(weight.chunk(2), scales)])
 
 
 @pytest.mark.parametrize("planner", [COALESCED, PACKED])
-def test_gradients_are_those_of_the_rounded_weights(planner: object) -> None:
+def test_gradients_match_the_rounded_weights(planner: object) -> None:
     model, rounded = Blocks(2, 8), Blocks(2, 8)
-    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    rounded.load_state_dict({name: as_gathered(weight) for name, weight in model.state_dict().items()})
     program = through(_quantised(model), "reorder", planner=planner)
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     torch.testing.assert_close(found, wanted)
@@ -109,14 +109,14 @@ def test_gradients_are_those_of_the_rounded_weights(planner: object) -> None:
 
 
 def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
-    """Only rounding of bfloat16 lies between: a model without ReLUs has no kinks that it could cross.
+    """The only difference is the rounding of bfloat16: a model without ReLUs has no kinks that it could cross.
 
     Weights are cast to bfloat16 before they are rounded to eight bits.
     """
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     rounded = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     cast = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
-    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in cast.items()})
+    rounded.load_state_dict({name: as_gathered(weight) for name, weight in cast.items()})
     program = through(_quantised(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), "reorder")
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     for name, gradient in wanted.items():
@@ -124,7 +124,7 @@ def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
 
 
 def test_some_parameters() -> None:
-    """Others, and uneven ones, travel as they are; their gradients are exact."""
+    """Other parameters, and uneven ones, are gathered unchanged; their gradients are exact."""
     model = Blocks(2, 8, bias=True)
     program = through(_quantised(model, ("layers.9.*",)), "reorder")
     assert_gradients(program, model, BATCHES)

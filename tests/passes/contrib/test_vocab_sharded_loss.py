@@ -1,4 +1,4 @@
-"""vocab-sharded-loss: the loss over a vocabulary for some words at a time, by pieces of the head."""
+"""vocab-sharded-loss: computes the loss over a vocabulary for some words at a time, from pieces of the head."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _program(model: nn.Module, pieces: int | None, batch: tuple[Tensor, ...] | N
 
 
 def test_before_and_after() -> None:
-    """Pieces of two rows, and of one, of each rank; the last word is none."""
+    """Pieces of two rows, and of one, of each rank; the last word is padding."""
     program = through(captured(Bare(), (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))), "mixed-precision")
     run_pass(VocabShardedLoss(2), program)
     lines = print_phase(program.phases["joint"]).splitlines()
     assert_expected_inline(
-        "\n".join(line for line in lines if _is_told(line)),
+        "\n".join(line for line in lines if _is_shown(line)),
         """\
   %25: f32[4, 3] = joining(%24, 2, shard)
   %34: f32[2, 3] = joining(%33, 2, shard)
@@ -72,8 +72,8 @@ def test_before_and_after() -> None:
     )
 
 
-def _is_told(line: str) -> bool:
-    """Of what is gathered, multiplied and returned."""
+def _is_shown(line: str) -> bool:
+    """Return whether the golden shows the line: gathers, matmuls and results."""
     return any(word in line for word in ("joining", "settled", " mm(", "addmm(", "masked_fill", "cat(", "return"))
 
 
@@ -87,8 +87,8 @@ def _model(name: str) -> Language:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CUT), ("mean", 3), ("bias", 3)])
-def test_the_same_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPolicy | None) -> None:
-    """Losses and gradients; shards of three ranks are uneven, and their padding is not a number."""
+def test_results_are_equal_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPolicy | None) -> None:
+    """Losses and gradients; shards of three ranks are uneven, with NaN padding."""
     model, batches = _model(name), [*_batches(), *_batches()][:ranks]
     plain, pieced = (_program(model, pieces, mp_policy=policy, world_size=ranks) for pieces in (None, 4))
     assert _count(pieced, "joining") == (4, 3)
@@ -109,12 +109,12 @@ def test_the_same_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPo
 
 
 def _count(program: Program, *names: str) -> tuple[int, ...]:
-    """How many calls of operators there are in each phase."""
+    """Count the calls of operators in each phase."""
     return tuple(sum(len(calls(phase, name)) for name in names) for phase in program.phases.values())
 
 
-def test_neither_head_nor_logits_are_ever_whole() -> None:
-    """No value has a row or a column for each word, and nothing of the head is gathered or reduced as a whole."""
+def test_never_holds_the_whole_head_or_logits() -> None:
+    """No value has a row or a column for each word, and the head is never gathered or reduced whole."""
     program = _program(Language(_mean), 4)
     nodes = [node for phase in program.phases.values() for node in phase.module.graph.nodes if node.op != "placeholder"]
     tensors = [fake(node) for node in nodes if isinstance(node.meta.get("val"), Tensor)]
@@ -123,8 +123,8 @@ def test_neither_head_nor_logits_are_ever_whole() -> None:
     assert of_head == []
 
 
-def test_gathers_are_under_way_beside_products() -> None:
-    """The first piece beside what comes before the head, each other one beside the product of the one before it."""
+def test_gathers_overlap_matmuls() -> None:
+    """The first piece overlaps the layers before the head, each other piece overlaps the previous piece's matmul."""
     program = _program(Language(_mean), 4)
     for phase in program.phases.values():
         nodes = list(phase.module.graph.nodes)
@@ -134,8 +134,8 @@ def test_gathers_are_under_way_beside_products() -> None:
             assert any(node.target in (aten.mm.default, aten.addmm.default) for node in between)
 
 
-def test_no_row_counts() -> None:
-    """The loss is not a number then, and gradients are zeros, as in torch."""
+def test_all_rows_ignored() -> None:
+    """As in torch, the loss is NaN and the gradients are zero."""
     model, batches = Language(_mean), _batches(ignored=BATCH * LENGTH)
     for result in step(_program(model, 4), model, batches):
         assert result["output:0"].isnan()
@@ -144,8 +144,8 @@ def test_no_row_counts() -> None:
 
 
 @pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 1])
-def test_a_word_that_is_none(word: int) -> None:
-    """Is no target, not even one whose row would lie in the padding of the last shard."""
+def test_rejects_an_invalid_word(word: int) -> None:
+    """Also a word whose row would be in the padding of the last shard."""
     model = Language(_mean)
     program = _program(model, 4, world_size=3)
     batches = [*_batches(), *_batches()][:3]
@@ -163,14 +163,14 @@ def test_a_forward_alone() -> None:
 
 
 class _ReadTwice(Language):
-    """Its head is tied, and read for something that is no lookup."""
+    """A tied head with a use other than a lookup."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return super().forward(tokens, targets) + self.head.weight.square().mean()
 
 
 def test_left_alone() -> None:
-    """A head that is read for something else, too."""
+    """A head with another use."""
     program = through(captured(_ReadTwice(_mean, tied=True), _batches()[0]), "mixed-precision")
     before = print_phase(program.phases["joint"])
     assert VocabShardedLoss(4).rewrite(program) == 0
