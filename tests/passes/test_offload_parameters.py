@@ -134,7 +134,7 @@ def test_uploads_run_one_gather_ahead() -> None:
 
 
 def test_uploads_run_one_unit_ahead_without_gathers() -> None:
-    """On one rank: they start when the previous unit's parameters have arrived, not earlier, because it waits for them."""
+    """On one rank: they start when the previous unit's parameters have arrived, because it waits for them."""
     program = through(captured(Blocks(3, bias=True), (torch.ones(3, 4),), world_size=1), "partition")
     before = [node.name for node in program.phases["forward"].module.graph.nodes]
     run_pass(OffloadParameters(always=True), program)

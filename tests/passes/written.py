@@ -81,7 +81,7 @@ def drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
 
 
 def results_of(program: Program) -> tuple[list[torch.Tensor], list[int]]:
-    """Compute a phase on fixed values, with collectives that triple; return results and the order of random operators."""
+    """Compute a phase on fixed values, with collectives that triple; also return the order of random operators."""
     values: dict[Node, Any] = {}
     draws: list[int] = []
     sends = {*BEGINS, *BEGINS.values()}

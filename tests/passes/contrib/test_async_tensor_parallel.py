@@ -216,7 +216,7 @@ def _large(rows: int, columns: int) -> Program:
 
 
 def test_applies_where_it_pays() -> None:
-    """On H100s; not for pieces dominated by latency, nor if copying rows of the result takes longer than sending them."""
+    """On H100s; not for pieces dominated by latency, nor if copying rows takes longer than sending them."""
     step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")))
     assert step.rewrite(_large(4096, 1792)) == 1
     assert step.rewrite(_large(64, 1792)) == 0
