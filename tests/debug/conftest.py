@@ -1,4 +1,4 @@
-"""A browser, and reports that are open in it."""
+"""A browser, and reports opened in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OpenText = Callable[..., Page]
 
 @pytest.fixture
 def open_text(browser: Browser, tmp_path: Path) -> Iterator[OpenText]:
-    """`open_text(html, **options)` opens a page. At the end it must not have had any problems."""
+    """Yield `open_text(html, **options)`, which opens a page. At the end no page may have had problems."""
     pages = []
 
     def open_page(html: str, **options: Any) -> Page:
@@ -50,7 +50,7 @@ def open_text(browser: Browser, tmp_path: Path) -> Iterator[OpenText]:
 
 @pytest.fixture
 def show(open_text: OpenText) -> Show:
-    """`show(report)` opens the report and waits for its diff."""
+    """Return `show(report)`, which opens the report and waits for its diff."""
 
     def open_page(report: Report, **options: Any) -> Page:
         page = open_text(render(report), **options)

@@ -1,4 +1,4 @@
-"""What a dump holds, that it is never half written, and that what it holds runs."""
+"""Contents of dumps: complete, never half written, and runnable."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STAGES = ["capture", *(step.name for step in Pipeline()), "lower"]
 
 
 def compiled(world: FakeWorld, dump: Path | None, *, model: nn.Module | None = None, **options: object) -> nn.Module:
-    """A model compiled on rank 0 of two, dumped to a directory."""
+    """Compile a model on rank 0 of two, with a dump directory."""
     world(2)
     options = {"backend": "eager", "example_inputs": BATCH, **options}
     return graphshard.compile(model or Blocks(2), init_device_mesh("cpu", (2,)), dump=dump, **options)
@@ -49,7 +49,7 @@ def dump(fake_world: FakeWorld, tmp_path: Path) -> Path:
 
 
 def test_files(dump: Path) -> None:
-    """Numbered texts, differences, serialised stages, code, plan, regions and the report."""
+    """Numbered texts, diffs, serialized stages, code, plan, regions and the report."""
     names = {str(path.relative_to(dump)) for path in dump.rglob("*") if path.is_file()}
     stems = [f"{i:02d}-{name}" for i, name in enumerate(STAGES)]
     wanted = {f"{stem}.txt" for stem in stems} | {f"{stem}.diff" for stem in stems[1:]}
@@ -61,7 +61,7 @@ def test_files(dump: Path) -> None:
 
 
 def test_contents(dump: Path, fake_world: FakeWorld, tmp_path: Path) -> None:
-    """The files say what the program says."""
+    """The files match the program."""
     (program,) = graphshard.programs(compiled(fake_world, tmp_path / "other"))
     for index, stage in enumerate(program.history):
         text = (dump / f"{index:02d}-{stage.name}.txt").read_text()
@@ -83,7 +83,7 @@ def test_contents(dump: Path, fake_world: FakeWorld, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_code_runs(dump: Path) -> None:
-    """Executors and regions are programs: with made-up inputs they print what they return."""
+    """Executors and regions are scripts: with made-up inputs they print their results."""
 
     def run(name: str) -> list[str]:
         done = subprocess.run([sys.executable, name], cwd=dump, capture_output=True, text=True, check=True)
@@ -95,7 +95,7 @@ def test_the_code_runs(dump: Path) -> None:
 
 
 class _Shaken(nn.Module):
-    """Draws random numbers again in backward, and has a parameter that is called like their generator's state."""
+    """Draws random numbers again in backward, and has a parameter with the name of the generator state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _runs(file: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 2}, {"gpu s": 4}])
 def test_the_code_runs_on_any_mesh(fake_world: FakeWorld, tmp_path: Path, mesh: dict[str, int]) -> None:
-    """Files make the process groups of all axes, of neighbours among whom backward gathers again, too."""
+    """Files create the process groups of all axes, including neighbor axes of backward's gathers."""
     fake_world(4)
     made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     regather = 2 if len(mesh) == 1 else None
@@ -140,7 +140,7 @@ def test_inputs_that_are_states_of_generators(fake_world: FakeWorld, tmp_path: P
 
 
 def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
-    """With Inductor the generated code of each region lies beside its operators, and the report links to it."""
+    """With Inductor the code of each region is stored next to its operators, and the report links to it."""
     compiled(fake_world, tmp_path, backend="inductor")
     dump = tmp_path / "rank0" / "Blocks-0"
     kernels = sorted(path.name for path in dump.glob("regions/*.kernels.py"))
@@ -150,7 +150,7 @@ def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
 
 
 def test_environment(fake_world: FakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRAPHSHARD_DUMP names the directory, GRAPHSHARD_DUMP_RANKS the ranks; the argument goes before."""
+    """GRAPHSHARD_DUMP names the directory, GRAPHSHARD_DUMP_RANKS the ranks; the argument takes precedence."""
     monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path / "a"))
     compiled(fake_world, None)
     compiled(fake_world, tmp_path / "b")
@@ -181,7 +181,7 @@ def test_wrong_arguments(
 
 @dataclass(frozen=True)
 class _Crash(Pass):
-    """Raises an error."""
+    """A pass that raises."""
 
     name: ClassVar[str] = "crash"
 
@@ -206,7 +206,7 @@ def test_a_crash_leaves_the_stages_up_to_it(fake_world: FakeWorld, tmp_path: Pat
 
 
 def test_an_earlier_dump_is_replaced(dump: Path, fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process; a second model of the same class in this process gets a directory of its own."""
+    """By another process; a second model of the same class in this process gets a separate directory."""
     (dump / "regions" / "region_99.py").write_text("left over")
     compiled(fake_world, dump.parents[1])
     assert sorted(path.name for path in dump.parent.iterdir()) == ["Blocks-0", "Blocks-0.2"]
@@ -216,7 +216,7 @@ def test_an_earlier_dump_is_replaced(dump: Path, fake_world: FakeWorld, monkeypa
     assert not (dump / "regions" / "region_99.py").exists()
 
 
-def test_files_of_others_are_left_alone(fake_world: FakeWorld, tmp_path: Path) -> None:
+def test_other_files_are_kept(fake_world: FakeWorld, tmp_path: Path) -> None:
     mine = tmp_path / "rank0" / "Blocks-0" / "thesis.tex"
     mine.parent.mkdir(parents=True)
     mine.write_text("")
@@ -226,7 +226,7 @@ def test_files_of_others_are_left_alone(fake_world: FakeWorld, tmp_path: Path) -
 
 
 def test_a_second_capture_and_a_second_backward(fake_world: FakeWorld, tmp_path: Path) -> None:
-    """Each program has a directory, and so has a backward for other gradients than the likely ones."""
+    """Each program has a directory, and so has a backward for non-default gradients."""
 
     class TwoOutputs(Blocks):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,7 +239,7 @@ def test_a_second_capture_and_a_second_backward(fake_world: FakeWorld, tmp_path:
 
 
 def test_files_are_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is renamed when it is complete; an interrupt leaves the old one and nothing else."""
+    """A file is renamed when it is complete; an interrupt leaves only the old one."""
     path = tmp_path / "file"
     write_text(path, "old")
 
@@ -260,7 +260,7 @@ def test_folded_text_is_dumped(fake_world: FakeWorld, tmp_path: Path) -> None:
     assert fold(text) == text
 
 
-def test_the_captured_program_is_torchs(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_captured_program_is_an_exported_program(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Stage 0 can be loaded, compiled and shown."""
     loaded = torch.export.load(dump / "00-exported.pt2")
     assert "GRADIENT_TO_PARAMETER" in str(loaded.graph_signature)
@@ -271,8 +271,8 @@ def test_the_captured_program_is_torchs(dump: Path, capsys: pytest.CaptureFixtur
     assert "GRADIENT_TO_PARAMETER target='layers.0.weight'" in capsys.readouterr().out
 
 
-def test_a_program_that_torch_has_no_signature_for(fake_world: FakeWorld, tmp_path: Path) -> None:
-    """The file says why, and compilation goes on."""
+def test_a_program_without_an_export_signature(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """The file contains the reason, and compilation continues."""
     program = compiled(fake_world, None)
     dump = Dump(tmp_path / "dump")
     (made,) = graphshard.programs(program)

@@ -1,4 +1,4 @@
-"""Forged dumps: what reads them says what is wrong, and prints nothing that a terminal obeys."""
+"""Forged dumps: commands report the error, and never print control characters to a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fault_of(capsys: Capture, *argv: str) -> str:
-    """What is wrong with how a command ends; "" if nothing is."""
+    """Return the fault in a command's outcome, or ""."""
     try:
         status = main(argv)
     except BaseException as error:
@@ -35,7 +35,7 @@ def fault_of(capsys: Capture, *argv: str) -> str:
 
 
 def faults_of(capsys: Capture, path: Path, data: Any, stride: int, *commands: tuple[str, ...]) -> list[str]:
-    """Of the commands, on every forgery in turn."""
+    """Return the faults of the commands for every forgery."""
     faults = []
     for name, value in forgeries(data, stride=stride):
         path.write_text(json.dumps(value))
@@ -44,7 +44,7 @@ def faults_of(capsys: Capture, path: Path, data: Any, stride: int, *commands: tu
 
 
 def test_forged_stages(dump: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Show and repro; every sixtieth place of the last stage, which has a plan."""
+    """Show and repro; every sixtieth position of the last stage, which has a plan."""
     path = tmp_path / "10-reorder.json"
     data = json.loads((dump / path.name).read_text())
     commands = ("show", str(path)), ("repro", str(path), "--pass", "reorder")
@@ -60,7 +60,7 @@ def test_forged_summaries(dump: Path, tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_escapes_are_printed_visibly(dump: Path, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    """Of texts, summaries, names of files and errors; on a terminal, too, where differences have colours of ours."""
+    """Of texts, summaries, file names and errors; also on a terminal, where diffs have colors."""
     escape = "\x1b]0;title\x07\x1b[31mred\x9b\u202e"
     evil = tmp_path / f"evil{escape}"
     evil.mkdir()
@@ -89,8 +89,8 @@ def test_escapes_are_printed_visibly(dump: Path, tmp_path: Path, capsys: Capture
 
 
 @pytest.mark.parametrize("name", ["summary.json", "00-capture.json", "00-capture.txt"])
-def test_what_is_no_file(tmp_path: Path, capsys: Capture, name: str) -> None:
-    """A FIFO without a writer, a device without an end, and a file of 200 GB are not read."""
+def test_rejects_special_and_huge_files(tmp_path: Path, capsys: Capture, name: str) -> None:
+    """A FIFO without a writer, an endless device, and a file of 200 GB are not read."""
     path = tmp_path / "dump" / name
     path.parent.mkdir()
     command = ("show", str(path.parent if name == "summary.json" else path))

@@ -1,4 +1,4 @@
-"""A debugging aid that cannot write says so once and stops; what it was to help with goes on."""
+"""Debugging aids on a full disk warn once and stop, and training continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trained(dump: Path, **options: object) -> nn.Module:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can be longer than 1,000 bytes; the error differs from a full disk's in its number alone."""
+    """Limit files to 1,000 bytes; the error differs from a full disk's only in its number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -52,7 +52,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_full(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And what is left of the dump is whole files."""
+    """The remaining files of the dump are complete."""
     fake_world(2)
     with full_disk():
         model = trained(tmp_path)
@@ -66,7 +66,7 @@ def test_full(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFi
     assert left[0].read_text().endswith("}\n")
 
 
-def test_no_place_for_it(fake_world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_that_cannot_be_created(fake_world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     fake_world(2)
     model = trained(Path("/proc/dump"))
     assert len(graphshard.programs(model)) == 2
@@ -74,8 +74,8 @@ def test_no_place_for_it(fake_world: FakeWorld, caplog: pytest.LogCaptureFixture
     assert said.startswith("the dump to /proc/dump/rank0 stops, and training goes on: ")
 
 
-def test_a_place_that_can_be_none(fake_world: FakeWorld) -> None:
-    """A wrong argument is said before anything is changed."""
+def test_rejects_an_impossible_directory(fake_world: FakeWorld) -> None:
+    """A wrong argument is reported before anything changes."""
     fake_world(2)
     with pytest.raises(graphshard.ArgumentError, match="dump must be a directory, got '/dev/full/dump', but /dev/full"):
         trained(Path("/dev/full/dump"))
@@ -95,7 +95,7 @@ class _Vanish(Pass):
         return 0
 
 
-def test_vanished(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_directory_vanishes(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the middle of a dump."""
     fake_world(2)
     trained(tmp_path / "dump", passes=Pipeline().insert(_Vanish(str(tmp_path / "dump")), after="partition"))
@@ -105,7 +105,7 @@ def test_vanished(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_an_error_in_a_pass_is_not_hidden(fake_world: FakeWorld, tmp_path: Path) -> None:
-    """The disk is full while the error is dumped: the error is what the user gets."""
+    """If the disk is full while an error is dumped, the user gets that error."""
 
     @dataclass(frozen=True)
     class Broken(Pass):
@@ -120,7 +120,7 @@ def test_an_error_in_a_pass_is_not_hidden(fake_world: FakeWorld, tmp_path: Path)
 
 
 def test_trace(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """TORCH_TRACE names a directory that cannot be made."""
+    """TORCH_TRACE names a directory that cannot be created."""
     program = captured(Blocks(1), BATCH)
     stage = Stage("capture", 0, 0.0, "", 1)
     monkeypatch.setattr(instrumentation, "_aid", BestEffort("TORCH_TRACE"))

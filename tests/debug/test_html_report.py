@@ -1,4 +1,4 @@
-"""The HTML report: what is in the file."""
+"""Contents of the HTML report's file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_equal_reports_are_equal_files() -> None:
 
 
 def test_without_later_parts() -> None:
-    """The failure comes first, and each missing part says so."""
+    """The failure comes first, and each missing part is marked."""
     failed = small_report(
         buckets=(), timeline=None, memory=None, regions=(), error="PassError: bucket left a <broken> graph"
     )
@@ -84,7 +84,7 @@ def test_without_later_parts() -> None:
 
 
 def test_report_of_a_program() -> None:
-    """The title says what was compiled by what; lanes are named by what is done on them; sizes have units."""
+    """The title names model and options, lanes have names, and sizes have units."""
     found = graphshard.explain(Blocks(2), (2,), example_inputs=(torch.ones(3, 4),), backend="eager")
     report = report_of(found._program, costs=found._costs)
     assert report.title == f"Blocks-0, 32 parameters, graphshard {graphshard.__version__}"

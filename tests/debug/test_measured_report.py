@@ -1,4 +1,4 @@
-"""The HTML report of a step that was measured: measured numbers and lanes beside the predicted ones."""
+"""HTML report of a measured step: measured numbers and lanes next to the predicted ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tests.browser import Show, texts
 from tests.reports import measured_report, small_report
 
 
-def test_measured_lanes_lie_under_the_predicted_ones(show: Show) -> None:
-    """On the same axis of time, which reaches as far as the longer of both."""
+def test_measured_lanes_are_below_the_predicted_ones(show: Show) -> None:
+    """On a common time axis as long as the longer one."""
     page = show(measured_report())
     assert texts(page, ".lane") == [
         "compute, predicted",
@@ -23,7 +23,7 @@ def test_measured_lanes_lie_under_the_predicted_ones(show: Show) -> None:
     assert float(ends) < page.js("atPixel(0.0126)"), "the memory is that of the predicted step, and ends with it"
 
 
-def test_a_measured_span_says_what_it_took_on_all_ranks(show: Show) -> None:
+def test_a_measured_span_shows_the_times_of_all_ranks(show: Show) -> None:
     page = show(measured_report())
     page.js("pick(spans.find(span => span.measured && span.kind === 'compute'))")
     page.settle()
@@ -36,8 +36,8 @@ def test_a_measured_span_says_what_it_took_on_all_ranks(show: Show) -> None:
     assert sorted(page.js(same)) == [False, True, True], "its span, and the measured one with its wait"
 
 
-def test_measured_numbers_stand_beside_the_predicted_ones(show: Show) -> None:
-    """With the least and the most of all ranks, in columns that sort; a report of a prediction alone has none."""
+def test_measured_numbers_are_next_to_the_predicted_ones(show: Show) -> None:
+    """With minimum and maximum of all ranks, in sortable columns; a report of a prediction has none."""
     page = show(measured_report())
     tiles = [" ".join(text.split()) for text in texts(page, ".tiles .measured")]
     assert tiles == [

@@ -1,4 +1,4 @@
-"""The HTML report where there is little room: one pane, no header in the way, labels that fit."""
+"""HTML report on small screens: one pane, no covering header, labels that fit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.reports import measured_report, small_report
 NARROW: dict[str, Any] = {"width": 480, "height": 800}
 
 
-def test_one_pane_shows_what_was_there_and_then_what_is(show: Show) -> None:
-    """Below 700 pixels; the counts are those of two panes, and a changed line is an old one and a new one."""
+def test_one_pane_shows_old_and_new_lines(show: Show) -> None:
+    """Below 700 pixels; the counts equal those of two panes, and a changed line shows as an old one and a new one."""
     page = show(small_report(), **NARROW)
     assert compare(page, 0, 1) == {"removed": 1, "added": 1, "changed": 2, "moved": 1}
     assert page.js("[...document.querySelectorAll('.pane')].map(pane => pane.checkVisibility())") == [True, False]
@@ -30,7 +30,7 @@ def test_one_pane_shows_what_was_there_and_then_what_is(show: Show) -> None:
 
 
 def test_the_pane_has_all_lines_of_both_texts(show: Show) -> None:
-    """In order, whatever the texts are; equal lines once."""
+    """In order, for any texts; equal lines appear once."""
     page = show(small_report(), **NARROW)
     assert page.js(
         """(() => {
@@ -85,7 +85,7 @@ def test_the_diff_follows_the_width(show: Show) -> None:
 
 @pytest.mark.parametrize("width", [480, 720, 1400])
 def test_the_header_hides_no_heading(show: Show, width: int) -> None:
-    """What a link goes to lies below the header, though that has several lines where there is little room."""
+    """A link's target is below the header, even if the header has several lines."""
     long = "Transformer-0, 8.03 billion parameters, graphshard 0.1.0, " + "a longer title than there is room for " * 3
     page = show(measured_report() if width == 480 else small_report(title=long), width=width, height=400)
     for link in ("passes", "diff", "buckets", "timeline", "memory", "regions"):
@@ -97,8 +97,8 @@ def test_the_header_hides_no_heading(show: Show, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [480, 1400])
-def test_labels_fit_or_are_not_there(show: Show, width: int) -> None:
-    """No text of a span, a band, a tick or the peak is wider than its place, and no two ticks overlap."""
+def test_labels_fit_or_are_hidden(show: Show, width: int) -> None:
+    """No text of a span, a band, a tick or the peak exceeds its space, and no ticks overlap."""
     spans = tuple(
         Span("compute", "compute", f"region_{n} layers.{n}", start, start + (n % 7) * 4e-4)
         for n, start in ((n, n * 1e-3 / 3) for n in range(36))
@@ -147,7 +147,7 @@ def test_twenty_rows_are_seen_at_the_peak(show: Show) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_nothing_sticks_out_and_all_is_readable(show: Show, dark: bool) -> None:
+def test_no_overflow_and_readable_text(show: Show, dark: bool) -> None:
     page = show(measured_report(), dark=dark, **NARROW)
     compare(page, 0, 1)
     page.settle()
@@ -155,8 +155,8 @@ def test_nothing_sticks_out_and_all_is_readable(show: Show, dark: bool) -> None:
     assert page.js(CONTRAST)[1] == []
 
 
-def test_the_most_telling_diff_comes_first(show: Show) -> None:
-    """That of the pass that inserts collectives, if it did; otherwise that of the last pass that changed something."""
+def test_the_default_diff(show: Show) -> None:
+    """The diff of the pass that inserts collectives, if there is one; otherwise of the last pass with changes."""
     stages = small_report().stages
     named = dataclasses.replace(stages[1], name="insert-collectives")
     assert show(small_report(stages=(stages[0], named, *stages[2:]))).js("[before.value, after.value]") == ["0", "1"]

@@ -1,4 +1,4 @@
-"""The HTML report: what the page does in a real browser."""
+"""Behavior of the HTML report in a real browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reports import AFTER, HOSTILE, deep_report, small_report
 
 
 def compare(page: Page, before: int, after: int) -> dict[str, int]:
-    """Choose two stages as a reader does; what the summary counts."""
+    """Choose two stages as a reader does; return the counts in the summary."""
     page.js(
         f"for (const [id, value] of Object.entries({{ before: {before}, after: {after} }})) byId(id).value = value;"
         "byId('diff-summary').textContent = 'Comparing'; byId('after').dispatchEvent(new Event('change'))"
@@ -31,7 +31,7 @@ def compare(page: Page, before: int, after: int) -> dict[str, int]:
 
 
 def lines(page: Page, kind: str, side: int) -> list[str]:
-    """Lines of one kind that one side (0 left, 1 right) shows, from top to bottom, with their marks and numbers."""
+    """Return the lines of one kind on one side (0 left, 1 right), top to bottom, with marks and numbers."""
     return page.js(
         f"[...document.querySelectorAll('.lines')[{side}].children].filter(n => n.classList.contains('{kind}'))"
         ".sort((m, n) => m.offsetTop - n.offsetTop).map(n => n.textContent.replace(/ +/g, ' ').trim())"
@@ -53,7 +53,7 @@ def test_default_diff_is_of_the_last_stages_that_differ(show: Show) -> None:
 
 
 def test_diff(show: Show) -> None:
-    """Removed, added, changed and moved lines, each with a mark of its own; %9 to %12 are equal."""
+    """Removed, added, changed and moved lines, each with a different mark; %9 to %12 are equal."""
     page = show(small_report())
     assert compare(page, 0, 1) == {"removed": 1, "added": 1, "changed": 2, "moved": 1}
     assert lines(page, "removed", 0) == ["- 9 %7: f32[4, 64] = detach(%6)"]
@@ -68,7 +68,7 @@ def test_diff(show: Show) -> None:
 
 
 def test_diff_agrees_with_the_texts(show: Show) -> None:
-    """Left and right of the rows, read downwards, are the two texts, whatever they are; equal rows are equal."""
+    """For any texts, left and right columns read downwards are the two texts; equal rows are equal."""
     page = show(small_report())
     assert page.js(
         """(() => {
@@ -92,7 +92,7 @@ def test_diff_agrees_with_the_texts(show: Show) -> None:
 
 
 def test_walking_through_changes(show: Show) -> None:
-    """n and p go from change to change and stay at the ends; m goes to the other end of a move, and back."""
+    """n and p move between changes and stop at the ends; m jumps to the other end of a move, and back."""
     page = show(small_report())
     compare(page, 0, 1)
     seen = [texts(page, "#position")[0]]
@@ -125,7 +125,7 @@ def test_long_lines_scroll_together(show: Show) -> None:
 
 
 def test_expanding(show: Show) -> None:
-    """The checkbox shows the whole text; the row of equal lines shows them."""
+    """The checkbox shows the whole text; clicking a row of equal lines expands it."""
     page = show(small_report())
     page.click("#expand")
     page.wait("document.querySelector('[data-kind=added]').dataset.count === '30'")
@@ -174,7 +174,7 @@ def test_timeline(show: Show) -> None:
 
 
 def test_critical_path(show: Show) -> None:
-    """Its spans are underlined, the legend says so, and selecting one says what it means; the others have slack."""
+    """Its spans are underlined, the legend explains it, selecting one shows it; the others have slack."""
     page = show(small_report())
     marked = page.js("[...document.querySelectorAll('.span line.critical')].map(n => n.parentNode.spans[0].name)")
     assert sorted(marked) == sorted(
@@ -198,7 +198,7 @@ def test_critical_path(show: Show) -> None:
 
 
 def test_slack_of_buckets(show: Show) -> None:
-    """A column that sorts: who has none, who has most, and what that means."""
+    """A sortable column: minimum, maximum, and an explanation."""
     page = show(small_report())
     heading = texts(page, "#buckets-table thead th").index("Slack") + 1
     page.click(f"#buckets-table th:nth-child({heading}) button")
@@ -213,7 +213,7 @@ def test_slack_of_buckets(show: Show) -> None:
 
 
 def test_all_reduces_look_like_reductions(show: Show) -> None:
-    """In the table and in the timeline, where the name is cut off its kind only if it begins with it."""
+    """In the table and in the timeline, where the kind is removed from a name only as a prefix."""
     plain = small_report()
     assert plain.timeline
     name = "all_reduce layers.1 in backward"
@@ -270,7 +270,7 @@ def test_bucket_and_span_select_each_other(show: Show) -> None:
 
 
 def test_timeline_by_keyboard(show: Show) -> None:
-    """All spans can be reached, and what is reached is told."""
+    """All spans are reachable, and the selected one is announced."""
     page = show(small_report())
     page.js("byId('timeline-plot').focus()")
     page.key("e")
@@ -292,7 +292,7 @@ def test_timeline_by_keyboard(show: Show) -> None:
     assert page.js("byId('tooltip').hidden")
 
 
-def test_spans_that_overlap_lie_below_each_other(show: Show) -> None:
+def test_overlapping_spans_are_stacked(show: Show) -> None:
     overlapping = (
         Span("shard", "gather", "a", 0, 2),
         Span("shard", "reduce", "b", 1, 3),
@@ -319,7 +319,7 @@ def test_memory_without_timeline(show: Show) -> None:
 
 
 def test_sorting(show: Show) -> None:
-    """Numbers sort by value, largest first at the first click; text sorts as people do."""
+    """Numbers sort by value, largest first at the first click; text sorts naturally."""
     page = show(small_report())
     bytes_header = "#buckets-table th:nth-child(3)"
     page.click(f"{bytes_header} button")
@@ -344,7 +344,7 @@ def test_filter(show: Show) -> None:
 
 
 def test_keyboard_reaches_every_control(show: Show) -> None:
-    """Tab visits, in the order of the document, all that a mouse can use."""
+    """Tab visits every mouse control in document order."""
     page = show(small_report(error="PassError: reorder"))
     controls = 'a, button, input, select, summary, [tabindex="0"]'
     page.js(f"window.wanted = [...document.querySelectorAll('{controls}')]; 0")
@@ -402,7 +402,7 @@ CONTRAST = """(() => {
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_contrast(show: Show, dark: bool) -> None:
-    """All text has the contrast that WCAG AA asks of small text, in marked, selected and changed places, too."""
+    """All text has WCAG AA contrast for small text, also when marked, selected or changed."""
     page = show(small_report(error="PassError: reorder"), dark=dark)
     background = page.js("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") != dark
@@ -416,7 +416,7 @@ def test_contrast(show: Show, dark: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [800, 1280])
-def test_nothing_sticks_out(show: Show, width: int) -> None:
+def test_no_overflow(show: Show, width: int) -> None:
     page = show(small_report(), width=width)
     assert page.js("document.documentElement.scrollWidth") == width
 

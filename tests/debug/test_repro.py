@@ -1,4 +1,4 @@
-"""One pass on one dumped stage: the same result, the same fault, and nothing else needed."""
+"""`graphshard repro` runs one pass on one dumped stage, with the same result or fault, and no other files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TWO_RANKS = Mesh.of_shape(2)
 
 
 def write_dump(directory: Path, pipeline: Pipeline, mesh: Mesh = TWO_RANKS) -> Path:
-    """The files of a dump: NN-name.txt, NN-name.json and summary.json."""
+    """Write the files of a dump: NN-name.txt, NN-name.json and summary.json."""
     directory.mkdir(parents=True)
     program = replace(captured(Blocks(4, bias=True), (torch.randn(2, 4),), world_size=mesh.shard.size), mesh=mesh)
     observer = Observer("off")
@@ -71,7 +71,7 @@ def write_dump(directory: Path, pipeline: Pipeline, mesh: Mesh = TWO_RANKS) -> P
 
 
 def main(arguments: list[str]) -> int:
-    """`graphshard repro`."""
+    """Run `graphshard repro`."""
     return command(["repro", *arguments])
 
 
@@ -82,13 +82,13 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def regathered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a program of 4 ranks, of which 2 at a time gather again in backward."""
+    """Dump a program of 4 ranks with gathers among 2 ranks in backward."""
     mesh = Mesh.of_shape(4).with_regather(2)
     return write_dump(tmp_path_factory.mktemp("dumps") / "Blocks-0", with_regather(Pipeline()), mesh)
 
 
 def edit(path: Path, **values: Any) -> None:
-    """Write other values under some keys of a stage."""
+    """Change values of a stage by key."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
@@ -99,8 +99,8 @@ def copy_stage(dump: Path, stem: str, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("index", range(len(STAGES) - 1), ids=STAGES[:-1])
-def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[str], index: int):
-    """From each stage the next one, verified, without a process group."""
+def test_every_pass_is_reproduced(dump: Path, capsys: pytest.CaptureFixture[str], index: int):
+    """Each stage gives the next one, verified, without a process group."""
     assert not dist.is_initialized()
     assert main([str(dump / f"{index:02d}-{STAGES[index]}.json")]) == 0
     out = capsys.readouterr().out
@@ -111,7 +111,7 @@ def test_every_pass_does_what_it_did(dump: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("stage", ["08-regather-in-subgroup", "09-plan", "10-bucket"])
 def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
-    """The stage holds the axis that they run over, so neither it nor the next pass is to blame."""
+    """The stage contains their axis, so verification succeeds."""
     assert main([str(regathered / f"{stage}.json")]) == 0
     out = capsys.readouterr().out
     assert "rules: all hold, before and after the pass\n" in out
@@ -120,7 +120,7 @@ def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFi
 
 WEIGHTS = frozenset({"layers.0.weight", "layers.1.weight"})
 KEEPS = PlanByCost(Costs(load_profile("h100")), 1 << 40, Constraints(keep=True), exact_reductions=False)
-# Passes that are not in the default pipeline, where they are put, and what a pipeline needs besides.
+# Passes outside of the default pipeline, their position, and other requirements of the pipeline.
 OTHERS: dict[str, tuple[Pass, Pipeline]] = {
     step.name: (step, pipeline.insert(step, **place))
     for step, pipeline, place in (
@@ -136,8 +136,8 @@ OTHERS: dict[str, tuple[Pass, Pipeline]] = {
 }
 
 
-def test_the_others_are_all_others():
-    """Those of the catalogue that the default pipeline lacks, and that find something in these blocks on data axes."""
+def test_the_table_has_all_other_passes():
+    """All passes that the default pipeline lacks and that change these blocks on data axes."""
     default = {type(step) for step in Pipeline()} | {
         ChunkedLoss,
         EmbeddingRowExchange,
@@ -149,8 +149,8 @@ def test_the_others_are_all_others():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_pass_does_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
-    """With its options: from the stage before it, and the next one from its own, which finds all that the pass left."""
+def test_every_other_pass_is_reproduced(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    """With its options, from the stage before it; the next pass from its stage."""
     step, pipeline = OTHERS[name]
     index = pipeline.passes.index(step)
     mesh = Mesh.of_shape(4).with_regather(2) if isinstance(step, RegatherInSubgroup) else TWO_RANKS
@@ -175,20 +175,20 @@ def test_the_difference_is_printed(dump: Path, capsys: pytest.CaptureFixture[str
     assert "... layers.1 to layers.3" not in capsys.readouterr().out
 
 
-def test_a_text_stands_for_its_json(dump: Path, capsys: pytest.CaptureFixture[str]):
+def test_accepts_a_text_for_its_json(dump: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(dump / "08-plan.txt")]) == 0
     assert capsys.readouterr().out.startswith("bucket (as it ran)")
 
 
 class Coalesced(MakePlan):
-    """A planner of its own in the default pass."""
+    """A different planner in the default pass."""
 
     def __init__(self) -> None:
         super().__init__(COALESCED)
 
 
-def test_options_of_the_pass_are_those_it_ran_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The plan of a planner with other options packs what the default one would not."""
+def test_uses_the_recorded_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A planner with other options packs what the default one would not."""
     directory = write_dump(tmp_path / "packed", Pipeline().replace("plan", MakePlan(PACKED)))
     stage = str(directory / "07")
     assert main([stage, "--verify", "off"]) == 0
@@ -206,21 +206,21 @@ def test_another_pass_may_be_chosen(dump: Path, capsys: pytest.CaptureFixture[st
     assert "the dump holds no stage of plan to compare with" in out
 
 
-def test_a_difference_from_the_dump_is_said(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_reports_a_difference_from_the_dump(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stage = copy_stage(dump, "00-capture", tmp_path)
     (tmp_path / "01-insert-collectives.txt").write_text("joint:\n")
     assert main([str(stage)]) == 0
     assert "01-insert-collectives.txt: another text than the pass made here" in capsys.readouterr().out
 
 
-def test_a_stage_that_does_not_say_takes_the_default(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_stage_without_options_uses_the_default(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stage = copy_stage(dump, "01-insert-collectives", tmp_path)
     edit(stage, next=None)
     assert main([str(stage)]) == 0
     assert capsys.readouterr().out.startswith("mixed-precision (with default options)")
 
 
-# A user's own pass.
+# A user's pass.
 
 MY_PASSES = """
 from dataclasses import dataclass
@@ -258,7 +258,7 @@ class Needs(graphshard.Pass):
 
 @pytest.fixture
 def my_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the current directory, which a console script does not look into by itself."""
+    """Write a file in the current directory, which a console script does not have on its path."""
     (tmp_path / "repro_passes.py").write_text(MY_PASSES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -291,12 +291,12 @@ def test_a_pass_that_breaks_a_rule(dump: Path, capsys: pytest.CaptureFixture[str
         ("reordr", "Did you mean 'reorder'?"),
     ],
 )
-def test_passes_that_are_none(dump: Path, capsys: pytest.CaptureFixture[str], name: str, message: str):
+def test_rejects_objects_other_than_passes(dump: Path, capsys: pytest.CaptureFixture[str], name: str, message: str):
     assert main([str(dump / "01"), "--pass", name]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_pass_that_cannot_be_made_again_is_asked_for(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_asks_for_a_pass_that_cannot_be_rebuilt(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stage = copy_stage(dump, "01-insert-collectives", tmp_path)
     edit(stage, next={"name": "mine", "class": "my_passes:Mine", "options": {}})
     assert main([str(stage)]) == 2
@@ -315,9 +315,7 @@ def test_a_pass_whose_precondition_fails(dump: Path, tmp_path: Path, capsys: pyt
     assert "bucket: the program has no plan; run a planner first" in capsys.readouterr().out
 
 
-def test_a_stage_that_breaks_a_rule_is_not_the_passs_fault(
-    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_stage_that_breaks_a_rule(dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     stage = copy_stage(dump, "01-insert-collectives", tmp_path)
     content = json.loads(stage.read_text())
     node = next(n for n in content["phases"]["joint"]["nodes"] if n["target"] == "aten.relu.default")
@@ -339,7 +337,7 @@ def test_a_stage_the_rules_cannot_read(dump: Path, tmp_path: Path, capsys: pytes
     assert "the stage cannot be checked: KeyError: 'val'" in capsys.readouterr().out
 
 
-def test_after_the_last_pass_there_is_none(dump: Path, capsys: pytest.CaptureFixture[str]):
+def test_rejects_the_last_stage(dump: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(dump / "10")]) == 2
     assert "no pass follows 'reorder'. Give --pass, one of insert-collectives" in capsys.readouterr().err
 
@@ -354,7 +352,7 @@ def test_a_text_alone_is_not_enough(dump: Path, tmp_path: Path, capsys: pytest.C
 def test_an_unknown_operator_needs_its_library(
     dump: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """--import registers it; nothing is imported because a file says so."""
+    """--import registers it; a file cannot cause an import."""
     library = "import torch\nlib = torch.library.Library('repro_lib', 'DEF')\n"
     library += "lib.define('relu(Tensor x) -> Tensor')\nlib.impl('relu', torch.relu, 'CompositeExplicitAutograd')\n"
     (tmp_path / "repro_library.py").write_text(library)

@@ -1,4 +1,4 @@
-"""The page for those who decide: what is on it, and that a real browser shows it readably, wide and narrow."""
+"""Summary page for decision makers: its content, and its readability in a real browser, wide and narrow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.reports import HOSTILE
 
 
 def points(*speeds: float, here: int = 0) -> tuple[SummaryPoint, ...]:
-    """64, 128, 256 ... ranks."""
+    """Return points for 64, 128, 256 ... ranks."""
     cells = ("442 ms", "9,263", "38.1 ms", "45.7%", "24.8 GiB", "39.0")
     return tuple(
         SummaryPoint(64 << place, speed, speed / speeds[here], place == here, cells)
@@ -48,7 +48,7 @@ def small(**changes: Any) -> Summary:
 
 @pytest.fixture
 def show(open_text: OpenText) -> Show:
-    """`show(summary)` opens the page."""
+    """Return `show(summary)`, which opens the page."""
 
     def open_page(summary: Summary, **options: Any) -> Page:
         page = open_text(render_summary(summary, "plan.timeline.html"), **options)
@@ -79,7 +79,7 @@ def test_there_are_no_scripts_and_no_network() -> None:
     assert page.count('href="plan.timeline.html') == 2
 
 
-def test_what_is_not_there_is_not_shown() -> None:
+def test_missing_parts_are_hidden() -> None:
     page = render_summary(small(changes=(), scaling=(), left_out=()), "t.html")
     assert "No changes were asked for." in page
     assert 'id="scaling"' not in page
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_not_shown() -> None:
 
 
 def test_the_drawing_has_the_numbers() -> None:
-    """Speeds from zero up, ranks by their logarithm; the line of the given mesh goes through its mark."""
+    """Speeds from zero, ranks on a logarithmic axis; the line of the given mesh passes through its mark."""
     drawing = drawing_of(points(9263.0, 4631.5, 2315.75))
     assert drawing is not None
     first, second, third = drawing["marks"]
@@ -105,8 +105,8 @@ def test_the_drawing_has_the_numbers() -> None:
     assert drawing_of(points(1.0)) is None
 
 
-def test_bars_are_as_long_as_gains(show: Show) -> None:
-    """Of the largest one; losses have another colour."""
+def test_bars_are_proportional_to_gains(show: Show) -> None:
+    """Relative to the largest one; losses have another color."""
     page = show(small())
     assert texts(page, "#changes tbody tr td:nth-child(2)") == ["+94.0 %", "+2.0 %", "-31.0 %", "+12.0 %"]
     widths = page.js("[...document.querySelectorAll('.bar div')].map(bar => bar.getBoundingClientRect().width)")
@@ -118,8 +118,8 @@ def test_bars_are_as_long_as_gains(show: Show) -> None:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [480, 1400])
-def test_nothing_sticks_out_and_all_is_readable(show: Show, width: int, dark: bool) -> None:
-    """Tables may scroll in their frames; the page does not. Small text has the contrast that WCAG AA asks for."""
+def test_no_overflow_and_readable_text(show: Show, width: int, dark: bool) -> None:
+    """Tables may scroll in their frames, the page does not. Small text has WCAG AA contrast."""
     page = show(small(title=f"{small().title}, with a longer title than there is room for"), width=width, dark=dark)
     page.js("document.querySelector('details').open = true")
     page.settle()
@@ -155,7 +155,7 @@ def test_labels_of_the_drawing_do_not_overlap(show: Show, width: int) -> None:
     assert min(sizes) > 10
 
 
-def test_the_way_to_the_timeline(show: Show) -> None:
+def test_links_to_the_timeline(show: Show) -> None:
     """Links of the header go to sections, and to the engineers' page."""
     page = show(small(), width=480)
     links = page.js("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")

@@ -1,4 +1,4 @@
-"""Train a small net as it is and compiled step by step, and tell what differs."""
+"""Train a small net eagerly and compiled, step by step, and report differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_COMPARED = {*vars(nn.Module()), "forward"} - {"training"}
 
 
 class Net(nn.Module):
-    """Base of the nets of the tables: what a step is given, and what happens between steps."""
+    """Base of the nets in the tables: inputs of a step, and changes between steps."""
 
     width = 4
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
     @classmethod
     def reset(cls) -> None:
-        """Set globals of the case to their first values."""
+        """Set globals of the case to their initial values."""
 
     def inputs(self, step: int) -> tuple[Any, ...]:
         """Return the arguments of a step."""
@@ -44,11 +44,11 @@ class Net(nn.Module):
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Contexts in which a step runs."""
+        """Return a context in which a step runs."""
         yield
 
     def loss(self, result: Any) -> Tensor:
-        """Return what is differentiated."""
+        """Return the value to differentiate."""
         leaves = [leaf for leaf in pytree.tree_leaves(_plain(result)) if isinstance(leaf, Tensor)]
         return sum((leaf.float().square().sum() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
 
@@ -59,7 +59,7 @@ def batch(step: int, rows: int = 3, width: int = 4) -> Tensor:
 
 
 def verdict(net: type[Net], mesh: DeviceMesh, **options: Any) -> str:
-    """Return "equal", or what differs, or the error."""
+    """Return "equal", or the difference, or the error."""
     torch.manual_seed(0)
     net.reset()
     plain = net()
@@ -84,7 +84,7 @@ def trained(module: Any, model: Any) -> list[dict[str, Any]]:
     """Return what is seen after each step, by name.
 
     Args:
-        module: on which changes are made; a compiled model is its own module.
+        module: receives the changes; for a compiled model it is the model itself.
     """
     torch.manual_seed(1)
     random.seed(1)
@@ -134,7 +134,7 @@ def trained(module: Any, model: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses and such as dicts."""
+    """Convert dataclasses and similar objects to dicts."""
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, (type, dict)):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _identities(leaves: list[Any]) -> list[int]:
-    """Return of each tensor the place of the first that is the same object."""
+    """Return for each tensor the index of the first identical object."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [next(place for place, other in enumerate(tensors) if other is tensor) for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""Small models to export, with what a program can hold: tied weights, buffers, dropout, constants, repeated blocks."""
+"""Small models to export, with the features of programs: tied weights, buffers, dropout, constants, repeated blocks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def exported(model: nn.Module, inputs: Callable[[], dict[str, Any]], **options: 
 
 
 def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy with parameters of another dtype, and buffers as they are."""
+    """Return a copy with parameters of another dtype, and unchanged buffers."""
     copied = copy.deepcopy(model)
     for param in copied.parameters():
         param.data = param.data.to(dtype)
@@ -98,7 +98,7 @@ def narrowed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def save_net(path: Path) -> None:
-    """Write a program of `Net`; what a process without graphshard does."""
+    """Write a program of `Net`, as a process without graphshard does."""
     torch.manual_seed(0)
     torch.export.save(exported(Net(), batch), path)
 

@@ -1,4 +1,4 @@
-"""Programs and files that cannot be compiled: each is an error that names the culprit and the remedy."""
+"""Programs and files that cannot be compiled raise an error that names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _saved(tmp_path: Path, **options: Any) -> Path:
 
 
 def _changed(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
-    """A copy of a file with other members."""
+    """Copy a file with other members."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     change(members)
@@ -61,14 +61,14 @@ def test_a_path_that_does_not_exist(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04"])
-def test_a_file_that_is_no_pt2(tmp_path: Path, content: bytes) -> None:
+def test_rejects_a_file_other_than_pt2(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "text.pt2"
     path.write_bytes(content)
     with pytest.raises(graphshard.ArgumentError, match=r"text\.pt2' is not a \.pt2 file\. Give a file that torch\.exp"):
         module_of(path)
 
 
-def test_a_checkpoint_is_no_pt2(tmp_path: Path) -> None:
+def test_rejects_a_checkpoint(tmp_path: Path) -> None:
     torch.save(Wide().state_dict(), tmp_path / "wide.pt")
     with pytest.raises(graphshard.ArgumentError, match=r"is not a \.pt2 file of torch\.export\.save: it holds \["):
         module_of(tmp_path / "wide.pt")
@@ -88,7 +88,7 @@ def test_a_file_of_graphshard_export_is_for_inference(tmp_path: Path) -> None:
         module_of(path)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies a tree of its own
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies a tree
 def test_a_program_that_was_decomposed(mesh: DeviceMesh) -> None:
     program = exported(Wide(), rows).run_decompositions()
     with pytest.raises(
@@ -122,19 +122,19 @@ def _rename(program: dict[str, Any], target: str) -> None:
             node["target"] = target
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_rejects_a_truncated_file(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(graphshard.ArgumentError, match=r"wide\.pt2' is not a \.pt2 file"):
         module_of(path)
 
 
-# --- files that hold code -----------------------------------------------------------------------------------
+# --- files that contain code --------------------------------------------------------------------------------
 
 
 class _Evil:
     def __reduce__(self) -> Any:
-        return operator.truediv, (1, 0)  # would be a ZeroDivisionError
+        return operator.truediv, (1, 0)  # would raise a ZeroDivisionError
 
 
 def _pickled() -> bytes:
@@ -204,7 +204,7 @@ def test_guards_that_run_code(tmp_path: Path, text: str) -> None:
         module_of(path)
 
 
-def test_functions_that_are_no_operators(tmp_path: Path) -> None:
+def test_rejects_functions_other_than_operators(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), _graph(lambda program: _rename(program, "torch.os.getcwd")))
     with pytest.raises(graphshard.ArgumentError, match=r"cannot be loaded|which is not an operator"):
         module_of(path)
@@ -286,7 +286,7 @@ def test_a_mode_that_the_program_was_not_exported_in(mesh: DeviceMesh) -> None:
 
 
 def test_a_cast_that_a_policy_may_change(mesh: DeviceMesh) -> None:
-    """`wide.to(x.dtype)` in RMSNorm: the program says float32."""
+    """`wide.to(x.dtype)` in RMSNorm: the program contains float32."""
     model, inputs = example_llama()
     expected = (
         r"mp_policy: the program names torch\.float32 in aten\.to.* at .*llama\.py:\d+: .*Export a copy of the module"

@@ -1,4 +1,4 @@
-"""Constructs of forwards and of training loops: as in plain PyTorch in every step, or an error with the remedy."""
+"""Constructs of forwards and of training loops match plain PyTorch in every step, or raise an error with the remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _leaf(step: int) -> Tensor:
     return batch(step).requires_grad_()
 
 
-# --- asked of tensors ----------------------------------------------------------------------------------------------
+# --- tensor queries --------------------------------------------------------------------------------------------------
 
 
 class AsksGrad(Base):
@@ -89,7 +89,7 @@ class HookWrites(Base):
         return y * 1
 
 
-# --- tensors that are held twice -------------------------------------------------------------------------------------
+# --- aliased tensors -------------------------------------------------------------------------------------------------
 
 
 class HoldsParameter(Base):
@@ -151,7 +151,7 @@ class WritesItem(Base):
 
 
 class Checkpointed(nn.Module):
-    """A unit that counts its calls in a checkpointed region, which is a graph break."""
+    """A unit that counts its calls in a checkpoint, which is a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class SplitCheckpoint(Base):
 
 
 class GivenTwice(Base):
-    """A reentrant region is given a tensor twice: the gradients of both are added."""
+    """A reentrant region gets a tensor twice: the gradients of both are added."""
 
     def region(self, a: Tensor, b: Tensor) -> Tensor:
         return a.sin() * b + a.exp() + b.cos() * a + a.tanh() * b.sigmoid()
@@ -194,7 +194,7 @@ class FunctionGivenTwice(Base):
 
 
 class HooksOfTensors(Base):
-    """Two hooks on one tensor, of which one reads another tensor; torch 2.11 traces them in no order."""
+    """Two hooks on one tensor, of which one reads another tensor; torch 2.11 traces them in no fixed order."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -222,7 +222,7 @@ class NormInCheckpointedUnit(NormInCheckpoint):
     forward = Base.forward
 
 
-# --- as in eager mode ---------------------------------------------------------------------------------------------
+# --- eager semantics ----------------------------------------------------------------------------------------------
 
 
 class HooksComeAndGo(Base):
@@ -253,7 +253,7 @@ class Modes(Base):
 
 
 class Penalty(AsksGrad):
-    """torch.autograd.grad is not a question for `.grad`."""
+    """torch.autograd.grad does not read `.grad`."""
 
     def forward(self, x: Tensor) -> Any:
         y = Base.forward(self, x)
@@ -266,7 +266,7 @@ class Functional(Base):
 
 
 class Cache(Base):
-    """A dict of the caller's grows."""
+    """The forward extends a dict of the caller."""
 
     def inputs(self, step: int) -> tuple[Any, ...]:
         if step == 0:
@@ -343,12 +343,12 @@ def _gradients_on() -> Any:
 
 
 @pytest.mark.parametrize("net", EQUAL, ids=lambda net: net.__name__)
-def test_as_in_eager_mode(mesh: DeviceMesh, net: type[Net]) -> None:
+def test_matches_eager_mode(mesh: DeviceMesh, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
 
 
 @pytest.mark.parametrize("net", ERRORS, ids=lambda net: net.__name__)
-def test_an_error_says_what_to_do(mesh: DeviceMesh, net: type[Net]) -> None:
+def test_errors_name_the_remedy(mesh: DeviceMesh, net: type[Net]) -> None:
     found = verdict(net, mesh)
     assert found.startswith("error: ")
     assert ERRORS[net] in found

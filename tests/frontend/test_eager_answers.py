@@ -1,4 +1,4 @@
-"""Models of transformers, traced with the answers of eager mode: no mask, no repeated heads, and eager mode's bits."""
+"""transformers models are traced as in eager mode: no mask, no repeated heads, and eager mode's bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _llama() -> LlamaForCausalLM:
 
 
 def _compiled(graphs: list[GraphModule], backend: str = "aot_eager") -> Any:
-    """A model that is compiled whole, and the graphs that Dynamo makes of it."""
+    """Compile the whole model; collect the graphs that Dynamo creates."""
     torch._dynamo.reset()
     make = torch._dynamo.lookup_backend(backend)
 
@@ -60,12 +60,12 @@ def _reset() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    """Functions of transformers that other tests have compiled often are not compiled again."""
+def _reset_compiler() -> None:
+    """Reset compiled functions: other tests reach the recompile limit of functions of transformers."""
     torch.compiler.reset()
 
 
-def test_llama_is_traced_as_it_runs_in_eager_mode() -> None:
+def test_llama_is_traced_as_in_eager_mode() -> None:
     graphs: list[GraphModule] = []
     with eager_answers():
         found = _step(_compiled(graphs))
@@ -76,7 +76,7 @@ def test_llama_is_traced_as_it_runs_in_eager_mode() -> None:
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["never", "before"])
-def test_other_users_of_torch_compile_hear_the_truth(within: bool) -> None:
+def test_other_users_of_torch_compile_are_not_affected(within: bool) -> None:
     """Also after graphshard has traced."""
     graphs: list[GraphModule] = []
     with eager_answers() if within else contextlib.nullcontext():
@@ -85,8 +85,8 @@ def test_other_users_of_torch_compile_hear_the_truth(within: bool) -> None:
     assert all(node.kwargs["attn_mask"] is not None for node in _attention(graphs[0]))
 
 
-def test_packed_sequences_are_an_error_with_the_remedy() -> None:
-    """The program is for rows of one sequence each; the same program takes other positions that count up."""
+def test_rejects_packed_sequences() -> None:
+    """The program is for rows of one sequence each; it accepts other positions that count up."""
     graphs: list[GraphModule] = []
     rows, packed = torch.arange(6).repeat(2, 1), torch.tensor([0, 1, 2, 0, 1, 2]).repeat(2, 1)
     with eager_answers():

@@ -1,4 +1,4 @@
-"""Programs of torch.export train as the module does under FSDP2, bit for bit, or are refused."""
+"""Programs of torch.export train bitwise like the module under FSDP2, or are rejected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _train_program(rank: int, world_size: int, name: str, strict: bool) -> None:
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", ["net", "llama"])
 def test_training_equals_fsdp2_on_the_module(ranks: Ranks, name: str, strict: bool) -> None:
-    """BatchNorm's buffers, tied weights, dropout, a block that runs twice, constants and `no_grad` are in `Net`."""
+    """`Net` has BatchNorm's buffers, tied weights, dropout, a block that runs twice, constants and `no_grad`."""
     ranks(2).run(_train_program, name, strict)
 
 
@@ -54,7 +54,7 @@ def _train_in_bfloat16(rank: int, world_size: int) -> None:
 
 
 def test_mixed_precision_equals_fsdp2(ranks: Ranks) -> None:
-    """Units cast what they are given, so their calls must be there."""
+    """Units cast their inputs, so the program must contain their calls."""
     ranks(2).run(_train_in_bfloat16)
 
 
@@ -85,7 +85,7 @@ def test_a_file_of_another_process_trains(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_train_file, str(path))
 
 
-# --- the module that is made --------------------------------------------------------------------------------
+# --- the module of a program ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["program", "file"])
@@ -108,13 +108,13 @@ def test_the_module_has_the_names_and_ties_of_the_original(tmp_path: Path, stric
 
 
 def test_equal_blocks_have_one_class() -> None:
-    """So capture knows that they are equal, and captures a few of many."""
+    """Capture then knows that they are equal, and captures few of them."""
     made = module_of(exported(Net(), batch))
     assert type(made.blocks[1]) is type(made.blocks[2])
     assert type(made.blocks[0]) is not type(made.blocks[1]), "the first runs twice"
 
 
-def test_training_leaves_the_program_alone(mesh: DeviceMesh) -> None:
+def test_training_does_not_change_the_program(mesh: DeviceMesh) -> None:
     program = exported(Net(), batch)
     before = {name: tensor.clone() for name, tensor in program.state_dict.items()}
     model = graphshard.compile(program, mesh, backend="eager")

@@ -1,4 +1,4 @@
-"""Graph breaks as errors with line, reason and remedy; as a warning where the module is split; and no trace left."""
+"""Graph breaks: errors with line, reason and remedy, or a warning if the module is split, without lasting effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOLLOWS_PYTEST = pytest.mark.skipif(
 
 
 class Net(Blocks):
-    """Forward runs a function first."""
+    """A model whose forward runs a function first."""
 
     def __init__(self, before: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(2, 4)
@@ -94,7 +94,7 @@ def _line(function: Callable[..., Any]) -> str:
 
 @named
 def test_fullgraph_makes_it_an_error(mesh: DeviceMesh, before: Any, reason: str, remedy: str) -> None:
-    """With line, reason and remedy; the model is as before."""
+    """With line, reason and remedy; the model is unchanged."""
     model = graphshard.compile(Net(before), mesh, backend="eager", fullgraph=True)
     state = torch.get_rng_state(), random.getstate(), set(model.__dict__), set(model.layers[0].__dict__)
     with pytest.raises(
@@ -110,10 +110,10 @@ def test_fullgraph_makes_it_an_error(mesh: DeviceMesh, before: Any, reason: str,
 
 
 @named
-def test_it_is_split_and_the_log_says_why(
+def test_the_module_is_split_with_a_warning(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, before: Any, reason: str, remedy: str
 ) -> None:
-    """Once; with the units that are captured each by itself. Forward is run once a call."""
+    """The warning appears once; units are captured separately. Forward runs once per call."""
     plain = Net(before)
     model = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
     for each in (plain, model):
@@ -148,10 +148,10 @@ def test_it_is_split_and_the_log_says_why(
         pytest.param(*(asserts, AssertionError, "three"), marks=_FOLLOWS_PYTEST),
     ],
 )
-def test_what_forward_raises_is_raised(
+def test_exceptions_of_forward_propagate(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, before: Any, error: type[Exception], text: str
 ) -> None:
-    """It is no graph break: the next call is captured whole."""
+    """It is not a graph break: the next call is captured whole."""
     plain = Net(before)
     model = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager")
     for each in (plain, model):
@@ -167,8 +167,8 @@ def _knows_tracers(net: Net, x: Tensor) -> Tensor:
     return (None if torch.compiler.is_compiling() else (x,))[0]  # type: ignore[index]
 
 
-def test_what_dynamo_alone_raises_is_split(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
-    """An error of a statement that eager mode does not run, seen with example inputs, and in the first call."""
+def test_exceptions_of_dynamo_split_the_module(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    """An error of a statement that eager mode does not run, with example inputs and in the first call."""
     plain = Net(_knows_tracers)
     model = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager", example_inputs=(torch.ones(5, 4),))
     for each in (plain, model):
@@ -180,7 +180,7 @@ def test_what_dynamo_alone_raises_is_split(mesh: DeviceMesh, caplog: pytest.LogC
 
 
 def test_with_fullgraph_it_keeps_its_type(mesh: DeviceMesh) -> None:
-    """Where Dynamo has seen it raised."""
+    """If Dynamo saw the exception."""
     model = graphshard.compile(Net(raises), mesh, backend="eager", fullgraph=True)
     with pytest.raises(KeyError, match="three rows"):
         model(torch.ones(3, 4))
@@ -200,8 +200,8 @@ def test_a_write_to_a_parameter_is_an_error(mesh: DeviceMesh) -> None:
     assert torch.equal(model.scale.to_local(), torch.ones(4))
 
 
-def test_a_copy_is_split_anew(mesh: DeviceMesh) -> None:
-    """A copy of a split model has programs of its own."""
+def test_a_copy_is_split_again(mesh: DeviceMesh) -> None:
+    """A copy of a split model has separate programs."""
     model = graphshard.compile(Net(by_value), mesh, backend="eager")
     model(torch.ones(5, 4)).backward()
     twin = copy.deepcopy(model)
@@ -225,7 +225,7 @@ class _Penalty(nn.Module):
         return self.penalty(x)
 
 
-def test_what_differentiates_is_found() -> None:
-    """Through methods and functions that it names."""
+def test_finds_code_that_differentiates() -> None:
+    """Through the methods and functions that it names."""
     assert differentiates(_Penalty().forward)
     assert not differentiates(Net(by_value).forward)

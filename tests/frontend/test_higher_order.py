@@ -1,4 +1,4 @@
-"""Operators with graphs stay one node, with the results of plain torch."""
+"""Higher-order operators stay one node, with the results of plain torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Layers(nn.Module):
 
 
 class _Cond(_Layers):
-    """Reads parameters of both branches, one of which runs."""
+    """Parameters in both branches, one of which runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -115,7 +115,7 @@ class _ScoreMod(_Attention):
 
 
 class _MaskMade(_Attention):
-    """The mask depends on a tensor of the call."""
+    """The mask depends on an input."""
 
     def forward(self, x: Tensor) -> Tensor:
         documents = (x[0, :, 0] > 0).cumsum(0)
@@ -152,7 +152,7 @@ def _inputs(name: str, step: int) -> tuple[Any, ...]:
 
 
 def _pair(name: str, backend: str) -> tuple[nn.Module, nn.Module]:
-    """Return plain torch's model, sharded by FSDP2 if there are several ranks, and ours."""
+    """Return plain torch's model, sharded by FSDP2 if there are several ranks, and graphshard's."""
     warnings.filterwarnings("ignore", message="(?s).*flex_attention called without torch.compile")
     torch.manual_seed(0)
     plain = MODELS[name][0]()
@@ -161,11 +161,11 @@ def _pair(name: str, backend: str) -> tuple[nn.Module, nn.Module]:
 
 
 def _any_device(*_: Tensor) -> None:
-    """Let attention be differentiated on a CPU, which torch refuses though its operators can."""
+    """Let attention be differentiated on a CPU: torch rejects it although its operators support it."""
 
 
 def _train(rank: int, world_size: int, name: str) -> list[Any]:
-    """Train side by side, also attention, which torch would only run forward on a CPU."""
+    """Train both, including attention, which torch only runs forward on a CPU."""
     pair = _pair(name, "eager")
     with mock.patch.object(flex, "_validate_device", _any_device):
         for step in range(3):
@@ -186,15 +186,15 @@ def _train(rank: int, world_size: int, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_of_plain_torch(ranks: Ranks, name: str) -> None:
-    """One program serves all steps, and has the operator as a node."""
+def test_matches_plain_torch(ranks: Ranks, name: str) -> None:
+    """One program serves all steps and contains the operator as a node."""
     (called,) = ranks(1).run(_train, name)
     assert MODELS[name][1] in (called or [""])
 
 
 @pytest.mark.parametrize("name", ["cond", "score_mod", "nested_compile_region"])
-def test_bits_of_fsdp2(ranks: Ranks, name: str) -> None:
-    """Ranks may take different branches: what the branches read is gathered before."""
+def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
+    """Ranks may take different branches: parameters of both branches are gathered before."""
     first, second = ranks(2).run(_train, name)
     assert first == second
 
@@ -218,14 +218,14 @@ def _compile(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_inductor_compiles_them(ranks: Ranks, name: str) -> None:
-    """Attention only runs forward, as Inductor has no backward of it for CPUs."""
+    """Attention only runs forward, because Inductor has no CPU backward for it."""
     if name == "mask given" and TorchVersion(torch.__version__) < "2.13":
         pytest.skip("its Inductor has no attention of a tensor to itself for CPUs")
     ranks(1).run(_compile, name)
 
 
 def _stages(rank: int, world_size: int, name: str) -> list[float]:
-    """Read the captured program from a file, run all passes on it; return what it is said to cost."""
+    """Load the captured program from a file, run all passes on it, and return its costs."""
     _, ours = _pair(name, "eager")
     texts = []
 
@@ -254,9 +254,9 @@ def _stages(rank: int, world_size: int, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["cond", "map", "score_mod"])
 def test_files_and_costs(ranks: Ranks, name: str) -> None:
-    """A file holds the graphs, rules hold after each pass, and what graphs run has a price."""
+    """A file holds the subgraphs, programs verify after each pass, and subgraphs have a cost."""
     (costs,) = ranks(1).run(_stages, name)
-    assert len(costs) == 3  # forward, backward, and multiplications
+    assert len(costs) == 3  # forward, backward, and FLOP count
     assert all(cost > 0 for cost in costs)
 
 
@@ -271,15 +271,15 @@ def _exported(rank: int, world_size: int, name: str) -> None:
     found = []
     for model in (plain, again):
         result = model(*_inputs(name, 1))
-        (loss,) = result if isinstance(result, list) else (result,)  # the graph's results, without the bytecode
+        (loss,) = result if isinstance(result, list) else (result,)  # results of the graph, without the bytecode
         loss.backward()
         found.append({"loss": loss.detach(), **{n: local(g) for n, g in grads_of(model).items()}})
     assert_same(found[1], found[0], "a step")
 
 
 @pytest.mark.parametrize("name", ["cond", "scan", "nested_compile_region"])
-def test_an_exported_program_has_them(ranks: Ranks, name: str) -> None:
-    """It is saved by torch, and trains with the same bits."""
+def test_an_exported_program_contains_them(ranks: Ranks, name: str) -> None:
+    """torch saves it, and it trains with the same bits."""
     ranks(1).run(_exported, name)
 
 
@@ -300,8 +300,8 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_cannot_be_kept(fake_world: FakeWorld, name: str) -> None:
-    """The message names the operator and the remedy; without fullgraph, Python runs it, and the log says so."""
+def test_rejects_unsupported_operators(fake_world: FakeWorld, name: str) -> None:
+    """The error names operator and remedy; without fullgraph Python runs the operator with a warning."""
     fake_world(2)
     model, message = ERRORS[name]
     ours = graphshard.compile(model(), world_mesh(), backend="eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""What was captured as an `ExportedProgram`: its signature, its numbers, and training what it says."""
+"""A captured program as an `ExportedProgram`: its signature and numbers, and training it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_gradients_of_inputs_and_no_gradients(mesh: DeviceMesh) -> None:
 
 
 def test_numbers(mesh: DeviceMesh) -> None:
-    """The graph computes the loss and the gradients that eager mode has."""
+    """The graph computes eager mode's loss and gradients."""
     model, inputs = Wide(), rows()
     loss = model(**inputs)
     loss.backward()
@@ -74,7 +74,7 @@ def test_numbers(mesh: DeviceMesh) -> None:
         assert torch.equal(value, expected)
 
 
-def test_all_blocks_are_in_it_though_few_were_captured(fake_world: FakeWorld) -> None:
+def test_contains_all_blocks_although_few_are_captured(fake_world: FakeWorld) -> None:
     fake_world(2)
     mesh = init_device_mesh("cpu", (2,))
     model = graphshard.compile(Deep(), mesh, backend="eager", example_inputs=(torch.ones(3, 4),))
@@ -84,7 +84,7 @@ def test_all_blocks_are_in_it_though_few_were_captured(fake_world: FakeWorld) ->
     assert grads == [name for name, _ in model.named_parameters()]
 
 
-def test_passes_change_nothing_of_it(mesh: DeviceMesh) -> None:
+def test_passes_do_not_change_it(mesh: DeviceMesh) -> None:
     model = graphshard.compile(Blocks(2), mesh, backend="eager", example_inputs=(torch.ones(3, 4),))
     (program,) = graphshard.programs(model)
     assert not any("all_gather" in str(node.target) for node in program.exported.graph.nodes)
@@ -128,7 +128,7 @@ class Deep(nn.Module):
         return x.sum()
 
 
-# --- training what it says ----------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------
 
 
 def _model(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -137,7 +137,7 @@ def _model(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """All that a joint program takes of a module."""
+    """Return the tensors that a joint program takes from a module."""
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
@@ -157,7 +157,7 @@ def _train(rank: int, world_size: int, name: str, policy: Any, path: str) -> Non
     optims = [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (ours, theirs)]
     for step in range(3):
         for optim, call in zip(optims, (lambda: ours(*inputs.values()), lambda: theirs(**inputs))):
-            torch.manual_seed(step * world_size + rank)  # dropout's
+            torch.manual_seed(step * world_size + rank)  # for dropout
             optim.zero_grad()
             call().backward()
         grads = [{name: g for name, g in grads_of(each).items() if g is not None} for each in (ours, theirs)]
@@ -176,7 +176,7 @@ def test_a_saved_joint_program_trains(ranks: Ranks, tmp_path: Path, name: str, p
     ranks(2).run(_train, name, policy, path)
 
 
-def test_it_is_read_and_printed_where_there_is_only_torch(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_it_loads_and_prints_with_torch_only(mesh: DeviceMesh, tmp_path: Path) -> None:
     path = tmp_path / "joint.pt2"
     torch.export.save(_captured(Wide(), mesh, rows()), path)
     code = f"import torch; print(torch.export.load({str(path)!r}).graph_signature)"
@@ -184,7 +184,7 @@ def test_it_is_read_and_printed_where_there_is_only_torch(mesh: DeviceMesh, tmp_
     assert "GRADIENT_TO_PARAMETER target='head.weight'" in found.stdout
 
 
-def test_explain_takes_it(mesh: DeviceMesh) -> None:
+def test_explain_accepts_it(mesh: DeviceMesh) -> None:
     exported, inputs = _captured(Wide(), mesh, rows()), rows()
     found = graphshard.explain(exported, (4,), example_inputs=(inputs["x"],))
     assert found.step_time_s == graphshard.explain(Wide(), (4,), example_kwargs=inputs).step_time_s

@@ -1,4 +1,4 @@
-"""Split models called in other ways: parts alone, microbatches, checkpoints, ranks that differ."""
+"""Split models called in other ways: single parts, microbatches, checkpoints, ranks that differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _batch(rank: int, step: int = 0) -> Tensor:
 
 
 class Net(nn.Module):
-    """The values of a parameter decide at the top."""
+    """The outermost forward branches on the values of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Gan(nn.Module):
-    """Parts that a loop calls; one of them has a graph break."""
+    """Parts called by the training loop; one of them has a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +104,17 @@ def _microbatches(rank: int, world_size: int) -> None:
 
 
 class Checkpointed(Net):
-    """Layers run again in backward."""
+    """A checkpoint recomputes layers in backward."""
 
     def run(self, layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(super().run, layer, x, use_reentrant=False)
 
 
 class RootInRegions(Net):
-    """The root's own layer and parameter, in regions and outside of them, beside a unit and in nested regions."""
+    """The root's layer and parameter, inside and outside of regions, next to a unit and in nested regions."""
 
     def inner(self, x: Tensor) -> Tensor:
-        """Part of the region around it."""
+        """Run the nested region."""
         return self.stem(x).sin() * self.scale
 
     def region(self, x: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class BrokenUnit(nn.Module):
 
 
 class UnitsInRegions(Net):
-    """Units with graph breaks, called twice, of which one is in a region as a whole."""
+    """Units with graph breaks, called twice, one of them within a region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class UnitsInRegions(Net):
 
 
 class Slope(nn.Module):
-    """A unit with a graph break that asks for a gradient, for which torch runs the region around it again at once."""
+    """A unit with a graph break that asks for a gradient, for which torch recomputes the region at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _checkpoints(rank: int, world_size: int) -> None:
 
 
 class Residual(nn.Module):
-    """A unit whose result lies in memory as its input does, and whose gradients need not."""
+    """A unit whose result has its input's memory layout, unlike its gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Residual(nn.Module):
 
 
 class Transposed(Net):
-    """Units are given a tensor that is transposed, and what is in front of them sums their gradients."""
+    """Units with a transposed input, whose gradients are summed before them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _transposed(rank: int, world_size: int) -> None:
 
 
 class OnOneRank(Net):
-    """Forward of the first rank alone has a graph break."""
+    """A graph break in forward on the first rank only."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
@@ -244,7 +244,7 @@ def _on_one_rank(rank: int, world_size: int) -> None:
 
 
 class Fails(Net):
-    """Forward raises after its graph break."""
+    """A model whose forward raises after its graph break."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale.sum() > -100 and self.fails:
@@ -253,7 +253,7 @@ class Fails(Net):
 
 
 def _fails(rank: int, world_size: int) -> None:
-    """The model can be called again."""
+    """Call the model again after the error."""
     torch.manual_seed(0)
     models = _pair(Fails())
     for model in models:
@@ -269,6 +269,6 @@ def _fails(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     "run", [_gan, _microbatches, _checkpoints, _transposed, _on_one_rank, _fails], ids=lambda run: run.__name__
 )
-def test_it_is_as_with_fsdp2(ranks: Ranks, run: Callable[..., Any]) -> None:
-    """Losses, gradients and parameters, bit for bit; where a rank alone has a graph break, all split the model."""
+def test_matches_fsdp2(ranks: Ranks, run: Callable[..., Any]) -> None:
+    """Losses, gradients and parameters, bit for bit; a graph break on one rank splits the model on all."""
     ranks(2).run(run)

@@ -1,4 +1,4 @@
-"""Models with a graph break: Python runs forward, units run by programs of their own, with FSDP2's bits."""
+"""Models with a graph break: Python runs forward, units run as separate programs, with FSDP2's bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BF16_OUT = MixedPrecisionPolicy(
 
 
 class Net(nn.Module):
-    """Layers that are units, modules and parameters of the root around them, and a hook for subclasses."""
+    """Layers as units, modules and parameters of the root around them, and a hook for subclasses."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -50,21 +50,21 @@ class Net(nn.Module):
 
 
 class ByValue(Net):
-    """Values decide at the top; they are equal on all ranks."""
+    """The outermost forward branches on values, which are equal on all ranks."""
 
     def order(self, x: Tensor) -> list[nn.Module]:
         return [*self.layers, self.layers[0]] if self.position.sum() > 0 else list(self.layers)[::-1]
 
 
 class ByChance(Net):
-    """Python's random numbers decide at the top."""
+    """The outermost forward branches on Python's random numbers."""
 
     def order(self, x: Tensor) -> list[nn.Module]:
         return [layer for layer in self.layers if random.random() > 0.4]
 
 
 class Hooked(Net):
-    """A unit has a full backward hook, and so has a part of the root."""
+    """A full backward hook on a unit, and on a part of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Broken(nn.Module):
 
 
 class Nested(Net):
-    """Blocks have a graph break, and so has forward."""
+    """Graph breaks in the blocks and in the outermost forward."""
 
     def block(self, width: int) -> nn.Module:
         return _Broken(width)
@@ -106,14 +106,14 @@ class Nested(Net):
 
 
 class OnlyBlocks(Net):
-    """Blocks have a graph break."""
+    """Graph breaks only in the blocks."""
 
     def block(self, width: int) -> nn.Module:
         return _Broken(width)
 
 
 class Penalized(Net):
-    """The gradient of a leaf that forward makes is a part of the loss."""
+    """The gradient of a leaf created in forward is a part of the loss."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -139,7 +139,7 @@ class PenalizedAlone(nn.Module):
 
 
 class Recurrent(Net):
-    """A recurrent module keeps a list of its parameters besides."""
+    """A recurrent module, which also keeps a list of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Recurrent(Net):
 
 
 class Frozen(ByValue):
-    """Some parameters of the root, and of a unit, are frozen."""
+    """Some parameters of the root and of a unit are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: d
     assert_same(params_of(ours), params_of(theirs), "parameters")
     if make is PenalizedAlone:
         return
-    for model in (ours, theirs):  # after this FSDP2's root shows full parameters
+    for model in (ours, theirs):  # afterwards FSDP2's root shows full parameters
         model.eval()
         random.seed(6)
         with torch.no_grad():
@@ -230,6 +230,6 @@ NESTED = ["layers.*", "layers.*.inner"]
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(map(str, value)) or "plain",
 )
-def test_it_trains_as_with_fsdp2(ranks: Ranks, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+def test_matches_fsdp2(ranks: Ranks, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Four steps of AdamW and a call without gradients: losses, gradients and parameters, bit for bit."""
     ranks(2).run(_train, make, options)

@@ -1,4 +1,4 @@
-"""Numbers that change are symbols from the second value on, and Inductor compiles regions that take them."""
+"""Changing numbers become symbols at their second value, and Inductor compiles regions with them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Annealed(nn.Module):
 
 
 class _LearningRate(nn.Module):
-    """Takes a float that is also clamped and compared with elements of a tensor."""
+    """A float that is also clamped and compared with elements of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Counter(nn.Module):
 
 
 class _Times(nn.Module):
-    """Multiplies by an int, which is 0 and 1 at times, and adds it to integers."""
+    """Multiplies by an int, sometimes 0 and 1, and adds it to integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Times(nn.Module):
 
 
 class _Gpt(nn.Module):
-    """A language model in small, whose loss joins the dynamic sizes of tokens and targets."""
+    """A small language model whose loss combines the dynamic sizes of tokens and targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,14 +142,14 @@ def test_inductor_compiles_changing_numbers(ranks: Ranks, name: str) -> None:
 
 
 class _Numbers(_LearningRate):
-    """Takes a negative int, too."""
+    """A model that also gets a negative int."""
 
     def forward(self, x: Tensor, lr: float, n: int = -1) -> Tensor:
         return super().forward(x, lr) * n
 
 
 def _shown(text: str) -> str:
-    """Return a program without torch's names of floats, which it numbers."""
+    """Return a program without torch's numbered names of floats."""
     return re.sub(r"zf\d+", "zf", text)
 
 
@@ -172,7 +172,7 @@ def _file(rank: int, world_size: int) -> str:
 
 
 def test_files_hold_numbers(ranks: Ranks) -> None:
-    """A float was written as if it were a size, and a negative int was refused when the file was read."""
+    """Floats must not be written as sizes, and negative ints must load."""
     (symbols,) = ranks(1).run(_file)
     assert {"hint": -3, "range": [None, None]} in json.loads(symbols)
     assert {"hint": 1.1, "range": None} in json.loads(symbols)

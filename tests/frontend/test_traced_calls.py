@@ -1,4 +1,4 @@
-"""Calls of models that Dynamo has traced: which program serves them, and what is traced or compiled again."""
+"""Calls of models traced by Dynamo: the program that serves them, and what is traced or compiled again."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def same_gradients(ours: nn.Module, plain: nn.Module) -> bool:
     return all(torch.equal(mine.grad.full_tensor(), other.grad) for mine, other in pairs)
 
 
-def test_everything_changes_and_two_programs_serve_it(mesh: DeviceMesh) -> None:
-    """A learning rate, a count, an attribute, a counter and the batch size become symbols at their second value."""
+def test_two_programs_serve_all_changes(mesh: DeviceMesh) -> None:
+    """Learning rate, count, attribute, counter and batch size become symbols at their second value."""
     plain = Net()
     ours = compiled(plain, mesh)
     for step in range(2, 14):
@@ -107,8 +107,8 @@ def test_everything_changes_and_two_programs_serve_it(mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(ours)) == 2
 
 
-def test_a_trace_that_equals_another_compiles_nothing(mesh: DeviceMesh) -> None:
-    """The list is longer at each call, so guards fail; the graph is the same."""
+def test_an_equal_trace_compiles_nothing(mesh: DeviceMesh) -> None:
+    """The list grows at each call, so guards fail, but the graph is the same."""
     ours = compiled(Listing(), mesh)
     for _ in range(4):
         ours(torch.ones(3, 4)).backward()
@@ -142,7 +142,7 @@ def test_few_blocks_make_the_program_of_all(mesh: DeviceMesh, monkeypatch: pytes
     assert [text.count("addmm") for text in texts[0]] == [text.count("addmm") for text in texts[1]]
 
 
-def test_a_forward_that_is_exchanged_is_traced_again(mesh: DeviceMesh) -> None:
+def test_a_replaced_forward_is_traced_again(mesh: DeviceMesh) -> None:
     ours = compiled(Deep(), mesh)
     x = torch.randn(3, 4)
     before = ours(x)
@@ -174,7 +174,7 @@ def test_another_launch_finds_the_program_by_its_graph(
 
 
 def test_a_file_serves_traces_of_few_blocks(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """Of many equal blocks a few are traced when the file is loaded, and all of them were when it was written."""
+    """Loading traces few of many equal blocks, although all were traced for the file."""
     x = torch.randn(3, 4)
     path = graphshard.export(Deep(), (1,), tmp_path / "deep.gshard", example_inputs=(x,), backend="eager", device="cpu")
     model, plain = Deep(), Deep()
@@ -184,7 +184,7 @@ def test_a_file_serves_traces_of_few_blocks(mesh: DeviceMesh, tmp_path: Path) ->
     assert model._graphshard.tracer._every_block is False
 
 
-def test_a_joint_program_runs_by_what_it_was_captured_for(mesh: DeviceMesh) -> None:
+def test_a_joint_program_runs_without_a_forward(mesh: DeviceMesh) -> None:
     """It has no forward that Dynamo could trace."""
     plain, x = Deep(), torch.randn(3, 4)
     source = compiled(plain, mesh)
@@ -197,7 +197,7 @@ def test_a_joint_program_runs_by_what_it_was_captured_for(mesh: DeviceMesh) -> N
     assert torch.equal(loss, plain(x))
 
 
-def test_a_submodule_that_is_called_alone_notices_another_forward(mesh: DeviceMesh) -> None:
+def test_a_submodule_called_directly_sees_a_replaced_forward(mesh: DeviceMesh) -> None:
     ours = compiled(Deep(), mesh)
     x = torch.randn(3, 4)
     before = ours.layers[3](x)
@@ -218,8 +218,8 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda y: self.norm(self.inner(y)).sin(), x, use_reentrant=False).square().sum()
 
 
-def test_a_submodule_that_is_no_unit_is_called_alone(mesh: DeviceMesh) -> None:
-    """Its class stays what it is, and guards name places in the classes that it is derived from."""
+def test_a_submodule_other_than_a_unit_is_called_directly(mesh: DeviceMesh) -> None:
+    """Its class does not change, and guards name sources in its base classes."""
     plain = Checkpointed()
     ours = compiled(plain, mesh)
     x = torch.randn(5, 4)
@@ -248,8 +248,8 @@ class Distributes(Reads):
 
 
 @pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")], ids=["plain", "tensor axis"])
-def test_what_was_traced_goes_with_the_model(fake_world: FakeWorld, axes: tuple[str, ...]) -> None:
-    """Else each model leaves its graphs, its mesh and the threads of the mesh's process groups."""
+def test_traces_are_freed_with_the_model(fake_world: FakeWorld, axes: tuple[str, ...]) -> None:
+    """Otherwise each model would leak its graphs, its mesh and the threads of the mesh's process groups."""
     fake_world(2 ** len(axes))
     mesh = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
 
@@ -265,14 +265,14 @@ def test_what_was_traced_goes_with_the_model(fake_world: FakeWorld, axes: tuple[
     of_others = weakref.WeakSet(alive())
     train()
     train()
-    before = len(set(alive()) - set(of_others))  # of the last traces, which torch keeps
+    before = len(set(alive()) - set(of_others))  # torch keeps the last traces
     train()
     train()
     assert len(set(alive()) - set(of_others)) <= before
 
 
 class Halves(nn.Module):
-    """Compares a number that it computes of a size."""
+    """Compares a number computed from a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Halves(nn.Module):
 
 
 def test_numbers_of_sizes_are_finite(mesh: DeviceMesh) -> None:
-    """One program for all sizes of a declared range, as no size makes nan or infinity."""
+    """One program for all sizes of a declared range, because no size gives NaN or infinity."""
     plain = Halves()
     ours = compiled(plain, mesh, dynamic_shapes=({0: Dim("rows", min=2, max=64)},))
     for rows in (3, 5, 8):
@@ -294,7 +294,7 @@ def test_numbers_of_sizes_are_finite(mesh: DeviceMesh) -> None:
 
 
 class _Fails(nn.Module):
-    """Writes a parameter, which no program can, or asks for its address, while a mode of torch is open."""
+    """Writes a parameter, which no program supports, or asks for its address, while a torch mode is active."""
 
     def __init__(self, mode: str) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def test_an_error_leaves_no_mode_open(mesh: DeviceMesh, mode: str) -> None:
 
 @torch.library.custom_op("graphshard_tests::twice", mutates_args=())
 def _twice(x: torch.Tensor) -> torch.Tensor:
-    """Has no autograd formula."""
+    """An operator without an autograd formula."""
     return x * 2
 
 
@@ -360,7 +360,7 @@ def test_an_operator_without_an_autograd_formula(mesh: DeviceMesh) -> None:
 
 
 def test_threads_that_torch_compiles_wait_for_a_trace() -> None:
-    """What is changed of torch while a trace runs, they do not see."""
+    """They do not see patches that are active during a trace."""
     found: list[torch.Tensor] = []
     x = torch.ones(2)
     thread = threading.Thread(target=lambda: found.append(torch.compile(torch.sin, backend="eager")(x)))

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Helper:
-    """An object that is no module."""
+    """An object other than a module."""
 
     def act(self, x: Tensor) -> Tensor:
         return x * 2
@@ -334,12 +334,12 @@ def _as_before() -> Any:
 
 
 @pytest.mark.parametrize("net", WHOLE, ids=lambda net: net.__name__.strip("_"))
-def test_one_program_after_the_other(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
+def test_captures_again(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
     assert "is split" not in caplog.text
 
 
 @pytest.mark.parametrize("net", SPLIT, ids=lambda net: net.__name__)
-def test_python_answers(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
+def test_falls_back_to_python(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
     assert "is split" in caplog.text

@@ -1,4 +1,4 @@
-"""Branches on values of inputs: a program for each way that calls go, without a graph break."""
+"""Branches on values of inputs: one program per path, without a graph break."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _with_fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Loss and gradients; draws are the same at each call."""
+    """Return loss and gradients; random numbers are equal at each call."""
     model.zero_grad()
     torch.manual_seed(0)
     found = model(*args, **kwargs)
@@ -43,7 +43,7 @@ def _step(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 class Branches(nn.Module):
-    """Asks twice, and the second question is another one if the first answer is no."""
+    """Branches twice; the second condition depends on the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OnWeights(Branches):
         return self.linear(x).sum() if decide((self.linear.weight < 9).all(), True, "weights.") else x.sum()
 
 
-def test_a_program_for_each_way(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_program_per_path(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Branches()
     plain, x = copy.deepcopy(model), torch.randn(3, 4)
@@ -99,7 +99,7 @@ def test_values_of_parameters_are_a_graph_break(mesh: DeviceMesh) -> None:
     "name", ["llama", "bert", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=copies)]
 )
 def test_padding_of_transformers(mesh: DeviceMesh, name: str) -> None:
-    """No mask, one with padding, one without: each has FSDP2's bits, and a program, as kernels differ."""
+    """No mask, a mask with padding, one without: each has FSDP2's bits and a program, because kernels differ."""
     model, task = tiny_model(name)
     plain = _with_fsdp2(model, mesh)
     compiled = _compiled(model, mesh)
@@ -117,7 +117,7 @@ def test_padding_of_transformers(mesh: DeviceMesh, name: str) -> None:
 
 
 def test_packed_sequences(mesh: DeviceMesh) -> None:
-    """Positions that begin again make transformers keep sequences of a row apart."""
+    """Positions that restart make transformers separate the sequences of a row."""
     model, task = tiny_model("llama")
     plain = _with_fsdp2(model, mesh)
     compiled = _compiled(model, mesh)
@@ -146,8 +146,8 @@ def test_masks_of_encoder_and_decoder(mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(compiled)) == 2
 
 
-def test_a_warning_about_padding_decides_nothing(mesh: DeviceMesh) -> None:
-    """transformers looks for padding tokens in eager mode, only to warn: that is no graph break."""
+def test_a_warning_about_padding_is_not_a_branch(mesh: DeviceMesh) -> None:
+    """transformers searches for padding tokens in eager mode, only to warn: this is not a graph break."""
     model, task = tiny_model("deberta")
     plain = copy.deepcopy(model)
     compiled = _compiled(model, mesh)
@@ -162,7 +162,7 @@ def test_a_warning_about_padding_decides_nothing(mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
 def test_a_model_that_installs_hooks_in_its_first_call(mesh: DeviceMesh) -> None:
-    """Hidden states of a vision tower: one call before compile, as the message says, makes it whole."""
+    """Hidden states of a vision tower: one call before compile, as the message says, avoids the split."""
     model, task = tiny_model("llama")
     model.config.output_hidden_states = True
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Forwards that read values of tensors: each returns what plain torch returns, whatever the values are.
+"""Forwards that read values of tensors return plain torch's results for any values.
 
-Where values decide, a program has the branches, the module is split, or Python runs it; none of it shows in results.
+If values decide, a program has branches, the module is split, or Python runs it; the results are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ X = torch.ones(3, 4)
 
 
 class Asking(nn.Module):
-    """Its forward is a function."""
+    """A model whose forward is a function."""
 
     def __init__(self, function: Callable[[Any, Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _relu_if_more_than_3(net: Any, y: Tensor, number: Tensor) -> Any:
 
 
 def _asks_of_a_float(net: Any, y: Tensor, number: Tensor) -> Tensor:
-    """Of a symbol all of this is known; of nan, infinity and rounded numbers it is not."""
+    """Ask for properties that symbols always have, and that NaN, infinity and rounded numbers lack."""
     v = number.item()
     sums = (v + 0.1) + 0.2 == v + (0.1 + 0.2)
     truths = (v != v, v == v, v - v == 0, v * 0 == 0, v < float("inf"), 0 < v < 2, sums)
@@ -73,7 +73,7 @@ def _unless_nan(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def _after_norm(net: Any, y: Tensor, number: Tensor) -> Tensor:
-    """Batch norm writes to its statistics without saying so."""
+    """Read the statistics of batch norm after its undeclared write."""
     y = net.norm(y)
     return y if net.norm.running_mean[0] > 0 else -y
 
@@ -85,7 +85,7 @@ def _written(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def _computed(net: Any, y: Tensor, number: Tensor) -> Tensor:
-    """In place, to a copy of the input and to a buffer; an argument twice."""
+    """Compute in place on a copy of the input and on a buffer, and pass an argument twice."""
     net.count += 1
     total = number.clone()
     total.add_(total).sub_(net.count)
@@ -94,7 +94,7 @@ def _computed(net: Any, y: Tensor, number: Tensor) -> Tensor:
 
 
 def _detection_loss(net: Any, y: Tensor, number: Tensor) -> Tensor:
-    """Without targets there is no loss of boxes: a size decides, and a number, which are not the same at two calls."""
+    """Compute no box loss without targets: a size and a number decide, which differ between calls."""
     places = (number > 0).nonzero()[:, 0]
     count = (number > 2).sum().item()
     loss = y.sum() * 0 if places.numel() == 0 else y[places].square().mean()
@@ -194,7 +194,7 @@ def test_inductor(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(model(X, torch.tensor([value])), plain(X, torch.tensor([value])))
 
 
-def test_numbers_that_are_computed_with_need_no_program_of_their_own(mesh: DeviceMesh) -> None:
+def test_computed_numbers_share_a_program(mesh: DeviceMesh) -> None:
     model = graphshard.compile(Asking(lambda net, y, number: (y, number.item())), mesh, backend="eager")
     assert [model(X, torch.tensor(value))[1] for value in (1, 2, 3)] == [1, 2, 3]
     assert len(graphshard.programs(model)) == 1
@@ -235,13 +235,13 @@ def test_an_operator_raises_for_values(mesh: DeviceMesh) -> None:
     assert torch.equal(model(X, torch.tensor([2])), Asking(forward)(X, torch.tensor([2])))
 
 
-def test_without_values_it_is_an_error(mesh: DeviceMesh) -> None:
+def test_rejects_fake_values(mesh: DeviceMesh) -> None:
     with pytest.raises(graphshard.CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
         graphshard.explain(Asking(_relu_if_any), (1,), example_inputs=(X, torch.ones(1, device="meta")))
 
 
 def test_a_file_cannot_hold_a_branch_on_a_value(tmp_path: Path) -> None:
-    """`compile` splits such a module; a file has whole programs, and the error names the line."""
+    """`compile` splits such a module; a file holds whole programs, and the error names the line."""
     with pytest.raises(graphshard.CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
         graphshard.export(
             Asking(_relu_if_any), (1,), tmp_path / "net.gshard", example_inputs=(X, torch.tensor([1])), backend="eager"
@@ -249,7 +249,7 @@ def test_a_file_cannot_hold_a_branch_on_a_value(tmp_path: Path) -> None:
 
 
 class _Adaptive(nn.Module):
-    """Torch's loss skips clusters that no target is in."""
+    """torch's loss skips clusters without targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_the_adaptive_softmax_of_torch(mesh: DeviceMesh) -> None:
         assert torch.equal(model.get_parameter(name).grad.full_tensor(), param.grad), name
 
 
-def test_values_beside_dynamic_sizes(mesh: DeviceMesh) -> None:
+def test_values_with_dynamic_sizes(mesh: DeviceMesh) -> None:
     """One program for all sizes, for each value."""
     model, plain = graphshard.compile(Asking(_relu_if_any), mesh, backend="eager"), Asking(_relu_if_any)
     for rows, value in ((3, 1), (4, 1), (5, 0), (6, 1), (7, 0)):
@@ -281,7 +281,7 @@ def test_values_beside_dynamic_sizes(mesh: DeviceMesh) -> None:
         assert torch.equal(model(x, number), plain(x, number))
 
 
-def test_submodules_and_copies_ask_for_their_own(mesh: DeviceMesh) -> None:
+def test_submodules_and_copies_read_their_values(mesh: DeviceMesh) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Writes into tensors that are not contiguous: strides stay, though functions of torch return others."""
+"""Writes into non-contiguous tensors keep strides, although torch functions return others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Writes(nn.Module):
         return results
 
 
-def test_strides_and_gradients_are_those_of_eager_mode(mesh: DeviceMesh) -> None:
+def test_strides_and_gradients_match_eager_mode(mesh: DeviceMesh) -> None:
     module = _Writes()
     plain, x = copy.deepcopy(module), torch.randn(3, 5, 2)
     model = graphshard.compile(module, mesh, backend="eager")

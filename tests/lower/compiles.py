@@ -1,4 +1,4 @@
-"""Compiles a small model with Inductor and trains a step, as a process of its own: `python -m tests.lower.compiles`."""
+"""Compile a small model with Inductor and train a step in a separate process: `python -m tests.lower.compiles`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.helpers import Blocks
 
 
 def main() -> None:
-    """Print "compiling" when the first region is about to be, and in the end whether the numbers are plain torch's."""
+    """Print "compiling" before the first region compiles, and finally "equal" if the results equal plain torch's."""
     logging.basicConfig(level=logging.INFO)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model, plain = Blocks(3, bias=True), Blocks(3, bias=True)

@@ -1,4 +1,4 @@
-"""Regions that Inductor fuses, each in a kernel of its own."""
+"""Small regions that Inductor fuses into separate kernels."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ INPUT = torch.linspace(-1, 1, 512).reshape(8, 64)
 
 
 def regions_from(first: int, number: int) -> dict[str, Region]:
-    """Regions that differ in a number, which no other test has: kernels of a process are kept by their source."""
+    """Return regions that differ in a number, unique per test, because a process caches kernels by source."""
     return {f"region_{n}": region_of(functools.partial(compute, first + n)) for n in range(number)}
 
 
 def compute(number: int, x: torch.Tensor) -> torch.Tensor:
-    """What a region does."""
+    """Compute a region's result."""
     return (x * (1 + 1 / number)).exp().mean(1).sin()
 
 
 def region_of(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor] = (INPUT,), tracing_mode: str = "fake"
 ) -> Region:
-    """The region of all that a function does with its inputs; it returns a tensor or a list of them."""
+    """Return a function's region for its inputs; the function returns a tensor or a list of tensors."""
     graph = make_fx(function, tracing_mode=tracing_mode)(*inputs).graph
     calls = [node for node in graph.nodes if node.op == "call_function"]
     (output,) = graph.find_nodes(op="output")
@@ -41,5 +41,5 @@ def region_of(
 
 
 def values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
-    """What regions compute, in the order of their names."""
+    """Compute the regions in the order of their names."""
     return [compiled[name]([INPUT])[0] for name in sorted(compiled)]

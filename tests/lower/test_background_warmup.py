@@ -1,4 +1,4 @@
-"""What Inductor needs before its first kernel is begun early, and is what Inductor would find by itself."""
+"""Preparations for Inductor's first kernel start early, and give Inductor's own results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AVX512 = pytest.mark.skipif("avx512" not in isa.x86_isa_checker(), reason="a CPU
 
 @pytest.fixture(autouse=True)
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty cache, and a process that has asked nothing of the CPU; it is asked again for later tests."""
+    """Use an empty cache, and forget all queries of the CPU before and after."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     _forget()
     yield
@@ -28,7 +28,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def _forget() -> None:
-    learnt = "_is_"  # begins the names of what sets keep about themselves
+    learnt = "_is_"  # prefix of names that sets cache on themselves
     sets = isa.supported_vec_isa_list
     background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(learnt)} for each in sets])
 
@@ -39,7 +39,7 @@ def _found() -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _checked(works: Callable[[Any, str], bool]) -> Iterator[list[str]]:
-    """A compiler that does not run; yields the code that it is asked for."""
+    """Replace the compiler; yield the requested code."""
     asked: list[str] = []
 
     def check(self: Any, code: str) -> bool:
@@ -51,8 +51,8 @@ def _checked(works: Callable[[Any, str], bool]) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_cpu_is_what_inductor_finds_itself() -> None:
-    """One file is compiled, by a compiler that runs, and the answer is the same."""
+def test_the_cpu_matches_inductors_detection() -> None:
+    """One file is compiled by a working compiler, and the answer is the same."""
     check, asked = isa.VecISA.check_build, []
 
     def counted(self: Any, code: str) -> bool:
@@ -71,8 +71,8 @@ def test_the_cpu_is_what_inductor_finds_itself() -> None:
 
 
 @AVX512
-def test_where_not_all_works_inductor_asks_by_itself() -> None:
-    """And nothing of what was assumed stays: here no compiler knows the instructions for bfloat16."""
+def test_falls_back_to_inductors_detection() -> None:
+    """Nothing assumed stays: here no compiler knows the instructions for bfloat16."""
     with _checked(lambda each, code: "bf16" not in code) as asked:
         background_warmup._find_vector_instructions()
         ours = _found()
@@ -85,7 +85,7 @@ def test_where_not_all_works_inductor_asks_by_itself() -> None:
 
 
 @AVX512
-def test_where_the_best_set_does_not_work_another_is_taken() -> None:
+def test_uses_another_set_if_the_best_fails() -> None:
     best = background_warmup.cpu_vec_isa.supported_vec_isa_list[0]
     with _checked(lambda each, code: type(each) is not type(best)):
         background_warmup._find_vector_instructions()
@@ -93,15 +93,15 @@ def test_where_the_best_set_does_not_work_another_is_taken() -> None:
         assert "avx2" in dict(_found())
 
 
-def test_what_has_the_same_name_is_compiled_apart() -> None:
-    """As the two kinds of AMX, which Inductor asks for with functions of one name."""
+def test_functions_of_one_name_are_compiled_separately() -> None:
+    """For example both kinds of AMX, which Inductor tests with functions of one name."""
     codes = ['extern "C" void a() {}', 'extern "C" void b(int) {}', 'struct s {};\nextern "C" void a() {}']
     with _checked(lambda each, code: True) as asked:
         assert background_warmup._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
     assert asked == ["\n".join(codes[:2]), codes[2]]
 
 
-def test_flags_of_all_that_is_asked_are_given_together() -> None:
+def test_flags_are_combined() -> None:
     flags: list[str] = []
 
     def check(each: Any, code: str) -> bool:
@@ -116,7 +116,7 @@ def test_flags_of_all_that_is_asked_are_given_together() -> None:
 
 
 @pytest.mark.parametrize("chosen", ["cpp.simdlen", "cpp.vec_isa_ok", "ATEN_CPU_CAPABILITY"])
-def test_nothing_is_assumed_where_somebody_has_chosen(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_settings_are_respected(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if chosen == "ATEN_CPU_CAPABILITY":
         monkeypatch.setenv(chosen, "avx2")
     patched = {} if chosen == "ATEN_CPU_CAPABILITY" else {chosen: 256}
@@ -129,20 +129,20 @@ def test_nothing_is_assumed_where_somebody_has_chosen(chosen: str, monkeypatch: 
     assert not works.called
 
 
-def test_what_fails_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_do_not_block(caplog: pytest.LogCaptureFixture) -> None:
     warmup = background_warmup.Warmup(background_warmup._find_vector_instructions)
     with mock.patch.object(isa, "x86_isa_checker", side_effect=OSError("no compiler")), caplog.at_level("DEBUG"):
         warmup.wait()
     assert "no compiler" in caplog.text
 
 
-def test_what_begins_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
     warmup = background_warmup.Warmup(lambda: begun.append(os.getpid()))
     warmup.begin()
     warmup.begin()
     warmup.wait()
     assert len(begun) == 1
-    monkeypatch.setattr(os, "getpid", lambda: -1)  # a fork has no thread that goes on with it
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # a fork does not have the thread
     warmup.wait()
     assert len(begun) == 2

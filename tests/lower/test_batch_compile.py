@@ -1,4 +1,4 @@
-"""Several kernels in one run of the compiler: each library shows its own, and what fails is left to others."""
+"""Several kernels in one compiler run: each library exports its kernel, and failures are isolated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from graphshard.lower.batch_compile import Compilers, Job, compile_together, joined
 
 HEADERS = shlex.quote(sysconfig.get_paths()["include"])
-# Names are as in Inductor's sources: all are called the same, and some belong to the file.
+# Named as in Inductor's sources: all kernels have one name, and some names are local to the file.
 SOURCE = """
 #include <cstdlib>
 extern "C" void kernel(long* result) {{ *result = {value}; }}
@@ -38,7 +38,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {{ return PyModule_Create(&py_module); }}
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Job]:
-    """Makes jobs of a file each."""
+    """Return a function that creates a job of one file."""
 
     def make(name: str, text: str, options: str = "") -> Job:
         source, target = tmp_path / f"{name}.cpp", tmp_path / f"{name}.so"
@@ -59,7 +59,7 @@ def _loaded(path: Path, name: str) -> Any:
 
 
 class Counting(Compilers):
-    """Counts the runs."""
+    """Compilers that count runs."""
 
     commands: list[str]
 
@@ -74,10 +74,10 @@ def test_libraries_of_one_run_show_their_own_kernels(job: Callable[..., Job]) ->
     compile_together(jobs, compilers)
     assert len(compilers.commands) == 1
     assert [_loaded(each.target, each.target.stem)(()) for each in jobs] == [0, 11, 22]
-    assert {path.suffix for path in jobs[0].target.parent.iterdir()} == {".cpp", ".so"}  # nothing is left behind
+    assert {path.suffix for path in jobs[0].target.parent.iterdir()} == {".cpp", ".so"}  # no temporary files remain
 
 
-def test_other_options_are_another_run(job: Callable[..., Job]) -> None:
+def test_different_options_need_separate_runs(job: Callable[..., Job]) -> None:
     jobs = [job(f"two{n}", SOURCE.format(value="VALUE", more=n), f"-DVALUE={n // 2}") for n in range(3)]
     compilers = Counting()
     compile_together(jobs, compilers)
@@ -85,9 +85,7 @@ def test_other_options_are_another_run(job: Callable[..., Job]) -> None:
     assert [_loaded(each.target, each.target.stem)(()) for each in jobs] == [0, 1, 3]
 
 
-def test_what_cannot_be_compiled_together_is_not_made(
-    job: Callable[..., Job], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_incompatible_sources_fail_together(job: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     jobs = [job("right", SOURCE.format(value=1, more=0)), job("wrong", "int wrong(")]
     with caplog.at_level("DEBUG", "graphshard"):
         compile_together(jobs, Compilers())
@@ -95,7 +93,7 @@ def test_what_cannot_be_compiled_together_is_not_made(
     assert not any(each.target.exists() for each in jobs)
 
 
-def test_a_compiler_that_is_not_there(job: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_compiler(job: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
     right = job("right", SOURCE.format(value=1, more=0))
     with caplog.at_level("DEBUG", "graphshard"):
         compile_together([Job(right.command.replace("g++", "no-such-compiler"), *_files(right))], Compilers())
@@ -107,8 +105,8 @@ def _files(job: Job) -> tuple[Path, Path]:
     return job.source, job.target
 
 
-def test_compilers_are_ended(tmp_path: Path) -> None:
-    """From another thread, as when the user interrupts; none is started after that."""
+def test_compilers_are_killed(tmp_path: Path) -> None:
+    """From another thread, as on an interrupt; no compiler starts afterwards."""
     compilers, errors = Compilers(), []
 
     def run() -> None:
@@ -131,7 +129,7 @@ def test_compilers_are_ended(tmp_path: Path) -> None:
 
 
 def test_headers_are_read_outside_of_namespaces(job: Callable[..., Job]) -> None:
-    """Each once, in the order of the first source that reads it."""
+    """Each once, in the order of first use."""
     text = joined([job("a", SOURCE.format(value=1, more=0)).source, job("b", "#include <cstdlib>\n").source])
     head, _, rest = text.partition("namespace part_0")
     assert [line for line in head.splitlines() if "include" in line] == ["#include <cstdlib>", "#include <Python.h>"]

@@ -1,4 +1,4 @@
-"""Regions that only copy are run by one launch for each pair of dtypes; here on a CPU."""
+"""Regions that only copy run as one launch per pair of dtypes; here on a CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _region(fn: Callable[..., Any], inputs: tuple[Tensor, ...] = SHARDS) -> Grap
 
 
 def _prologue(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
-    """As in front of an all-gather, with a parameter that travels as it is, and a shard of nothing."""
+    """Prologue of an all-gather, with a parameter that needs no cast, and an empty shard."""
     small = [aten.view.default(aten._to_copy.default(x, dtype=torch.bfloat16), [-1]) for x in (b, c, d)]
     return [aten._to_copy.default(a, dtype=torch.bfloat16), aten.cat.default(small), aten.clone.default(c)]
 
@@ -46,7 +46,7 @@ GRADIENTS = (torch.randn(4, 6).bfloat16(), torch.randn(1, 1, 4).bfloat16(), torc
 
 
 def _before_a_reduction(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
-    """Small gradients are packed for two ranks; what is transposed twice is as it was."""
+    """Pack small gradients for two ranks; two transposes cancel."""
     wide = aten._to_copy.default(aten.t.default(aten.t.default(a)), dtype=torch.float32)
     small = [aten._to_copy.default(aten.view.default(x, [-1]), dtype=torch.float32) for x in (b, c)]
     packed = aten.cat.default([aten.view.default(x, [2, -1]) for x in small], 1)
@@ -92,14 +92,14 @@ def test_gradients() -> None:
         "where to",
     ],
 )
-def test_what_is_something_else(fn: Callable[..., Any]) -> None:
+def test_rejects_other_regions(fn: Callable[..., Any]) -> None:
     assert copies_of(_region(fn), "cpu") is None
 
 
-def test_inputs_with_gaps() -> None:
+def test_strided_inputs() -> None:
     inputs = (torch.randn(3, 4).t(), *SHARDS[1:])
     assert copies_of(_region(_prologue, inputs), "cpu") is None
 
 
-def test_cpus_have_kernels_of_inductor() -> None:
+def test_cpus_use_inductors_kernels() -> None:
     assert copies_of(_region(_prologue)) is None

@@ -1,4 +1,4 @@
-"""Kernels of several regions compiled together: the same code and the same bits as one by one, whatever goes wrong."""
+"""Kernels of several regions compiled together have the code and bits of separate ones, whatever fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.lower.small_regions import INPUT, compute, regions_from, values
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Inductor, and nothing is kept beside it."""
+    """Use an empty Inductor cache and no region store."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -34,27 +34,27 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _counted() -> Any:
-    """The runs of compilers of several kernels or one; not those that Inductor makes."""
+    """Count the compiler runs by graphshard."""
     run = batch_compile.Compilers.run
     return mock.patch.object(batch_compile.Compilers, "run", autospec=True, side_effect=run)
 
 
 def _inductors() -> Any:
-    """The runs of compilers that Inductor makes itself."""
+    """Count the compiler runs by Inductor."""
     CppBuilder = pkgutil.resolve_name("torch._inductor.cpp_builder.CppBuilder")
     return mock.patch.object(CppBuilder, "build", autospec=True, side_effect=CppBuilder.build)
 
 
 def test_regions_are_compiled_together(tmp_path: Path) -> None:
-    """And their code and bits are those of each by itself."""
+    """Code and bits equal separate compilation."""
     regions = regions_from(1000, 3)
-    compile_inductor(regions_from(900, 1)["region_0"], "warm")  # the CPU is known, and the header is there
+    compile_inductor(regions_from(900, 1)["region_0"], "warm")  # prepares the CPU query and the header
     with _counted() as runs, _inductors() as inductors:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
     assert inductors.call_count == 0
     batch_compile.CppPythonBindingsCodeCache.cache_clear()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # put back by the fixture
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # the fixture restores it
     with mock.patch.object(batch_compile, "compile_together", return_value=""), _inductors() as inductors:
         alone = {name: compile_inductor(region, name) for name, region in regions.items()}
     assert inductors.call_count >= 3
@@ -69,7 +69,7 @@ def _without_paths(fn: Any) -> str:
     return "\n".join(line for line in fn.source_code.splitlines() if "#include" not in line and "# AOT ID" not in line)
 
 
-def test_they_are_found_in_the_cache_by_the_next(tmp_path: Path) -> None:
+def test_the_next_process_finds_them_in_the_cache(tmp_path: Path) -> None:
     """No code is generated, and no compiler runs."""
     regions = regions_from(2000, 2)
     first = dict(compile_all(regions, lambda told: None))
@@ -82,8 +82,8 @@ def test_they_are_found_in_the_cache_by_the_next(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_code_for_another_number_of_threads_is_other_code() -> None:
-    """Sums of several threads round otherwise."""
+def test_the_code_depends_on_the_number_of_threads() -> None:
+    """Sums over several threads round differently."""
     regions, threads = regions_from(9000, 1), torch.get_num_threads()
     dict(compile_all(regions, lambda told: None))
     before = _hits()
@@ -104,15 +104,15 @@ def _hits() -> int:
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("ended with 1"), OSError(28, "No space left on device")])
-def test_what_does_not_work_together_is_compiled_alone(problem: Exception) -> None:
+def test_incompatible_kernels_are_compiled_separately(problem: Exception) -> None:
     first = 3000 + len(str(problem))
     with mock.patch.object(batch_compile.Compilers, "run", side_effect=problem):
         made = dict(compile_all(regions_from(first, 2), lambda told: None))
     torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(2)])
 
 
-def test_a_kernel_that_no_compiler_takes_runs_as_operators() -> None:
-    """And the others do not suffer."""
+def test_a_kernel_that_does_not_compile_runs_as_operators() -> None:
+    """The others are not affected."""
     add = Batch.add
 
     def broken(self: Batch, argtypes: list[str], source: str) -> Pending:
@@ -130,8 +130,8 @@ def test_a_kernel_that_no_compiler_takes_runs_as_operators() -> None:
     torch.testing.assert_close(values(made), [compute(4000 + n, INPUT) for n in range(2)])
 
 
-def test_compilers_are_ended_with_the_work() -> None:
-    """A rank that is not needed any more, or Ctrl-C: nothing is waited for, no thread and no lock is left."""
+def test_compilers_are_killed_when_work_is_cancelled() -> None:
+    """If a rank becomes unneeded, or on Ctrl-C: no wait, no thread and no lock remains."""
     begun, ended = threading.Event(), threading.Event()
 
     def run(self: batch_compile.Compilers, *_: Any) -> str:
@@ -169,7 +169,7 @@ def test_threads_that_collect_nothing_get_kernels() -> None:
     torch.testing.assert_close(found[0], (INPUT / 6001).exp().sin())
 
 
-def test_a_header_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_header_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     batch_compile._warn_of_header.cache_clear()
     said = "done\ncc1plus: warning: /tmp/x.h.gch: not used because `-g' is set [-Winvalid-pch]"
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_header_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture
     assert "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++" in caplog.text
 
 
-def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_gcc_under_another_name(caplog: pytest.LogCaptureFixture) -> None:
     batch_compile._warn_of_header.cache_clear()
     gcc = "cxx (Debian 12.2.0) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
     with (
@@ -198,7 +198,7 @@ def test_gcc_under_another_name_is_told(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_header_is_precompiled_for_many_runs_of_compilers(
     there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To precompile it takes as long as to read it four times; one that is there is used."""
+    """Precompiling the header takes as long as reading it four times; an existing one is used."""
     codecache = batch_compile.codecache
     monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
     for name in ("_TOGETHER", "_TOGETHER_ALONE"):
@@ -216,9 +216,7 @@ def test_a_header_is_precompiled_for_many_runs_of_compilers(
     torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(5)])
 
 
-def test_nothing_is_said_of_a_header_that_is_used(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_used_header_is_not_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_compile, "_RUNS_WITHOUT_HEADER", 0)
     batch_compile._warn_of_header.cache_clear()
     with _counted() as runs:
@@ -227,7 +225,7 @@ def test_nothing_is_said_of_a_header_that_is_used(
     assert not caplog.records
 
 
-def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> None:
+def test_damaged_cache_entries_are_regenerated(tmp_path: Path) -> None:
     regions = regions_from(8000, 2)
     first = dict(compile_all(regions, lambda told: None))
     entries = [path for path in (tmp_path / "inductor" / "fxgraph").rglob("*") if path.is_file()]
@@ -246,14 +244,14 @@ def test_damaged_entries_of_inductors_cache_are_made_again(tmp_path: Path) -> No
 def test_damaged_libraries_are_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
 ) -> None:
-    """One warning is for all of them. (This process would not read them again; another would end with SIGBUS.)"""
+    """One warning covers all of them. (This process would not read them again; another would die with SIGBUS.)"""
     regions = regions_from(first, 2)
     made = values(dict(compile_all(regions, lambda told: None)))
     libraries = _libraries(tmp_path)
     assert len(libraries) == 2
     for path in libraries:
         content = path.read_bytes()
-        path.unlink()  # what this process has loaded stays
+        path.unlink()  # this process keeps what it has loaded
         path.write_bytes(content[:left])
     batch_compile.CppPythonBindingsCodeCache.cache_clear()
     again = dict(compile_all(regions, lambda told: None))
@@ -265,7 +263,7 @@ def test_damaged_libraries_are_compiled_again(
     assert all(damage_of(path.read_bytes()) == "" for path in _libraries(tmp_path))
 
 
-def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
+def test_an_empty_source_is_rewritten(tmp_path: Path) -> None:
     regions = regions_from(10300, 1)
     made = values(dict(compile_all(regions, lambda told: None)))
     (library,) = _libraries(tmp_path)
@@ -279,11 +277,11 @@ def test_a_source_that_is_empty_is_written_again(tmp_path: Path) -> None:
 
 
 def _libraries(tmp_path: Path) -> list[Path]:
-    """Of kernels; those that Inductor asks the CPU with have other names."""
+    """Return the libraries of kernels; Inductor's CPU queries have other names."""
     return list((tmp_path / "inductor").rglob("*.main.so"))
 
 
-def test_a_library_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+def test_waits_for_a_library_that_is_being_written(tmp_path: Path) -> None:
     library, lock = tmp_path / "library.so", tmp_path / "lock"
     content = Path(torch._C.__file__).read_bytes()
     library.write_bytes(content[:10])

@@ -1,4 +1,4 @@
-"""The lines of an executor and their code."""
+"""Lines of an executor and their code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _executor(program: Program, phase: str) -> Executor:
 
 
 def test_the_code_of_a_phase() -> None:
-    """Every gather, region and wait is a line, with its bucket or modules behind it; lists are taken apart."""
+    """Each gather, region and wait is a line with a comment for its bucket or modules; lists are unpacked."""
     assert_expected_inline(
         _lowered(Blocks(2, bias=True)).forward.code,
         """\
@@ -66,7 +66,7 @@ def forward(self, inputs):
 
 
 def test_kinds_of_lines() -> None:
-    """The lines say in types what the code says in text."""
+    """The types of lines match the code."""
     first, *lines, last = _executor(_lowered(), "backward").lines
     assert isinstance(first, Take)
     assert isinstance(last, Return)
@@ -94,7 +94,7 @@ def test_inputs_of_a_region_are_freed_before_it_runs() -> None:
 
 
 def _dies(freed: bool) -> Graph:
-    """A graph that calls a region on its one input, which it returns, or not."""
+    """Build a graph that calls a region on its one input, and optionally returns the input."""
     graph = Graph()
     x = graph.placeholder("x")
     call = graph.call_module("region_0", ([x],))
@@ -106,7 +106,7 @@ def _dies(freed: bool) -> Graph:
 
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_region_is_the_last_to_hold_its_inputs(freed: bool) -> None:
-    """What runs: nobody but the region holds an input that is not read again."""
+    """At run time only the region holds an input without further uses."""
     alive = []
 
     def region(inputs: list[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -126,7 +126,7 @@ def test_a_region_is_the_last_to_hold_its_inputs(freed: bool) -> None:
     assert alive == [not freed] * 2
 
 
-def test_an_input_that_nobody_reads_is_freed_at_once() -> None:
+def test_an_unused_input_is_freed_at_once() -> None:
     graph = Graph()
     graph.placeholder("x")
     y = graph.placeholder("y")
@@ -142,7 +142,7 @@ def test_no_inputs() -> None:
     assert executor(graph, {}).forward([]) == (None,)
 
 
-def test_many_inputs_stand_in_rows() -> None:
+def test_many_inputs_are_wrapped() -> None:
     graph = Graph()
     values = [graph.placeholder(f"parameter_{i}") for i in range(20)]
     graph.output(tuple(values))
@@ -152,8 +152,8 @@ def test_many_inputs_stand_in_rows() -> None:
     assert executor(graph, {}).forward(list(range(20))) == tuple(range(20))
 
 
-def test_results_that_are_left_out() -> None:
-    """Where some items of a list are not picked up, the list has a name of its own."""
+def test_unused_results() -> None:
+    """If some items of a list are unused, the list has a separate name."""
     graph = Graph()
     x = graph.placeholder("x")
     parts = graph.call_function(aten.split.Tensor, (x, 1))
@@ -167,8 +167,8 @@ def test_results_that_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["inputs", "torch", "self", "device", "operator"])
-def test_values_that_are_called_like_something_else_in_the_code(name: str) -> None:
-    """A parameter may be called as the list that regions are given, or as a module."""
+def test_name_clashes(name: str) -> None:
+    """A parameter may have the name of the regions' input list, or of a module."""
     graph = Graph()
     x, other = graph.placeholder("x"), graph.placeholder("other")
     x.name = name
@@ -194,8 +194,8 @@ def test_arguments_of_all_kinds() -> None:
     assert value.tolist() == [0.0, float("-inf")]
 
 
-def test_a_comment_stays_one() -> None:
-    """Names of buckets and modules come from files, too."""
+def test_comments_are_escaped() -> None:
+    """Names of buckets and modules also come from files."""
     graph = Graph()
     x = graph.placeholder("x")
     start = graph.call_function(c10d.all_gather_into_tensor.default, (x, 1, "shard"))
@@ -208,7 +208,7 @@ def test_a_comment_stays_one() -> None:
         assert sum(row.endswith(r"# start gather\nraise ValueError\r\x0craise ValueError") for row in rows) == 1
 
 
-def test_results_of_a_region_must_be_picked_up() -> None:
+def test_rejects_a_region_without_getitems() -> None:
     graph = Graph()
     call = graph.call_module("region_0", ([],))
     call.meta["val"] = (torch.empty(2), torch.empty(2))
@@ -217,8 +217,8 @@ def test_results_of_a_region_must_be_picked_up() -> None:
         lines_of(graph)
 
 
-def test_a_changed_graph_is_read_again() -> None:
-    """A graph is bound in place; `recompile` makes the lines and the code of what it is then."""
+def test_a_changed_graph_is_recompiled() -> None:
+    """A graph is bound in place; `recompile` regenerates lines and code."""
     graph = Graph()
     x = graph.placeholder("x")
     y = graph.call_function(aten.neg.default, (x,))
@@ -240,7 +240,7 @@ def _traceback(code: Callable[[list[torch.Tensor]], object]) -> str:
 
 
 def test_tracebacks_show_the_line() -> None:
-    """What they read is forgotten with the executor."""
+    """The source is removed with the executor."""
     graph = Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.view.default, (x, [3])),))

@@ -1,4 +1,4 @@
-"""Regions that take Python floats."""
+"""Regions with Python float inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphshard.torch_compat.symbolic_sizes import new_unknown_float
 
 
 def _region(*, swapped: bool = False) -> Region:
-    """(sigmoid(x * f) + f)."""
+    """Build the region (sigmoid(x * f) + f)."""
     graph, mode = Graph(), new_tracing_mode()
     x, number = graph.placeholder("x"), graph.placeholder("number")
     number.meta["val"] = new_unknown_float(mode)
@@ -44,7 +44,7 @@ def test_without_floats_it_is_the_same() -> None:
 
 
 def test_inductor_compiles_one_region_for_all_values() -> None:
-    """Its code named a number that it did not declare, and g++ refused it."""
+    """The code used an undeclared number, and g++ rejected it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = compile_inductor(_region(swapped=True), "region")
@@ -55,6 +55,6 @@ def test_inductor_compiles_one_region_for_all_values() -> None:
         torch.testing.assert_close(found, (x * number).sigmoid() + number)
 
 
-def test_keys_tell_floats_from_sizes() -> None:
-    """A region is shared by its text, and code for a size cannot take a float."""
+def test_keys_distinguish_floats_and_sizes() -> None:
+    """Regions are shared by their text, and code for a size does not accept a float."""
     assert "= float" in _region().text

@@ -1,4 +1,4 @@
-"""Inductor's cache where it cannot be written, on a full disk, and after a process that was ended while it compiled."""
+"""Inductor's cache if it is read-only, on a full disk, and after a process killed during compilation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graphshard.lower.inductor_cache import VARIABLE, writable_cache
 from tests.ranks import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
-READ_ONLY = "/proc/self"  # for root, too
+READ_ONLY = "/proc/self"  # even for root
 
 
 def _compiling(cache: Path, **options: Any) -> subprocess.Popen[str]:
-    """A process that compiles into a cache."""
+    """Start a process that compiles into a cache."""
     environment = {**os.environ, **ENVIRONMENT, VARIABLE: str(cache), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.lower.compiles"]
     return subprocess.Popen(
@@ -33,7 +33,7 @@ def _compiling(cache: Path, **options: Any) -> subprocess.Popen[str]:
 
 
 def _finished(process: subprocess.Popen[str]) -> str:
-    """What it has logged, after it has found that numbers are equal."""
+    """Check that the process found equal results; return its log."""
     out, err = process.communicate(timeout=300)
     assert out.split() == ["compiling", "equal"], out + err
     return err
@@ -47,7 +47,7 @@ def test_a_cache_that_can_be_written_is_used(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary directory takes its place, while there is something to compile."""
+    """A temporary directory replaces it during compilation."""
     monkeypatch.setenv(VARIABLE, READ_ONLY)
     with contextlib.ExitStack() as stack:
         with pytest.warns(UserWarning, match=rf"cache cannot be written \(.*\): .* Set {VARIABLE} to"):
@@ -66,7 +66,7 @@ def test_training_with_a_cache_that_cannot_be_written() -> None:
 
 @pytest.mark.slow
 def test_training_on_a_full_disk(tmp_path: Path) -> None:
-    """No file can be longer than 4,000 bytes, less than any kernel: regions run as operators, and each says so."""
+    """Files are limited to 4,000 bytes, less than any kernel: regions run as operators with a warning each."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
@@ -88,15 +88,15 @@ def _wait_for(holds: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
-def test_a_process_that_is_ended_while_it_compiles(tmp_path: Path, number: signal.Signals) -> None:
-    """Nothing of it runs on, and the next one finds no lock that is held and no file that is half."""
+def test_a_process_killed_during_compilation(tmp_path: Path, number: signal.Signals) -> None:
+    """Its children end, too, and the next process finds no held lock and no partial file."""
     first = _compiling(tmp_path, start_new_session=True)
     assert first.stdout is not None
     assert first.stdout.readline() == "compiling\n"
     here = psutil.Process(first.pid)
     _wait_for(lambda: _compilers(here))
     children = here.children(recursive=True)
-    os.killpg(first.pid, number)  # as a terminal does, or a scheduler
+    os.killpg(first.pid, number)  # like a terminal or a scheduler
     _, err = first.communicate(timeout=60)
     assert first.returncode != 0
     if number == signal.SIGINT:

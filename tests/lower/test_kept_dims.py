@@ -1,4 +1,4 @@
-"""Results of compiled regions that have lost dims of size 1 get them back."""
+"""Results of compiled regions that dropped dims of size 1 get them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_dims_come_back() -> None:
     assert results[-1] == 5
 
 
-def test_regions_that_lose_nothing_are_called_as_they_are() -> None:
+def test_regions_without_dropped_dims_are_not_wrapped() -> None:
     def region(inputs: list[Tensor]) -> list[Tensor]:
         return inputs
 

@@ -50,12 +50,12 @@ def _call(result: str, read: str, where: str = "layers.0") -> Line:
 
 
 def _order(lines: list[Line]) -> list[str]:
-    """The first result of each line; of gradients that are handed over which."""
+    """Return the first result of each line, and for `Arrive` the gradients."""
     return [f"-> {' '.join(line.values)}" if isinstance(line, Arrive) else "".join(line.results[:1]) for line in lines]
 
 
 def test_views_of_a_bucket_are_handed_over_together() -> None:
-    """They stand at the end, where they are first read."""
+    """They move to the end, before their first use."""
     lines = [
         Take(results=_v("w", "x")),
         _start("r", "x", "reduce 1"),
@@ -73,8 +73,8 @@ def test_views_of_a_bucket_are_handed_over_together() -> None:
     assert end.values == (None, None, "y")
 
 
-def test_not_before_the_shard_has_been_gathered_again() -> None:
-    """A gather reads the shard, or what was packed of it, until it has been waited for."""
+def test_waits_until_the_shard_is_gathered_again() -> None:
+    """A gather reads the shard, or a packed copy, until its wait."""
     lines = [
         Take(results=_v("w", "x")),
         _call("packed", "w"),
@@ -90,8 +90,8 @@ def test_not_before_the_shard_has_been_gathered_again() -> None:
     assert _order(hand_over_gradients(lines, [Taken(0, ())])[0])[4:7] == ["s", "-> s", "z"]
 
 
-def test_what_is_not_gathered_stays_as_it_is_to_the_end() -> None:
-    """A region may return what shares its memory."""
+def test_ungathered_parameters_are_updated_at_the_end() -> None:
+    """A region may return a value that shares its memory."""
     lines = [
         Take(results=_v("w", "x")),
         _wait("s", "x", "reduce 1"),
@@ -104,8 +104,8 @@ def test_what_is_not_gathered_stays_as_it_is_to_the_end() -> None:
     assert _order(hand_over_gradients(lines, [Taken(0, (0,))])[0])[2:4] == ["y", "-> s"]
 
 
-def test_behind_the_launch_of_what_is_packed_next() -> None:
-    """So that a reduction is under way while parameters are updated."""
+def test_after_the_launch_of_the_next_packed_reduction() -> None:
+    """A reduction is then in flight while parameters are updated."""
     lines = [
         Take(
             results=_v(
@@ -123,8 +123,8 @@ def test_behind_the_launch_of_what_is_packed_next() -> None:
     assert groups == [(0,), (1,)]
 
 
-def test_what_is_returned_twice_stays() -> None:
-    """Two parameters may have one tensor for a gradient, which is not to be written to."""
+def test_gradients_returned_twice_stay() -> None:
+    """Two parameters may have one tensor as their gradient, which must not be written."""
     lines = [
         Take(
             results=_v(
@@ -140,8 +140,8 @@ def test_what_is_returned_twice_stays() -> None:
 
 
 @pytest.mark.parametrize("ranges", [False, True])
-def test_the_code_hands_over_what_it_does_not_return(*, ranges: bool) -> None:
-    """And holds it no longer."""
+def test_the_code_hands_over_gradients_instead_of_returning_them(*, ranges: bool) -> None:
+    """The executor drops its reference."""
     graph = Graph()
     x = graph.placeholder("x")
     parts = graph.call_function(aten.relu.default, (x,)), graph.call_function(aten.neg.default, (x,))
@@ -157,7 +157,7 @@ def test_the_code_hands_over_what_it_does_not_return(*, ranges: bool) -> None:
     assert run.forward([torch.tensor([2.0])])[1].tolist() == [-2.0]
 
 
-# --- gathers at the head ---------------------------------------------------------------------------------------
+# --- gathers at the start ---------------------------------------------------------------------------------------
 
 
 def _begun_or_made(lines: list[Line]) -> list[str]:
@@ -165,7 +165,7 @@ def _begun_or_made(lines: list[Line]) -> list[str]:
 
 
 def test_gathers_at_the_head_are_taken_out() -> None:
-    """With what is made of shards on the way; what comes behind the first wait stays."""
+    """With the operators on their shards; lines after the first wait stay."""
     lines = [
         Take(results=_v("w", "v", "u", "x")),
         _call("c", "w"),
@@ -189,7 +189,7 @@ def test_gathers_at_the_head_are_taken_out() -> None:
 
 
 def test_gathers_whose_values_are_read_elsewhere_stay() -> None:
-    """A cast that is read besides, and a collective of what is no shard."""
+    """A cast with another use, and a collective on a value other than a shard."""
     lines = [
         Take(results=_v("w", "x")),
         _call("c", "w"),
@@ -229,7 +229,7 @@ def _all(lines: Sequence[Line], kept: Any, own: Any) -> list[range]:
 
 
 def test_runs_end_at_collectives() -> None:
-    """Views at the ends of a run stay outside; what only the run reads does not leave it."""
+    """Views at the ends of a run stay outside; values used only within the run stay inside."""
     lines = [
         Take(results=_v("w", "x")),
         _gather("g", "w"),
@@ -256,8 +256,8 @@ def test_runs_end_at_collectives() -> None:
     assert second.lasting == (False, False, False)
 
 
-def test_what_computes_between_regions_ends_a_run() -> None:
-    """Copies to the host, sums and what writes in place; and regions that are not wanted."""
+def test_operators_between_regions_end_a_run() -> None:
+    """Copies to the host, sums and in-place writes, and excluded regions."""
     for target, args in ((aten.add.Tensor, (Variable("a"), 1)), (aten.add_.Tensor, (Variable("a"), 1))):
         lines = [
             Take(results=_v("x")),
@@ -280,7 +280,7 @@ def test_what_computes_between_regions_ends_a_run() -> None:
 
 
 def test_some_of_the_regions() -> None:
-    """Who launches runs says which regions of a stretch are one, and is told what is read behind it."""
+    """The launcher selects the regions of a run, and learns which results are used later."""
     lines = [
         Take(results=_v("x")),
         _region_call("a", "x"),
@@ -308,9 +308,9 @@ def test_some_of_the_regions() -> None:
 
 
 def test_code_with_runs() -> None:
-    """Two regions one after the other are one run, and inputs are let go of before it."""
+    """Two consecutive regions are one run, and inputs are released before it."""
     graph = Graph()
-    x = graph.placeholder("replays")  # what the code calls them, too
+    x = graph.placeholder("replays")  # also the name in the code
     for _ in range(2):
         call = graph.call_module("region_0", ([x],))
         call.meta["val"] = (torch.zeros(2),)

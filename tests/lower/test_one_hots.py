@@ -1,4 +1,4 @@
-"""Gradients of losses over a vocabulary are computed without a tensor of ones and zeros in memory."""
+"""Gradients of losses over a vocabulary are computed without materializing one-hot tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _grad(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
 def _inputs(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     targets = torch.randint(0, COLUMNS, (ROWS,))
-    targets[2] = -100  # which is ignored
+    targets[2] = -100  # an ignored target
     return [torch.randn(ROWS, COLUMNS).to(dtype), targets]
 
 
@@ -41,8 +41,8 @@ def test_a_loss_over_a_vocabulary(dtype: torch.dtype, options: dict[str, Any]) -
     assert value.dtype == dtype
 
 
-def test_nothing_as_large_as_the_logits_is_written_between() -> None:
-    """But for what the gradient is computed of."""
+def test_no_intermediate_of_the_size_of_the_logits() -> None:
+    """Except the inputs of the gradient."""
     region = _region(lambda logits, targets: _grad(logits, targets), *_inputs(torch.float32))
     decomposed, _ = decompose(region.module)
     assert not has_one_hots(decomposed.graph)

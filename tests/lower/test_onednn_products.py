@@ -1,4 +1,4 @@
-"""Large products in float32 are oneDNN's where the processor is not Intel's: generated, kept and packaged."""
+"""Large float32 matmuls use oneDNN on processors other than Intel's: generated, cached and packaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINEAR = "mkldnn._linear_pointwise"
 
 @pytest.fixture(autouse=True)
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
-    """Who made the processor, for tests to change; nothing is in a cache."""
+    """Let tests set the processor's vendor, with an empty cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with mock.patch.object(onednn_products, "vendor", return_value="AuthenticAMD") as found:
         yield found
@@ -34,7 +34,7 @@ def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mag
 def _layer(
     size: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Callable[..., list[torch.Tensor]], list[torch.Tensor]]:
-    """A linear layer of this width on as many rows, forward and backward; its input, its weight, a gradient."""
+    """Return forward and backward of a linear layer with `size` features and rows; its input, weight and gradient."""
 
     def function(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
         return [torch.mm(x, w.t()).relu(), torch.mm(g, w), torch.mm(g.t(), x)]
@@ -48,8 +48,8 @@ def _compiled(region: Region) -> Boxed:
     return fn
 
 
-def test_forward_and_the_gradient_of_the_input_are_its() -> None:
-    """That of the weight, whose operands it would copy, is not."""
+def test_forward_and_input_gradient_use_onednn() -> None:
+    """The weight's gradient does not use it, because oneDNN would copy the operands."""
     function, inputs = _layer(256)
     fn = _compiled(region_of(function, inputs))
     source = fn.source_code  # type: ignore[attr-defined]
@@ -62,13 +62,13 @@ def test_forward_and_the_gradient_of_the_input_are_its() -> None:
 
 
 @pytest.mark.parametrize("made_by", ["GenuineIntel", ""])
-def test_where_the_processor_is_intels_they_are_mkls(made_by: str, vendor: mock.MagicMock) -> None:
+def test_intel_processors_use_mkl(made_by: str, vendor: mock.MagicMock) -> None:
     vendor.return_value = made_by
     assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
-@pytest.mark.filterwarnings("ignore:TF32")  # torch says so whenever flags are set
-def test_what_somebody_has_switched_off_is_not_used() -> None:
+@pytest.mark.filterwarnings("ignore:TF32")  # torch warns whenever flags are set
+def test_respects_disabled_onednn() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ def test_what_somebody_has_switched_off_is_not_used() -> None:
         pytest.param(256, torch.float32, "symbolic", id="dynamic"),
     ],
 )
-def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: str) -> None:
+def test_other_matmuls_do_not_change(size: int, dtype: torch.dtype, mode: str) -> None:
     region = region_of(*_layer(size, dtype), mode)
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) == 3
@@ -90,20 +90,20 @@ def test_other_products_are_as_they_were(size: int, dtype: torch.dtype, mode: st
         assert _LINEAR not in _compiled(region).source_code  # type: ignore[attr-defined]
 
 
-def test_a_part_of_a_matrix_is_as_it_was() -> None:
-    """OneDNN would copy it."""
+def test_slices_do_not_change() -> None:
+    """oneDNN would copy it."""
     region = region_of(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert [onednn_products._suits(node) for node in products] == [False, False, True]
 
 
-def test_inductors_own_choice_goes_first() -> None:
+def test_inductors_choice_takes_precedence() -> None:
     config = onednn_products.inductor_config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
-def test_inductors_lowering_is_its_own_again() -> None:
+def test_inductors_lowering_is_restored() -> None:
     lowerings, mm = onednn_products.lowerings, torch.ops.aten.mm.default
     before = lowerings[mm]
     with onednn_products.products():
@@ -111,7 +111,7 @@ def test_inductors_lowering_is_its_own_again() -> None:
     assert lowerings[mm] is before
 
 
-def test_code_is_kept_and_is_of_its_processor() -> None:
+def test_cached_code_depends_on_the_processor() -> None:
     function, inputs = _layer(256)
     region = region_of(function, inputs)
     first = _compiled(region)

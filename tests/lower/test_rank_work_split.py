@@ -1,4 +1,4 @@
-"""Who compiles which region: shares of equal size, locks of processes that live, die or hang."""
+"""Which process compiles which region: equal shares, and locks of processes that live, die or hang."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ time.sleep(600)
 def claims(
     shares: list[list[str]], directory: Path, show: Callable[[str], None] = lambda told: None
 ) -> Iterator[Claim]:
-    """All of them, one after the other."""
+    """Yield all claims, one after the other."""
     found = Claims(shares, KEYS, directory, show)
     yield from found.free()
     yield from found.others()
 
 
 def _holder(path: Path) -> subprocess.Popen[str]:
-    """A process that holds a lock."""
+    """Start a process that holds a lock."""
     path.parent.mkdir(exist_ok=True)
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -58,7 +58,7 @@ def test_there_are_no_more_shares_than_regions() -> None:
     assert shares_of({}, 8) == [[]]
 
 
-def test_the_place_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_position_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert place_here() == (3, 8)
@@ -67,7 +67,7 @@ def test_the_place_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_here() == (0, 1)
 
 
-def test_all_is_claimed_by_a_process_alone(tmp_path: Path) -> None:
+def test_a_single_process_claims_everything(tmp_path: Path) -> None:
     told: list[str] = []
     found = []
     for claim in claims([["region_1"], ["region_0", "region_2"]], tmp_path / "locks", told.append):
@@ -77,7 +77,7 @@ def test_all_is_claimed_by_a_process_alone(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_what_another_has_taken_comes_last_and_is_waited_for(tmp_path: Path) -> None:
+def test_regions_of_others_come_last_and_are_waited_for(tmp_path: Path) -> None:
     with _holder(tmp_path / "locks" / "bb.lock") as other:
         told: list[str] = []
         found = []
@@ -94,8 +94,8 @@ def test_what_another_has_taken_comes_last_and_is_waited_for(tmp_path: Path) -> 
     assert told == ["wait for region_1, which another rank compiles"]
 
 
-def test_no_lock_is_held_while_another_is_waited_for(tmp_path: Path) -> None:
-    """Or ranks that have taken what the other needs would wait for ever."""
+def test_holds_no_lock_while_waiting(tmp_path: Path) -> None:
+    """Otherwise ranks that hold each other's regions would deadlock."""
     locks = tmp_path / "locks"
     with _holder(locks / "bb.lock") as other:
         try:
@@ -123,7 +123,7 @@ def test_a_region_is_released_when_it_is_done(tmp_path: Path) -> None:
     FileLock(tmp_path / "bb.lock").acquire(timeout=0).lock.release()
 
 
-def test_a_process_that_hangs_is_not_waited_for_for_ever(
+def test_does_not_wait_forever_for_a_hanging_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rank_work_split, "PATIENCE", 0.5)
@@ -137,7 +137,7 @@ def test_a_process_that_hangs_is_not_waited_for_for_ever(
     assert "another process has not compiled region_0 in 0.5 s: this one does" in caplog.text
 
 
-def test_the_wait_ends_when_the_work_is_not_wanted_any_more(tmp_path: Path) -> None:
+def test_the_wait_ends_on_cancellation(tmp_path: Path) -> None:
     def failed() -> None:
         raise RuntimeError("rank 1 has ended")
 
@@ -153,7 +153,7 @@ def test_the_wait_ends_when_the_work_is_not_wanted_any_more(tmp_path: Path) -> N
 
 @pytest.fixture
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What `compile_all` does as the first of three ranks on a machine; nothing is compiled."""
+    """Record what `compile_all` does as the first of three ranks on a machine, without compiling."""
     found: list[str] = []
 
     def generate(region: Region, name: str, batch: object) -> Callable[[], Boxed]:
@@ -167,7 +167,7 @@ def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_code_is_generated_while_kernels_of_the_share_before_are_compiled(events: list[str]) -> None:
+def test_code_generation_overlaps_compilation(events: list[str]) -> None:
     made = dict(inductor.compile_all(regions_from(30100, 3), lambda told: None))
     assert sorted(made) == ["region_0", "region_1", "region_2"]
     assert events == [
@@ -176,7 +176,7 @@ def test_code_is_generated_while_kernels_of_the_share_before_are_compiled(events
     ]
 
 
-def test_all_is_loaded_and_free_before_another_rank_is_waited_for(events: list[str], tmp_path: Path) -> None:
+def test_loads_and_releases_before_waiting(events: list[str], tmp_path: Path) -> None:
     regions = regions_from(30200, 3)
     locks = {name: tmp_path / "graphshard-locks" / f"{region.key}.lock" for name, region in regions.items()}
     with _holder(locks["region_1"]) as other:

@@ -1,4 +1,4 @@
-"""Code of regions that was kept: found by the next process under what it depends on, and checked."""
+"""Store of compiled regions: the next process finds code by its dependencies, and checks it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print([name for name in sys.modules if name.startswith("torch._inductor.compile_
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where regions are kept; there are none."""
+    """Use an empty store."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -59,8 +59,8 @@ def _generated() -> Any:
     return mock.patch.object(inductor, "generate", side_effect=inductor.generate)
 
 
-def test_the_next_finds_what_was_compiled(directory: Path) -> None:
-    """The same bits, and the same code is shown, with that of its kernels."""
+def test_the_next_process_finds_compiled_regions(directory: Path) -> None:
+    """The same bits, and the same code with its kernels is shown."""
     regions = regions_from(20000, 2)
     assert not store_here()
     first = _compiled(regions)
@@ -78,20 +78,20 @@ def test_the_next_finds_what_was_compiled(directory: Path) -> None:
 
 @pytest.mark.usefixtures("kept")
 def test_another_process_does_not_import_inductor() -> None:
-    """It begins nothing for compilers either."""
+    """It starts nothing for compilers either."""
     command = [sys.executable, "-c", ALONE, str(torch.get_num_threads())]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_what_another_rank_has_kept_meanwhile_is_found(kept: Region) -> None:
-    """Both ranks have looked before either has compiled."""
+def test_finds_regions_stored_meanwhile_by_another_rank(kept: Region) -> None:
+    """Both ranks look before either has compiled."""
     with _generated() as generated:
         found = dict(inductor.compile_all({"region_0": kept}, lambda told: None))
     assert generated.call_count == 0
     assert isinstance(found["region_0"], KeptRegion)
 
 
-def test_nothing_is_begun_where_regions_were_kept(kept: Region, directory: Path) -> None:
+def test_no_warmup_with_stored_regions(kept: Region, directory: Path) -> None:
     with mock.patch.object(VECTOR_INSTRUCTIONS, "begin") as begun:
         begin_compiling("inductor", torch.device("cpu"))
         assert begun.call_count == 0
@@ -115,7 +115,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)
-def test_code_depends_on(name: str, kept: Region) -> None:
+def test_keys_depend_on(name: str, kept: Region) -> None:
     with SURROUNDINGS[name]():
         assert store_here().find(kept) is None
     assert store_here().find(kept) is not None
@@ -123,7 +123,7 @@ def test_code_depends_on(name: str, kept: Region) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Region, Path]:
-    """A region and the file of its code."""
+    """Compile a region; return it and the file of its code."""
     (region,) = regions_from(20300, 1).values()
     cache = tmp_path_factory.mktemp("cache")
     with mock.patch.dict("os.environ", {"TORCHINDUCTOR_CACHE_DIR": str(cache)}):
@@ -134,7 +134,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Region, Path]:
 
 @pytest.fixture
 def kept(compiled: tuple[Region, Path], directory: Path) -> Region:
-    """A region whose code is kept."""
+    """Store a region's code."""
     region, path = compiled
     directory.mkdir(parents=True)
     shutil.copy(path, directory)
@@ -150,7 +150,7 @@ UNUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_nothing_is_looked_for_or_kept_where(name: str, kept: Region, directory: Path) -> None:
+def test_the_store_is_disabled_by(name: str, kept: Region, directory: Path) -> None:
     with UNUSED[name]():
         here = store_here()
         assert not here
@@ -160,7 +160,7 @@ def test_nothing_is_looked_for_or_kept_where(name: str, kept: Region, directory:
 
 
 @pytest.mark.parametrize("damage", [b"", b"one byte"])
-def test_a_damaged_file_is_made_again(
+def test_a_damaged_file_is_regenerated(
     damage: bytes, kept: Region, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path,) = directory.iterdir()
@@ -178,8 +178,8 @@ def test_a_damaged_file_is_made_again(
     torch.testing.assert_close(values(made), [compute(20300, INPUT)])
 
 
-def test_code_that_does_not_load_is_made_again(kept: Region, directory: Path) -> None:
-    """The file is what was written, but its library is of another machine, say."""
+def test_code_that_does_not_load_is_regenerated(kept: Region, directory: Path) -> None:
+    """The file is intact, but its library is for another machine, for example."""
     (path,) = directory.iterdir()
     found = read_private(path)
     (library,) = found.facts["libraries"]
@@ -201,7 +201,7 @@ def test_the_oldest_are_removed(kept: Region, directory: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written(directory: Path) -> None:
-    """Regions are compiled, and not kept."""
+    """Regions are compiled, and not stored."""
     directory.parent.mkdir()
     directory.write_text("a file where the directory would be")
     torch.testing.assert_close(values(_compiled(regions_from(20600, 1))), [compute(20600, INPUT)])
@@ -211,8 +211,8 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:
     return (torch.ops.graphshard_store_tests.doubled(x) * 3).exp().sum(1)
 
 
-def test_what_is_not_torchs_alone_is_not_kept(directory: Path) -> None:
-    """A custom operator may be registered otherwise tomorrow, and the text would be the same."""
+def test_custom_operators_are_not_stored(directory: Path) -> None:
+    """A custom operator may be registered differently tomorrow with the same text."""
     with torch.library._scoped_library("graphshard_store_tests", "DEF") as library:
         library.define("doubled(Tensor x) -> Tensor")
         library.impl("doubled", lambda x: x * 2, "CPU")
@@ -223,8 +223,8 @@ def test_what_is_not_torchs_alone_is_not_kept(directory: Path) -> None:
         assert store_here().find(region) is None
 
 
-def test_dynamic_sizes_are_not_kept(directory: Path) -> None:
-    """Compilation may find out more about them."""
+def test_dynamic_sizes_are_not_stored(directory: Path) -> None:
+    """Compilation may learn more about the sizes."""
     region = region_of(lambda x: (x * 2).exp().sum(1), tracing_mode="symbolic")
     store_here().keep(region, mock.Mock(source="", libraries={}), "")
     assert not directory.exists()

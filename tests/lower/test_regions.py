@@ -1,4 +1,4 @@
-"""Regions and the executor that calls them."""
+"""Regions, and the executor that calls them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program() -> Program:
 
 
 def _region(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Region:
-    """The region of a traced function."""
+    """Trace a function and return its region."""
     graph = make_fx(compute, tracing_mode="fake")(*inputs).graph
     calls = [n for n in graph.nodes if n.op == "call_function"]
     return extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
@@ -56,7 +56,7 @@ def test_distinct_regions_do_not_grow_with_depth(program: Program) -> None:
 
 
 def test_equal_regions_are_compiled_once() -> None:
-    """Also across programs that share what was compiled."""
+    """Also across programs that share compiled regions."""
     compiled: dict[str, RegionCall] = {}
     shown: list[list[str]] = []
 
@@ -72,7 +72,7 @@ def test_equal_regions_are_compiled_once() -> None:
 
 
 def test_regions_of_dynamic_sizes_belong_to_one_program() -> None:
-    """What the compilation of one finds out of a size holds for those that come after, and for no other program."""
+    """Facts about sizes found by one compilation hold for later ones of the program, but not for other programs."""
 
     def compiler(regions: dict[str, Region], _: Callable[[str], None]) -> Iterator[tuple[str, Boxed]]:
         return ((name, compile_eager(region)) for name, region in regions.items())
@@ -133,19 +133,19 @@ def test_a_region_in_canonical_form() -> None:
     ],
     ids=["shape", "strides", "dtype", "operator", "twice"],
 )
-def test_what_tells_regions_apart(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+def test_different_regions(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
     assert _region(compute, x).key != _region(torch.sin, torch.ones(3, 4)).key
 
 
 def test_views_do_not_leave_a_region() -> None:
-    """Whoever needs a view makes it from what it is a view of."""
+    """Users of a view recompute it from its base."""
     for phase in _scheduled(4).phases.values():
         for call in cut(phase):
             assert not any(is_view(node) for node in (*call.inputs, *call.outputs))
 
 
 def test_the_executor_calls_regions_and_collectives(program: Program) -> None:
-    """Nothing else computes: what is left of ATen are views."""
+    """It only computes views itself."""
     for phase in program.phases.values():
         assert {n.target for n in phase.module.graph.nodes if n.op == "call_module"} <= {
             f"region_{i}" for i in range(program.num_distinct_regions)
@@ -189,7 +189,7 @@ def test_a_phase_without_compute() -> None:
     assert_gradients(program, Shift(1), batches)
 
 
-def test_what_inductor_cannot_compile_runs_as_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise NotImplementedError("no such kernel")
 
@@ -208,7 +208,7 @@ def test_what_inductor_cannot_compile_runs_as_operators(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    """A region compiled for real: values of eager mode, strides of the trace."""
+    """Compile a region for real: values of eager mode, strides of the trace."""
     region = _region(lambda x, w: (x @ w).t().softmax(0).sin(), torch.ones(3, 4), torch.ones(4, 5))
     x, w = torch.randn(3, 4), torch.randn(4, 5)
     inputs = [x, w]
@@ -221,7 +221,7 @@ def test_inductor() -> None:
 
 @pytest.mark.slow
 def test_a_decomposition_with_other_strides() -> None:
-    """Of batch norm's backward: the kernel's result is contiguous, that of the decomposition is like its input."""
+    """In batch norm's backward the kernel's result is contiguous, the decomposition's has its input's strides."""
 
     def backward(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         mean, scale = torch.zeros(4), torch.ones(4)
@@ -241,8 +241,8 @@ def test_a_decomposition_with_other_strides() -> None:
     torch.testing.assert_close(value, expected)
 
 
-def test_inputs_that_share_a_fake_value_stay_apart() -> None:
-    """As a buffer does before forward and after it: make_fx knows inputs by these objects."""
+def test_inputs_that_share_a_fake_value_stay_separate() -> None:
+    """For example a buffer before and after forward: make_fx identifies inputs by these objects."""
     before, after = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
     region = _region(lambda a, b: (a - b).sin() + b, before, after)
     first, second = region.module.graph.find_nodes(op="placeholder")

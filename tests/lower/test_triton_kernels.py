@@ -1,4 +1,4 @@
-"""Kernels for GPUs are waited for after the code of all regions is there; a module stands for generated code here."""
+"""GPU kernels are waited for after code generation of all regions; a fake module replaces generated code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphshard.lower.triton_kernels import TritonKernels
 async_compile = pkgutil.resolve_name("torch._inductor.async_compile")
 config = pkgutil.resolve_name("torch._inductor.config")
 
-# As Inductor writes it; no kernel is made.
+# As written by Inductor; no kernel is compiled.
 _GENERATED = """
 from torch._inductor.async_compile import AsyncCompile
 async_compile = AsyncCompile()
@@ -44,7 +44,7 @@ def test_modules_do_not_wait() -> None:
     assert [module["kernel"] for module in modules] == ["kernel 0", "kernel 1"]
 
 
-def test_others_wait_as_ever() -> None:
+def test_others_wait_immediately() -> None:
     kernel: Future[str] = Future()
     kernel.set_result("kernel")
     before = async_compile.AsyncCompile
@@ -63,8 +63,8 @@ async_compile.wait(globals())
 """
 
 
-def test_kernels_wait_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them are given to the processes when the first region is loaded."""
+def test_kernels_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes get all kernels when the first region is loaded."""
     asked: list[str] = []
     inductors = async_compile.AsyncCompile
 
@@ -93,8 +93,8 @@ def test_kernels_wait_for_the_processes(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(asked) == 4
 
 
-def test_a_kernel_that_cannot_be_begun_fails_its_own_region(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And others have theirs."""
+def test_a_kernel_that_cannot_start_fails_only_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other regions are not affected."""
     inductors = async_compile.AsyncCompile
     kernel: Future[str] = Future()
     kernel.set_result("kernel")
@@ -121,8 +121,8 @@ def test_a_kernel_that_cannot_be_begun_fails_its_own_region(monkeypatch: pytest.
     assert modules[0]["kernel"] == "kernel"
 
 
-def test_kernels_that_a_cache_has_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of code that Inductor has kept with its kernels."""
+def test_cached_kernels_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example code that Inductor has cached with its kernels."""
     kernel: Future[str] = Future()
     kernel.set_result("kernel")
     monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda self, *args, **kwargs: kernel)
@@ -134,8 +134,8 @@ def test_kernels_that_a_cache_has_need_no_process(monkeypatch: pytest.MonkeyPatc
     assert module["kernel"] is kernel
 
 
-def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor would keep it without any: the next process would compile them again."""
+def test_code_is_cached_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would cache it without kernels, and the next process would compile them again."""
     cache = pkgutil.resolve_name("torch._inductor.codecache:FxGraphCache")
     bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
     guards = pkgutil.resolve_name("torch._guards")
@@ -177,15 +177,15 @@ def test_code_is_kept_when_its_kernels_are_there(monkeypatch: pytest.MonkeyPatch
         made.load(scopes)
     assert kept == [("key", "as generated", {"a kernel"}, context)]
     scopes.keep = None
-    assert ended == [None]  # Inductor's graph would take apart what runs the other
+    assert ended == [None]  # Inductor's graph would destroy the state of the other
     assert graph.compiled_fn_runner == "what runs it"
     assert bundler._entries is None
-    cache._save_graph("other", graph, local=True)  # as ever
+    cache._save_graph("other", graph, local=True)  # unchanged
     assert kept[1:] == [("other", "changed since", None, None)]
 
 
 def test_kernels_of_code_from_the_cache_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody would keep the bundle, and all binaries are read for one."""
+    """No one would use the bundle, and it reads all binaries."""
     bundler = pkgutil.resolve_name("torch._inductor.triton_bundler:TritonBundler")
     bundled: list[bool] = []
     monkeypatch.setattr(bundler, "begin_compile", classmethod(lambda cls: bundled.append(True)))
@@ -200,8 +200,8 @@ def test_kernels_of_code_from_the_cache_are_not_read_again(monkeypatch: pytest.M
     assert not bundled
 
 
-def test_what_begins_is_begun_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails there fails nobody: it comes again where a kernel is compiled."""
+def test_warmup_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there is ignored: it occurs again when a kernel is compiled."""
     started, go = threading.Event(), threading.Event()
 
     def warm() -> None:
@@ -210,7 +210,7 @@ def test_what_begins_is_begun_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("no processes")
 
     monkeypatch.setattr(triton_kernels.async_compile, "maybe_warm_pool", warm)
-    monkeypatch.setattr(os, "getpid", lambda: -2)  # this process may have begun
+    monkeypatch.setattr(os, "getpid", lambda: -2)  # this process may have started it already
     triton_kernels.TRITON_COMPILER.begin()
     assert started.wait(60)
     go.set()

@@ -1,4 +1,4 @@
-"""Inductor's regions of sizes that depend on values."""
+"""Inductor regions with data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mode() -> FakeTensorMode:
 
 
 def _module(mode: FakeTensorMode, *, beside: bool) -> tuple[Graph, list[Node], list[Node]]:
-    """Twice the silu of an input as long as two sizes together; with `beside`, inputs of these sizes are there."""
+    """Build 2 * silu(x) with the sum of two sizes as length; with `beside`, these sizes are inputs, too."""
     graph, first, second = Graph(), new_unknown_size(mode), new_unknown_size(mode)
     with mode:
         inputs = [_input(graph, torch.empty(first + second, 8))]
@@ -40,8 +40,8 @@ def _module(mode: FakeTensorMode, *, beside: bool) -> tuple[Graph, list[Node], l
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_sum_is_a_size_of_its_own(mode: FakeTensorMode, beside: bool) -> None:
-    """Unless inputs have what it is made of."""
+def test_a_sum_becomes_a_separate_size(mode: FakeTensorMode, beside: bool) -> None:
+    """Unless the inputs have its terms."""
     graph, _, calls = _module(mode, beside=beside)
     graph.output((calls[-1],))
     module = GraphModule({}, graph)
@@ -52,7 +52,7 @@ def test_a_sum_is_a_size_of_its_own(mode: FakeTensorMode, beside: bool) -> None:
 
 
 def test_inductor_compiles_it(mode: FakeTensorMode) -> None:
-    """One region for all lengths; without the symbol it would run as ATen operators, with a warning."""
+    """One region for all lengths; without the symbol it would run as operators, with a warning."""
     _, inputs, calls = _module(mode, beside=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -62,19 +62,19 @@ def test_inductor_compiles_it(mode: FakeTensorMode) -> None:
         torch.testing.assert_close(run([x])[0], 2 * torch.nn.functional.silu(x))
 
 
-def test_what_code_reads_and_does_not_make() -> None:
-    """Such code was kept, and failed with a NameError when it ran."""
+def test_names_that_code_reads_without_defining() -> None:
+    """Such code was stored, and failed with a NameError when it ran."""
     assert unknown_in("def call(args):\n    u1 = args[0]\n    u2 = u1 + 1\n    return u2") == set()
     assert unknown_in("def call(args, u0):\n    return u0 + u3") == {"u3"}
     assert unknown_in("def call(args):\n    return 'u4'") == set()
-    # Torch 2.11 writes a slice before the number that it ends at.
+    # Torch 2.11 writes a slice before the number of its end.
     assert unknown_in("class Runner:\n    def call(self, args):\n        u2 = u1 + 1\n        u1 = args[0]") == {"u1"}
     assert unknown_in("def first(u1):\n    return u1\n\ndef second(args):\n    return u1") == {"u1"}
     assert unknown_in("def get_args():\n    return [u5]\n\ndef call(args):\n    return args") == set()
 
 
 def test_sizes_of_inputs_keep_their_relations() -> None:
-    """Only sizes that depend on values are made anew: of s0*s1 and s2*s3 it may be known that they are equal."""
+    """Only data-dependent sizes get new symbols: equality of s0*s1 and s2*s3 may be known."""
     mode, graph = new_tracing_mode(), Graph()
     first, second = (new_size(mode, f"s{n}", 4 + n, None, None) for n in range(2))
     with mode:

@@ -1,4 +1,4 @@
-"""Programs over the limit: which one is evicted, what goes with it, and what stays until it is done."""
+"""Eviction of programs over the limit: which one, what is freed with it, and what stays while in use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _dynamic(rows: int) -> Tensor:
 
 
 def _x(rows: int) -> Tensor:
-    """An input with a program of its own: its sizes do not become dynamic at the second value."""
+    """Return an input for a separate program: its sizes do not become dynamic at the second value."""
     x = _dynamic(rows)
     torch._dynamo.mark_static(x)
     return x
@@ -45,7 +45,7 @@ def _compiled(mesh: DeviceMesh, most: int, **options: Any) -> Any:
 
 
 def _rows(model: Any) -> list[int]:
-    """The batches of the model's programs."""
+    """Return the batch sizes of the model's programs."""
     known = _runner(model).executables.known.values()
     rows = {one.executable.program.title: one.call.inputs[0][0][0] for ones in known for one in ones if one.call}
     return [rows[program.title] for program in graphshard.programs(model)]
@@ -60,19 +60,19 @@ def _runner(model: Any) -> Runner:
     return model._graphshard
 
 
-def test_the_least_recently_used_one_goes(mesh: DeviceMesh) -> None:
+def test_evicts_the_least_recently_used(mesh: DeviceMesh) -> None:
     model = _compiled(mesh, 3)
     for rows in (2, 3, 4, 2, 5):
         model(_x(rows))
     assert _rows(model) == [2, 4, 5]
     assert len(_runner(model).executables) == 3
     titles = [program.title for program in graphshard.programs(model)]
-    assert titles == ["Net-0", "Net-2", "Net-3"]  # numbers are not used again
+    assert titles == ["Net-0", "Net-2", "Net-3"]  # numbers are not reused
     model(_x(3))
     assert _rows(model) == [2, 5, 3]
 
 
-def test_programs_of_one_signature_go_too(mesh: DeviceMesh) -> None:
+def test_evicts_programs_of_one_signature(mesh: DeviceMesh) -> None:
     """They differ in an attribute."""
     model = _compiled(mesh, 2)
     for flag in ("a", "b", "c", "b", "a"):
@@ -99,7 +99,7 @@ def test_memory_of_an_evicted_program_is_freed(mesh: DeviceMesh) -> None:
 
 
 def test_regions_of_other_programs_stay(mesh: DeviceMesh) -> None:
-    """A copy of the model calls them, and another program of it."""
+    """A copy of the model and another program call them."""
     model = _compiled(mesh, 2)
     twin = copy.deepcopy(model)
     for each in (model, twin):
@@ -124,7 +124,7 @@ def test_a_region_from_a_file_stays() -> None:
     assert list(compiled) == ["a"]
 
 
-def test_a_backward_that_is_still_to_run(mesh: DeviceMesh) -> None:
+def test_a_pending_backward(mesh: DeviceMesh) -> None:
     model, plain = _compiled(mesh, 1), Net()
     for each in (model, plain):
         losses = [each(_x(rows)) for rows in (2, 3, 4)]
@@ -153,7 +153,7 @@ def test_another_backward_of_an_evicted_program(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-def test_gradients_that_microbatches_have_left(mesh: DeviceMesh, late: bool) -> None:
+def test_accumulated_gradients(mesh: DeviceMesh, late: bool) -> None:
     """The only program that reduces them stays, whether its backward runs before or after the other call."""
     model, plain = _compiled(mesh, 1), Net()
     model.set_requires_gradient_sync(False)
@@ -197,7 +197,7 @@ def test_a_failed_capture_evicts_nothing(mesh: DeviceMesh) -> None:
     model(_x(2))
     with pytest.raises(ValueError, match="three rows"):
         model(_x(3))
-    assert graphshard.programs(model)[0].title == "Fails-0"  # what Python runs has programs of its own
+    assert graphshard.programs(model)[0].title == "Fails-0"  # Python runs it with separate programs
 
 
 def test_programs_of_a_file_stay(mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -209,14 +209,14 @@ def test_programs_of_a_file_stay(mesh: DeviceMesh, tmp_path: Path) -> None:
         model(_dynamic(rows)).backward()
         plain(_dynamic(rows)).backward()
     assert all(map(torch.equal, _grads(model), _grads(plain)))
-    assert len(graphshard.programs(model)) == 2  # that of the file, and one of dynamic sizes
+    assert len(graphshard.programs(model)) == 2  # the file's, and one with dynamic sizes
     sealed = graphshard.load(path, Net(), mesh, max_captures=1)
     for rows in (2, 3, 4, 2):
         sealed(_dynamic(rows)).backward()
     assert sorted(_rows(sealed)) == [2, 3, 4]
 
 
-def test_entries_have_a_limit_each(mesh: DeviceMesh) -> None:
+def test_each_entry_point_has_a_limit(mesh: DeviceMesh) -> None:
     model = _compiled(mesh, 1)
     for rows in (2, 3):
         model(_x(rows))

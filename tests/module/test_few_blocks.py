@@ -1,4 +1,4 @@
-"""A program made of few blocks is the one that capturing every block makes, value by value; none is made in doubt."""
+"""Programs built from few blocks equal programs that capture every block; in doubt every block is captured."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Normalizes(Block):
 
 
 class Again(Block):
-    """Is checkpointed by the user."""
+    """A block checkpointed by the user."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Counts(Stack):
-    """Says to the blocks which one is called, by an object that they share."""
+    """Counts the block's calls in an object that all blocks share."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(blocks)
@@ -81,7 +81,7 @@ class IsTold(Block):
 
 
 class Frozen(Stack):
-    """Blocks in the middle are not differentiated."""
+    """Blocks in the middle without gradients."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -92,7 +92,7 @@ class Frozen(Stack):
 
 
 class Scales(nn.Module):
-    """A block whose number is in its forward."""
+    """A block whose forward uses its index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def program_of(model: nn.Module, **options: Any) -> Program:
 
 
 def told(program: Program) -> dict[str, Any]:
-    """All that is said of a program; values are numbered in order."""
+    """Describe a program completely, with values numbered in order."""
     for phase in program.phases.values():
         for node in phase.module.graph.nodes:
             node.meta.pop("number", None)
@@ -133,7 +133,7 @@ def told(program: Program) -> dict[str, Any]:
 
 
 def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
-    """Whether few blocks were captured; the programs must be equal."""
+    """Check that both programs are equal; return whether few blocks were captured."""
     long = copy.deepcopy(model)
     monkeypatch.setenv(VARIABLE, "1")
     expected = program_of(long, **options)
@@ -160,15 +160,15 @@ def test_blocks_that_alternate(fake_world: FakeWorld, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("block", [pytest.param(Attends, marks=pytest.mark.slow), Drops, Again])
-def test_blocks_that_are_more_than_arithmetic(
+def test_blocks_with_state_and_random_numbers(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, block: type[Block]
 ) -> None:
     fake_world(4)
     assert compare(Stack([block() for _ in range(8)]), monkeypatch)
 
 
-def test_a_block_that_is_left_out_is_nearly_free(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo takes about 15 us for each instruction that it follows."""
+def test_uncaptured_blocks_cost_nearly_nothing(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo takes about 15 us per traced instruction."""
     fake_world(4)
     step, followed = InstructionTranslatorBase.step, Counter[int]()
 
@@ -188,10 +188,10 @@ def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("block", [Block, Drops, Normalizes])
-def test_another_backward_begins_with_that_of_all_blocks(
+def test_another_backward_starts_from_all_blocks(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: type[Block]
 ) -> None:
-    """The backward that the cache keeps is that of the program of all blocks, whose forward is not made for it."""
+    """A cached backward belongs to the program of all blocks, without its forward."""
     fake_world(4)
     texts: list[tuple[str, str]] = []
 
@@ -226,7 +226,7 @@ def test_options(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, options
 
 
 def test_blocks_that_begin_without_parameters(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward computes a part of one block again before that block's parameters arrive."""
+    """Backward recomputes a part of a block before that block's parameters arrive."""
     fake_world(4)
     model = Stack([Normed() for _ in range(9)])
     assert compare(copy.deepcopy(model), monkeypatch, activation="full")
@@ -249,21 +249,21 @@ def test_a_block_that_differs(fake_world: FakeWorld, monkeypatch: pytest.MonkeyP
     ],
     ids=["index", "skips", "told", "frozen"],
 )
-def test_in_doubt_every_block_is_captured(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_captures_every_block_in_doubt(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     fake_world(4)
     assert not compare(model(), monkeypatch)
 
 
 class Parallel(Stack):
-    """Gives all blocks the same input, so that no block's result is what the next one is given."""
+    """Passes the same input to all blocks, so no block's result is the next one's input."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         return self.head(sum((block(x) for block in self.blocks), x)).sum()
 
 
-def test_doubt_during_a_trace_of_dynamo(fake_world: FakeWorld) -> None:
-    """Dynamo makes an error of its own of what is raised while it traces."""
+def test_captures_every_block_after_a_dynamo_error(fake_world: FakeWorld) -> None:
+    """Dynamo wraps exceptions that are raised during a trace."""
     fake_world(2)
     mesh = init_device_mesh("cpu", (2,))
     model = graphshard.compile(Parallel([Block() for _ in range(9)]), mesh, backend="eager", example_inputs=BATCH)
@@ -271,8 +271,8 @@ def test_doubt_during_a_trace_of_dynamo(fake_world: FakeWorld) -> None:
     assert not any(stage.name == "stamp" for stage in program.history), "every block was captured"
 
 
-def test_a_change_of_a_block_that_was_left_out_is_noticed(fake_world: FakeWorld) -> None:
-    """Block 4 was not captured, and its number is another then."""
+def test_guards_check_uncaptured_blocks(fake_world: FakeWorld) -> None:
+    """Block 4 was not captured, and its index changes."""
     fake_world(4)
     model = Stack([Scales() for _ in range(9)])
     graphshard.compile(model, init_device_mesh("cpu", (4,)), backend="eager")
@@ -293,8 +293,8 @@ def stages(model: nn.Module, **options: Any) -> list[str]:
     return [stage.name for stage in program_of(model, **options).history]
 
 
-def test_passes_are_of_few_blocks_if_the_plan_is_alike_for_all(fake_world: FakeWorld) -> None:
-    """What stays gathered from block to block is more for each: then passes are of all."""
+def test_passes_run_on_few_blocks_if_plans_are_equal(fake_world: FakeWorld) -> None:
+    """Parameters kept between blocks accumulate: then passes run on all blocks."""
     fake_world(4)
     model = Stack([Block() for _ in range(9)])
     assert stages(copy.deepcopy(model))[-3:] == ["reorder", "stamp", "lower"]
@@ -302,7 +302,7 @@ def test_passes_are_of_few_blocks_if_the_plan_is_alike_for_all(fake_world: FakeW
 
 
 def test_planner_that_treats_blocks_differently(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is of all blocks, and is made once."""
+    """The plan covers all blocks and is made once."""
     fake_world(4)
     model, plans = Stack([Block() for _ in range(9)]), []
     before = PlanByCost._best
@@ -322,7 +322,7 @@ def test_planner_that_treats_blocks_differently(fake_world: FakeWorld, monkeypat
 
 
 class LooksInside(Stack):
-    """Reads a part of a block between two of them."""
+    """Reads a submodule of a block between two blocks."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -337,20 +337,20 @@ def test_a_part_of_a_block_that_is_read_from_outside(fake_world: FakeWorld, monk
 
 
 class Elsewhere(Stack):
-    """Block 4 is in another list, too."""
+    """Block 4 is also in another list."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(blocks)
         self.others = nn.ModuleList(blocks[4:5])
 
 
-def test_a_block_that_is_elsewhere_too(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_in_two_lists(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(4)
     assert not compare(Elsewhere([Block() for _ in range(9)]), monkeypatch)
 
 
 def _trained(rank: int, world_size: int, few: bool) -> list[torch.Tensor]:
-    """Losses of three steps, the second of two microbatches, and parameters after them."""
+    """Return losses of three steps, the second of two microbatches, and the final parameters."""
     os.environ[VARIABLE] = "" if few else "1"
     torch.manual_seed(0)
     model = Stack([Drops() for _ in range(8)], tied=True)

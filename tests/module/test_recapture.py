@@ -1,6 +1,6 @@
-"""Training whose inputs and attributes change from step to step: it goes on, with the bits of plain PyTorch.
+"""Training with inputs and attributes that change between steps continues with the bits of plain PyTorch.
 
-Each case says how many programs its steps take.
+Each case has the number of programs that its steps need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 14
 
 @dataclass
 class Example:
-    """An input that holds tensors and a weight."""
+    """An input with tensors and a weight."""
 
     x: Tensor
     weight: float
@@ -103,7 +103,7 @@ def _attribute(name: str, values: Callable[[int], float]) -> Callable[[nn.Module
 
 
 def _evaluated(net: nn.Module) -> Iterator[Call]:
-    """An evaluation with another batch follows each third step."""
+    """Evaluate on another batch after each third step."""
     for step in range(STEPS):
         net.train()
         torch.set_grad_enabled(True)
@@ -115,7 +115,7 @@ def _evaluated(net: nn.Module) -> Iterator[Call]:
     torch.set_grad_enabled(True)
 
 
-# The calls of a training, and the number of programs that they take.
+# The calls of a training, and their number of programs.
 CASES: dict[str, tuple[Callable[[nn.Module], Iterator[Call]], int]] = {
     "a step number": (_calls(lambda step: ((_x(step), step), {})), 2),
     "a learning rate": (_calls(lambda step: ((_x(step),), {"rate": 0.1 * 0.9**step})), 2),
@@ -137,7 +137,7 @@ def _train(net: nn.Module, calls: Callable[[nn.Module], Iterator[Call]]) -> list
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     found = []
     for step, (args, kwargs) in enumerate(calls(net)):
-        torch.manual_seed(step)  # dropout's
+        torch.manual_seed(step)  # for dropout
         loss = net(*args, **kwargs)
         found.append(loss.detach())
         if loss.requires_grad:
@@ -149,7 +149,7 @@ def _train(net: nn.Module, calls: Callable[[nn.Module], Iterator[Call]]) -> list
 
 
 def _compared(mesh: DeviceMesh, case: str, **options: Any) -> list[Any]:
-    """Return the programs of a training that is compared with the plain model's."""
+    """Compare a training with the plain model; return its programs."""
     plain, calls = Net(), CASES[case][0]
     ours = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager", **options)
     expected, found = _train(plain, calls), _train(ours, calls)
@@ -159,12 +159,12 @@ def _compared(mesh: DeviceMesh, case: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_goes_on(mesh: DeviceMesh, case: str) -> None:
+def test_training_continues(mesh: DeviceMesh, case: str) -> None:
     assert len(_compared(mesh, case)) == CASES[case][1]
 
 
 @pytest.mark.parametrize("case", ["a step number", "a tag", "a list of lengths", "an annealed dropout", "30 lengths"])
-def test_training_goes_on_beyond_the_limit(mesh: DeviceMesh, case: str) -> None:
+def test_training_continues_beyond_the_limit(mesh: DeviceMesh, case: str) -> None:
     assert len(_compared(mesh, case, max_captures=2)) == 2
 
 
@@ -248,7 +248,7 @@ def test_a_reason_names_the_inputs_of_a_guard(guard: str, text: str) -> None:
     assert (found.text if found is not None else "") == text
 
 
-def test_a_reason_names_the_structure_that_a_guard_looks_at() -> None:
+def test_a_reason_names_the_guarded_structure() -> None:
     before, now = _signature(X), _signature(X, tag="b")
     found = reason_at("len(kwargs) == 0", now, before)
     assert found is not None
@@ -269,11 +269,11 @@ def test_the_log_warns_from_the_fourth_recapture_on(mesh: DeviceMesh, caplog: py
     found = [record.getMessage() for record in caplog.records]
     assert all(map(str.startswith, found, expected))
     remedy = "Leave the input out if forward does not need it, or give it a few values."
-    assert [remedy in text for text in found] == [step == 4 for step in range(7)]  # said once
+    assert [remedy in text for text in found] == [step == 4 for step in range(7)]  # reported once
     assert [record.levelno for record in caplog.records] == [logging.INFO] * 4 + [logging.WARNING] * 3
 
 
-def test_the_limit_is_said_once(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_limit_is_reported_once(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     ours = graphshard.compile(Net(), mesh, backend="eager", max_captures=2)
     for step in range(8):
         ours(_x(0), tag=str(step % 4))

@@ -1,4 +1,4 @@
-"""Optimizers that `compile_step` does not take, and losses that no backward can begin with."""
+"""Optimizers and losses that `compile_step` rejects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SEPARATELY = r"Call loss.backward\(\), optimizer.step\(\) and optimizer.zero_gra
 
 
 class Own(torch.optim.AdamW):
-    """With a step of its own."""
+    """An optimizer with a custom step."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 class Branching(torch.optim.Optimizer):
-    """Whose step looks at values."""
+    """An optimizer whose step branches on values."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -36,14 +36,14 @@ class Branching(torch.optim.Optimizer):
 
 
 class Initialised(torch.optim.SGD):
-    """With other state."""
+    """An optimizer with different state."""
 
     def _init_group(self, *args: Any) -> Any:
         return super()._init_group(*args)
 
 
 class Named(torch.optim.AdamW):
-    """Nothing else than AdamW."""
+    """AdamW under another name."""
 
 
 def _refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
@@ -63,7 +63,7 @@ def test_lbfgs() -> None:
 
 
 @pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Branching, "step"), (Initialised, "_init_group")])
-def test_an_optimizer_of_the_users(cls: type[torch.optim.Optimizer], method: str) -> None:
+def test_rejects_a_custom_optimizer(cls: type[torch.optim.Optimizer], method: str) -> None:
     """The error names the line."""
     model = nn.Linear(2, 2)
     given: tuple[Any, ...] = (model.parameters(), {"lr": 0.1} if cls is Branching else 0.1)
@@ -73,34 +73,34 @@ def test_an_optimizer_of_the_users(cls: type[torch.optim.Optimizer], method: str
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
-def test_optimizers_of_torch_that_are_not_taken(name: str) -> None:
-    """As they fail on sharded parameters anyway."""
+def test_rejects_some_torch_optimizers(name: str) -> None:
+    """They also fail on sharded parameters."""
     model = nn.Linear(2, 2, bias=False)
     text = _refused(getattr(torch.optim, name)(model.parameters(), lr=0.1), model)
     assert re.search(rf"the step of {name}, .*{name.lower()}\.py:\d+, takes no DTensors in torch 2.13", text)
 
 
 class OwnMuon(torch.optim.Muon):
-    """With a step of its own."""
+    """A Muon with a custom step."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
 
 
 def test_muon() -> None:
-    """Torch's is taken, and runs behind the backward; another one's step is not known."""
+    """torch's is accepted, and runs after backward; a custom step is rejected."""
     model = nn.Linear(2, 2, bias=False)
     check_optimizer(torch.optim.Muon(model.parameters()), model)
     assert not is_elementwise(torch.optim.Muon(model.parameters()))
     assert "OwnMuon has a step of its own" in _refused(OwnMuon(model.parameters()), model)
 
 
-def test_a_subclass_that_changes_nothing_is_taken() -> None:
+def test_accepts_a_subclass_without_changes() -> None:
     model = nn.Linear(2, 2)
     optimizer = Named(model.parameters())
     check_optimizer(optimizer, model)
     assert is_elementwise(optimizer)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # replaces `step` by one that counts
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps `step` to count calls
     check_optimizer(optimizer, model)
 
 
@@ -142,6 +142,6 @@ def test_losses(loss: Any, text: str) -> None:
         check_loss(loss, "the model")
 
 
-def test_a_loss_that_goes_through_no_call() -> None:
+def test_rejects_a_loss_without_a_call() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert trained_by_one_call(weight.sum(), ()) == frozenset()

@@ -1,4 +1,4 @@
-"""Models that communicate along axes of the mesh themselves, on meshes that need not exist."""
+"""Models with model-parallel axes, predicted on meshes that need not exist."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ WIDTH, DEPTH = 64, 6
 
 
 def megatron(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Blocks of `Net` are cut along columns, then rows."""
+    """Shard blocks of `Net` column-wise, then row-wise."""
     for block in model.get_submodule("layers").children():
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def explained(shape: dict[str, int], **options: Any) -> Any:
-    """`Net` on a mesh with a tensor axis."""
+def explain_net(shape: dict[str, int], **options: Any) -> Any:
+    """Explain `Net` on a mesh with a tensor axis."""
     given = {"mp_policy": BF16, "parallelize": megatron, "example_inputs": (TOKENS,), **options}
     return graphshard.explain(meta_net(width=WIDTH, depth=DEPTH), shape, **given)
 
 
 def own(found: Any) -> list[Launch]:
-    """What the model communicates."""
+    """Return the model's collectives."""
     return [event for event in found._timeline.events if isinstance(event, Launch) and event.kind in MODEL_KINDS]
 
 
 def test_a_tensor_axis() -> None:
-    """Each block sums up once in each direction; nothing is left behind, and the model is as it was."""
+    """Each block reduces once in each direction; the model is unchanged afterwards."""
     model = meta_net(width=WIDTH, depth=DEPTH)
     before = dict(model.named_parameters())
     found = graphshard.explain(
@@ -76,7 +76,7 @@ def test_a_tensor_axis() -> None:
     assert found.mesh == {"dp": 4, "tp": 2}
     assert found.tokens_per_second == pytest.approx(4 * TOKENS.numel() / found.step_time_s)
     waits = [wait for wait in found.waits if wait.why == "model"]
-    # In backward gradients of weights are computed meanwhile, and hide all of it.
+    # In backward the gradients of weights overlap all of it.
     assert [launch.at_once for launch in sent] == [True] * DEPTH + [False] * DEPTH
     assert [wait.phase for wait in waits] == ["forward"] * DEPTH
     alone = sum(launch.seconds for launch in sent if launch.at_once)
@@ -84,16 +84,16 @@ def test_a_tensor_axis() -> None:
     assert found.critical_path["reduced over tp"] <= alone * (1 + 1e-9)
 
 
-def test_memory_counts_pieces() -> None:
-    """Two ranks of the tensor axis have half of each block; what the plan leaves out is sharded over the data axis."""
-    one, two = (explained({"dp": 2, "tp": size}).memory["optimizer state"] for size in (1, 2))
-    block = 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH)  # bytes of what is cut: the bias of the second product is not
+def test_memory_counts_shards() -> None:
+    """Two ranks of the tensor axis have half of each block; the other parameters are sharded over the data axis."""
+    one, two = (explain_net({"dp": 2, "tp": size}).memory["optimizer state"] for size in (1, 2))
+    block = 4 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH)  # sharded; the second bias is replicated
     assert one - two == pytest.approx(2 * DEPTH * block / 2 / 2, rel=1e-6)
 
 
-def test_the_link_is_the_axis_own() -> None:
-    """Eight ranks share a node; those of the data axis lie as far apart as the tensor axis is long."""
-    near, far = explained({"dp": 2, "tp": 8}), explained({"dp": 2, "tp": 16})
+def test_links_of_axes() -> None:
+    """Eight ranks share a node; neighbors on the data axis are as far apart as the tensor axis is long."""
+    near, far = explain_net({"dp": 2, "tp": 8}), explain_net({"dp": 2, "tp": 16})
     assert {launch.link for launch in own(near)} == {"node"}
     assert {launch.link for launch in own(far)} == {"network"}
     gathers = {
@@ -115,16 +115,16 @@ def test_the_link_is_the_axis_own() -> None:
     ],
 )
 def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str) -> None:
-    """Where collectives slow compute down, too; and the model's own are in the bound."""
-    found = explained(shape, hardware=hardware)
+    """Also where collectives slow compute down; the model's collectives are part of the bound."""
+    found = explain_net(shape, hardware=hardware)
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
     assert found.lower_bound_s >= found._timeline.compute + found._timeline.at_once
 
 
 @pytest.mark.parametrize("shape", [{"dp": 4, "tp": 2}, {"dp": 2, "tp": 8}], ids=str)
-def test_the_plan_knows_what_the_model_communicates(shape: dict[str, int]) -> None:
-    """In a node it shares the link of the gathers, and with eight ranks on the tensor axis it has one of its own."""
-    found = explained(shape)
+def test_the_plan_counts_the_models_collectives(shape: dict[str, int]) -> None:
+    """In a node they share the link of the gathers; with eight ranks on the tensor axis they have a separate one."""
+    found = explain_net(shape)
     program = found._program
     forward, backward, _ = build(program, Costs(H100, mesh=program.mesh), Settings()).problem.chains
     both = (*forward.own, *backward.own)
@@ -135,7 +135,7 @@ def test_the_plan_knows_what_the_model_communicates(shape: dict[str, int]) -> No
 
 
 def test_contention_slows_collectives_of_the_model() -> None:
-    """On another link than a gather, one takes longer while that is under way; on the same link it queues."""
+    """On another link than a gather, a collective slows down during the gather; on the same link it queues."""
     gather = Launch("gather", "forward", 0, None, "gather", "network", 1, 10.0)
     for link, end in (("node", 4 + 0.5 * 8), ("network", 10 + 4)):
         mine = Launch("reduced over tp", "forward", 0, None, "reduced", link, 1, 4.0, at_once=True)
@@ -144,9 +144,9 @@ def test_contention_slows_collectives_of_the_model() -> None:
     assert run([gather, mine], contention=0.0).ends == [10.0, 14.0]
 
 
-def test_as_on_a_mesh_that_exists(fake_world: FakeWorld) -> None:
-    """A model that is parallelized on a DeviceMesh is predicted alike."""
-    expected = explained({"dp": 4, "tp": 2}).to_dict()
+def test_prediction_equals_an_existing_mesh(fake_world: FakeWorld) -> None:
+    """A model parallelized on a DeviceMesh has the same prediction."""
+    expected = explain_net({"dp": 4, "tp": 2}).to_dict()
     fake_world(8)
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     model = meta_net(width=WIDTH, depth=DEPTH)
@@ -155,7 +155,7 @@ def test_as_on_a_mesh_that_exists(fake_world: FakeWorld) -> None:
 
 
 def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Hooks before and behind modules, and gradients that are partial sums."""
+    """Parallelize with hooks before and after modules, and gradients that are partial sums."""
     for block in model.get_submodule("layers").children():
         plan = {
             "norm": SequenceParallel(),
@@ -189,7 +189,7 @@ class Sequences(nn.Module):
 
 @pytest.mark.parametrize("activation", [None, "full"])
 def test_few_blocks_stand_for_all(activation: Any) -> None:
-    """The result is that of capturing all blocks, and few are captured."""
+    """The result equals capturing all blocks, although few are captured."""
     found, captured = [], []
     for every_block in (False, True):
         options = Options(mp_policy=BF16, activation=activation)
@@ -211,19 +211,19 @@ def test_few_blocks_stand_for_all(activation: Any) -> None:
 
 
 def test_formulas() -> None:
-    """At the sizes that were explained they say what was explained."""
-    found = explained({"dp": 4, "tp": 2}, symbols={"batch": 0})
+    """At the explain_net sizes they return the explain_net numbers."""
+    found = explain_net({"dp": 4, "tp": 2}, symbols={"batch": 0})
     assert found.formulas is not None
     values = found.formulas.evaluate()
     assert values["step_time_s"] == pytest.approx(found.step_time_s)
     assert values["communication_s"] == pytest.approx(found.communication_s)
-    longer = explained({"dp": 4, "tp": 2}, example_inputs=(torch.zeros(8, 16, dtype=torch.long),))
+    longer = explain_net({"dp": 4, "tp": 2}, example_inputs=(torch.zeros(8, 16, dtype=torch.long),))
     assert found.formulas.evaluate(batch=8)["communication_s"] == pytest.approx(longer.communication_s)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("gathered", {"joined", "scattered"}), ("by heads", {"exchanged"})])
 def test_a_context_axis(name: str, kinds: set[str]) -> None:
-    """Attention communicates among neighbours on what is sharded over; every rank has tokens of its own."""
+    """Attention communicates among neighbors on the sharding axis; every rank has different tokens."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         for block in model.get_submodule("layers").children():
@@ -239,7 +239,7 @@ def test_a_context_axis(name: str, kinds: set[str]) -> None:
 
 
 def test_an_expert_axis() -> None:
-    """Of tokens that are sent where their experts are, each rank gets as many as it sends, and experts equally many."""
+    """Each rank receives the same number of tokens as it sends, and all experts get equal numbers."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return Moe(mesh["ep"], grouped)
@@ -254,9 +254,9 @@ def test_an_expert_axis() -> None:
 
 @pytest.mark.parametrize("product", [grouped, one_by_one], ids=["grouped", "one by one"])
 def test_formulas_of_experts(product: Any) -> None:
-    """Of tokens whose numbers are values, in the batch; of ranks as many as before have each expert."""
+    """The batch determines the numbers of tokens; more ranks have the same number of experts each."""
 
-    def explained(shape: dict[str, int], batch: int, symbols: dict[str, int] | None = None) -> Any:
+    def explain_net(shape: dict[str, int], batch: int, symbols: dict[str, int] | None = None) -> Any:
         return graphshard.explain(
             Moe(None),
             shape,
@@ -265,13 +265,13 @@ def test_formulas_of_experts(product: Any) -> None:
             symbols=symbols,
         )
 
-    formulas = explained({"dp": 4, "ep": 2}, 8, {"batch": 0}).formulas
+    formulas = explain_net({"dp": 4, "ep": 2}, 8, {"batch": 0}).formulas
     assert formulas.at == {"batch": 8, "ranks": 8}
     for batch in (8, 16):
-        expected, values = explained({"dp": 4, "ep": 2}, batch), formulas.evaluate(batch=batch)
+        expected, values = explain_net({"dp": 4, "ep": 2}, batch), formulas.evaluate(batch=batch)
         for name in ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s"):
             assert values[name] == pytest.approx(getattr(expected, name), rel=1e-9), name
-    more = explained({"dp": 8, "ep": 2}, 8)
+    more = explain_net({"dp": 8, "ep": 2}, 8)
     assert formulas.evaluate(ranks=16)["communication_s"] == pytest.approx(more.communication_s, rel=1e-9)
     for found, ranks in ((expected, 8), (more, 16)):
         held = sum(4 * row.shard_bytes(row.dtype) for row in found._program.params)
@@ -279,8 +279,8 @@ def test_formulas_of_experts(product: Any) -> None:
 
 
 def test_microbatches() -> None:
-    """Each gathers, computes and reduces; gradients are added up, and there is one optimizer step."""
-    one, four = explained({"dp": 4, "tp": 2}), explained({"dp": 4, "tp": 2}, global_batch=32)
+    """Each gathers, computes and reduces; gradients accumulate, and there is one optimizer step."""
+    one, four = explain_net({"dp": 4, "tp": 2}), explain_net({"dp": 4, "tp": 2}, global_batch=32)
     assert (one.microbatches, four.microbatches) == (1, 4)
     assert four.tokens == 4 * one.tokens
     added = four.step_time_s - one.optimizer_s - 4 * (one.step_time_s - one.optimizer_s)
@@ -290,8 +290,8 @@ def test_microbatches() -> None:
     assert four.exposed_comm_s == pytest.approx(4 * one.exposed_comm_s)
 
 
-def test_which_mesh_is_best() -> None:
-    """By time per token; what is larger than the batch, or does not fit, is named with the reason."""
+def test_ranks_meshes_by_time_per_token() -> None:
+    """Ranked by time per token; meshes that exceed the batch or memory are named with the reason."""
     small = H100.__class__(**{**{f: getattr(H100, f) for f in H100.__dataclass_fields__}, "memory_capacity": 1.0})
     grid = graphshard.explain_grid(
         meta_net(width=WIDTH, depth=DEPTH),
@@ -313,11 +313,11 @@ def test_which_mesh_is_best() -> None:
     assert "are needed, 1 B are there" in text
     assert len(text.splitlines()) == 2 + 1 + 1 + 2 + 2
     with pytest.raises(BatchError, match=r"^mesh dp 64, tp 2 is larger than the batch"):
-        explained({"dp": 64, "tp": 2}, global_batch=16)
+        explain_net({"dp": 64, "tp": 2}, global_batch=16)
 
 
-def test_parameters_that_are_left_alone() -> None:
-    """Parameters of the model are those of the copy by name."""
+def test_ignored_parameters() -> None:
+    """Parameters of the model and of the copy are matched by name."""
     model = meta_net(width=WIDTH, depth=DEPTH)
     found = graphshard.explain(
         model,
@@ -356,22 +356,22 @@ def _failing(model: nn.Module, mesh: DeviceMesh) -> None:
 )
 def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
     with pytest.raises((ArgumentError, graphshard.UnsupportedError), match=message):
-        explained(shape, parallelize=parallelize)
+        explain_net(shape, parallelize=parallelize)
     assert not dist.is_initialized()
 
 
 def test_sizes_that_a_tensor_axis_does_not_divide() -> None:
-    """Products of local pieces do not fit each other then, in eager mode neither; the line is named."""
+    """Matmuls of local shards then do not match, as in eager mode; the error names the line."""
     message = (
         r"^graphshard cannot capture Net\.forward at .*(.|\n)*same reduction dim, but got \[32, 258\] X \[256, 64\]"
     )
     with pytest.raises(graphshard.CaptureError, match=message):
-        explained({"dp": 2, "tp": 3})
+        explain_net({"dp": 2, "tp": 3})
     assert not dist.is_initialized()
 
 
 def test_two_tensor_axes() -> None:
-    """Blocks on one and on the other; an axis that nothing lies on is told."""
+    """Blocks on either axis; an axis without distributed parameters is an error."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         for index, block in enumerate(model.get_submodule("layers").children()):
@@ -379,18 +379,18 @@ def test_two_tensor_axes() -> None:
             parallelize_module(block, axis, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     shape = {"dp": 2, "tensor": 2, "tp": 2}
-    found = explained(shape, parallelize=parallelize)
+    found = explain_net(shape, parallelize=parallelize)
     assert {launch.name for launch in own(found)} == {"reduced over tensor", "reduced over tp"}
     assert (found.data_ranks, found.mesh) == (2, shape)
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
     with pytest.raises(ArgumentError, match=r"^mesh has a tensor axis, 'tensor', and no parameter of Net is distrib"):
-        explained(shape)
+        explain_net(shape)
 
 
 def test_the_program_of_a_gpu() -> None:
-    """Captured where there is none, on a mesh that need not exist; on one that does it is an error."""
+    """Captured without a GPU, on a mesh that need not exist; on an existing mesh it is an error."""
     pytest.importorskip("cffi")
-    found = explained({"dp": 4, "tp": 2}, device="cuda", backend="eager")
+    found = explain_net({"dp": 4, "tp": 2}, device="cuda", backend="eager")
     assert [launch.name for launch in own(found)] == ["reduced over tp"] * 2 * DEPTH
     (phase, *_) = found._program.phases.values()
     assert {node.meta["val"].device.type for node in phase.placeholders} == {"cuda"}
@@ -406,16 +406,16 @@ def test_the_program_of_a_gpu_on_a_mesh_that_exists(fake_world: FakeWorld) -> No
         graphshard.explain(model, mesh, example_inputs=(TOKENS,), device="cuda")
 
 
-def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
-    """A mesh cannot be pretended beside them; and those of another mesh than a parameter's are told."""
+def test_rejects_existing_process_groups(fake_world: FakeWorld) -> None:
+    """A simulated mesh is rejected next to them, and so are groups of a different mesh than the parameters'."""
     fake_world(8)
     with pytest.raises(ArgumentError, match=r"^mesh \{'dp': 2, 'tp': 2\} need not exist, .* this process has process"):
-        explained({"dp": 2, "tp": 2})
+        explain_net({"dp": 2, "tp": 2})
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(
         ArgumentError, match=r"^parallelize is for meshes that need not exist, and mesh is a DeviceMesh"
     ):
-        explained(mesh)
+        explain_net(mesh)
     other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     model = meta_net(width=WIDTH, depth=DEPTH)
     megatron(model, other)
@@ -425,8 +425,8 @@ def test_process_groups_that_are_there(fake_world: FakeWorld) -> None:
         graphshard.explain(model, mesh, example_inputs=(TOKENS,))
 
 
-def test_a_copy_leaves_ties() -> None:
-    """What is parallelized is a copy on the meta device whose parameters are tied as the model's are."""
+def test_the_copy_keeps_ties() -> None:
+    """The parallelized copy on the meta device has the same tied parameters as the model."""
     from graphshard.options.simulated_mesh import on_meta
 
     model = meta_net(width=WIDTH, depth=1)
@@ -439,8 +439,8 @@ def test_a_copy_leaves_ties() -> None:
     assert not model.head.weight.is_meta
 
 
-def test_pieces_of_different_sizes_are_planned_by_cost() -> None:
-    """As `compile` plans them: it is the first rank's program, which has the largest pieces."""
+def test_uneven_shards_are_planned_by_cost() -> None:
+    """As `compile` plans them: the program is the first rank's, which has the largest shards."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})

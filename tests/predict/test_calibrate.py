@@ -20,7 +20,7 @@ from tests.predict.test_explain import TOKENS, meta_net
 
 
 def test_fit():
-    """Exact times give exact numbers; noise that says that nothing has a latency gives none that is negative."""
+    """Exact times give exact numbers; noise never gives a negative latency."""
     sizes = (10**3, 10**5, 10**7)
     latency, per_byte = fit(sizes, [5e-4 + size / 1e9 for size in sizes])
     assert latency == pytest.approx(5e-4)
@@ -32,7 +32,7 @@ def test_fit():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Everything is called once and takes a millisecond."""
+    """Call everything once, with a measured time of a millisecond."""
 
     def seconds_of(fn, device, budget=0.0):
         fn()
@@ -43,7 +43,7 @@ def quick(monkeypatch):
 
 
 def test_command(quick, tmp_path, capsys):
-    """One rank measures compute, and writes a profile that explain takes, with where and when in it."""
+    """One rank measures compute and writes a profile for explain, including where and when it was measured."""
     path = tmp_path / "here.json"
     assert main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"]) == 0
     profile = graphshard.load_profile(path)
@@ -56,7 +56,7 @@ def test_command(quick, tmp_path, capsys):
     assert profile.sources["memory_bandwidth"].startswith("measured, 1 ranks")
     assert profile.sources["inside.gather.bandwidth"] == "assumed: not measured, one rank"
     assert profile.sources["pack_below"] == "assumed: not measured, one rank"
-    # 2 * 64**3 and 2 * 128**3 in a millisecond, less half of it for the launch.
+    # 2 * 64**3 and 2 * 128**3 in a millisecond, minus half of it for the launch.
     assert profile.rate("float32").peak == pytest.approx((64**3 + 128**3) / 5e-4)
     found = graphshard.explain(meta_net(width=16, vocab=32), (2,), example_inputs=(TOKENS,), hardware=path)
     assert found.hardware == "here"
@@ -65,7 +65,7 @@ def test_command(quick, tmp_path, capsys):
 
 
 def test_wrong_commands(tmp_path, capsys):
-    """One line, status 2, nothing written."""
+    """One line, status 2, and no file."""
     path = tmp_path / "x.json"
     assert main(["calibrate", "--out", str(path), "--ranks", "-1"]) == 2
     assert "--ranks must be a positive int, got -1" in capsys.readouterr().err
@@ -76,7 +76,7 @@ def test_wrong_commands(tmp_path, capsys):
 
 
 def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
-    """Other numbers, another hash, another time: a profile is what a prediction is made of."""
+    """A different profile has a different hash and predicts different times."""
     path = tmp_path / "here.json"
     main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"])
     data = json.loads(path.read_text())
@@ -103,7 +103,7 @@ def test_the_best_of_several_rounds():
 
 @pytest.mark.parametrize(("packed", "found"), [([2, 2, 2], 1024), ([0.5, 1, 2], 4096), ([0.5, 0.5, 0.5], 4096)])
 def test_packing_is_measured(fake_world, monkeypatch, packed, found):
-    """Until it takes longer than tensors as they are; where it never does, up to the largest size that is tried."""
+    """Up to the size at which it takes longer than separate tensors, or else to the largest tested size."""
     fake_world(2)
     times = iter([t for each in packed for t in (1, each)])
 
@@ -117,7 +117,7 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
 
 
 def test_builtin_profile_of_a_cpu():
-    """This project's own machine: gloo's reduce-scatter costs more than its all-gather."""
+    """This project's machine: gloo's reduce-scatter costs more than its all-gather."""
     profile = graphshard.load_profile("cpu-gloo")
     assert profile.device == "cpu"
     assert all(

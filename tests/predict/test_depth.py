@@ -1,4 +1,4 @@
-"""Equal blocks are captured few times, and what is said of the model is what capturing all of them says."""
+"""Few of many equal blocks are captured, and predictions equal those from capturing all."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stack(nn.Module):
 
 
 class Skips(Stack):
-    """What every block makes is needed at the end."""
+    """The end of the model needs an output of every block."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         states = [self.embed(tokens)]
@@ -74,7 +74,7 @@ class Skips(Stack):
 
 
 class Normed(Block):
-    """Its first operators need no parameter: in backward the block before may wait for parameters behind them."""
+    """The first operators need no parameter, so in backward the previous block can wait for later parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Normed(Block):
 
 
 class Attends(Block):
-    """Attention on a CPU may draw random numbers, whose state a checkpoint saves."""
+    """Attention on a CPU draws random numbers, whose state a checkpoint saves."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = self.up(x)[:, None]
@@ -93,7 +93,7 @@ class Attends(Block):
 
 
 def explained(model: nn.Module, *, every_block: bool, **options: Any) -> tuple[Explanation, int]:
-    """What is predicted, and how many parameters were captured."""
+    """Return the prediction, and the number of captured parameters."""
     inputs = (torch.zeros(2, 4, dtype=torch.long),)
     study = Study(model, inputs, None, Options(**options), every_block=every_block)
     found = study.explain((8,), PROFILE, "isolated")
@@ -103,7 +103,7 @@ def explained(model: nn.Module, *, every_block: bool, **options: Any) -> tuple[E
 
 
 def compare(model: nn.Module, **options: Any) -> bool:
-    """Whether only few blocks were captured; the results must be equal."""
+    """Check that both predictions are equal; return whether only few blocks were captured."""
     short, few = explained(model, every_block=False, **options)
     long, all_of_them = explained(model, every_block=True, **options)
     assert short.to_dict() == long.to_dict()
@@ -117,8 +117,8 @@ def test_equal_blocks(depth: int, tied: bool) -> None:
     assert compare(Stack([Block() for _ in range(depth)], tied=tied))
 
 
-def test_blocks_that_are_computed_again() -> None:
-    """What each saves of a generator has a name of its own in the copies, too."""
+def test_recomputed_blocks() -> None:
+    """The saved generator states of each block have unique names in the copies, too."""
     assert compare(Stack([Attends() for _ in range(8)]), activation="full")
 
 
@@ -137,8 +137,8 @@ def test_blocks_that_alternate(other: Any) -> None:
     ],
     ids=["reshard", "keep", "in the node", "full"],
 )
-def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) -> None:
-    """Whether parameters stay gathered, or in part, or blocks are computed again: graphs are of few to the end."""
+def test_no_pass_runs_on_all_blocks(block: type[Block], options: dict[str, Any]) -> None:
+    """With kept or partly kept parameters and with recomputation, all graphs contain only few blocks."""
     refused = AssertionError("every block")
     with (
         mock.patch("graphshard.predict.study.instantiate_all_blocks", side_effect=refused),
@@ -149,8 +149,8 @@ def test_no_pass_is_of_every_block(block: type[Block], options: dict[str, Any]) 
         assert compare(Stack([block() for _ in range(9)]), **options)
 
 
-def test_less_is_saved() -> None:
-    """Copies of saved values have names that no other has."""
+def test_saved_values_of_copies() -> None:
+    """Copies of saved values have unique names."""
     found = []
     for every_block in (False, True):
         options = Options(activation="full")
@@ -161,7 +161,7 @@ def test_less_is_saved() -> None:
 
 
 def test_programs_of_all_blocks_are_verified() -> None:
-    """Those that are made where the passes behind the plan could not be of few blocks."""
+    """Programs of all blocks are built if the passes after planning do not support few blocks."""
     verified: list[bool] = []
 
     def verify(program: Program, after: str, *, complete: bool = False) -> None:
@@ -180,7 +180,7 @@ def test_programs_of_all_blocks_are_verified() -> None:
 
 @pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
 def test_a_block_that_differs(odd: Any) -> None:
-    """Seven blocks have no run of six equal ones beside the odd one in their middle."""
+    """Seven blocks have no run of six equal ones around the different one in their middle."""
     assert not compare(Stack([*(Block() for _ in range(3)), odd(), *(Block() for _ in range(3))]))
 
 
@@ -188,15 +188,15 @@ def test_a_block_that_uses_its_index() -> None:
     assert not compare(Stack([UsesItsIndex(index=i) for i in range(7)]))
 
 
-def test_no_plain_loop() -> None:
+def test_a_loop_with_other_control_flow() -> None:
     assert not compare(Skips([Block() for _ in range(7)]))
 
 
 @pytest.mark.slow
 def test_a_deep_model_on_a_busy_link_is_close_to_its_bound() -> None:
-    """Llama-3 8B on 1,024 B200, where communication takes as long as compute: in about the memory of FSDP2's order.
+    """Llama-3 8B on 1,024 B200, where communication takes as long as compute, with about FSDP2's memory.
 
-    Its peak leaves hardly room for a larger bucket, and all other moments do.
+    The peak leaves hardly any room for larger buckets, unlike all other moments.
     """
     llama = load_example("llama")
     config = llama.LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=8192)
@@ -206,4 +206,4 @@ def test_a_deep_model_on_a_busy_link_is_close_to_its_bound() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = graphshard.explain(model, 1024, example_inputs=(tokens, tokens), hardware="b200", mp_policy=policy)
     assert found.communication_s > 0.9 * found.compute_s
-    assert found.gap < 0.025  # 31 % where the limit was the very peak, or gradients counted before they were made
+    assert found.gap < 0.025  # 31 % if the limit is the exact peak, or if gradients are counted too early

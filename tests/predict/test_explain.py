@@ -1,4 +1,4 @@
-"""explain: predicted steps of models on meta, for meshes and machines that are not there."""
+"""explain: predicted steps of models on the meta device, for meshes and machines that do not exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Net(nn.Module):
-    """An embedding, four wide blocks and a head: enough to have a head, a tail and something in between."""
+    """An embedding, four wide blocks and a head."""
 
     def __init__(self, width: int = 512, depth: int = 4, vocab: int = 1024) -> None:
         super().__init__()
@@ -48,31 +48,31 @@ class Net(nn.Module):
 
 
 def meta_net(**sizes: int) -> Net:
-    """On meta, as models that do not fit are."""
+    """Build the net on the meta device, like a model that does not fit."""
     with torch.device("meta"):
         return Net(**sizes)
 
 
 TOKENS = torch.zeros(2, 128, dtype=torch.long)
 RANKS = 8
-# Whose collectives take nothing from compute beside them, so that other lengths change a step by what edges say.
+# Without contention, so that changed lengths affect a step only through the graph's edges.
 H100 = dataclasses.replace(graphshard.load_profile("h100"), contention=0.0)
 
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    """One capture for many tests."""
+    """Capture once for many tests."""
     return Study(meta_net(), (TOKENS,), None, Options(mp_policy=BF16))
 
 
 @pytest.fixture(scope="module")
 def found(study):
-    """On 8 H100."""
+    """Explain on 8 H100."""
     return study.explain((RANKS,), H100, "isolated")
 
 
 def test_no_process_group_and_no_memory():
-    """The model stays on meta, uncompiled; nobody initialises torch.distributed."""
+    """The model stays on meta, uncompiled, and torch.distributed is not initialized."""
     model = meta_net()
     before = dict(model.named_parameters())
     result = graphshard.explain(model, {"shard": 64}, example_inputs=(TOKENS,))
@@ -85,8 +85,8 @@ def test_no_process_group_and_no_memory():
     assert result.hardware == "h100"
 
 
-def test_numbers_fit_together(found):
-    """The parts make the whole, and the bound is below."""
+def test_parts_add_up_to_the_step(found):
+    """The parts add up to the step, and the bound is not above it."""
     parts = found.compute_s + found.exposed_comm_s + found.optimizer_s
     assert found.step_time_s == pytest.approx(parts)
     assert 0 < found.lower_bound_s <= found.step_time_s * (1 + 1e-9)
@@ -105,15 +105,15 @@ def test_numbers_fit_together(found):
 
 
 def test_ends_of_a_step():
-    """Casts may be before the first gather and behind the last reduction; other waits are no ends."""
+    """Casts may be before the first gather and after the last reduction; other waits are not ends."""
     order = [("compute", 1.0), ("gather", 2.0), ("gather", 3.0), ("compute", 4.0), ("gather", 5.0), ("compute", 6.0)]
     assert ends_of(order) == (5.0, 0.0)  # a forward alone reduces nothing
     assert ends_of([*order, ("reduce", 7.0), ("all_reduce", 8.0), ("compute", 9.0)]) == (5.0, 15.0)
     assert ends_of([]) == ends_of([("compute", 1.0)]) == (0.0, 0.0)
 
 
-def test_a_search_that_ended_at_its_budget_is_said(found):
-    """Beside the gap that remains."""
+def test_reports_a_search_stopped_by_its_budget(found):
+    """Next to the remaining gap."""
     planner = PlanByCost(Costs(graphshard.load_profile("h100")), steps=0)
     passes = graphshard.Pipeline().replace("plan", MakePlan(planner))
     stopped = graphshard.explain(meta_net(), {"shard": 64}, example_inputs=(TOKENS,), passes=passes)
@@ -125,7 +125,7 @@ def test_a_search_that_ended_at_its_budget_is_said(found):
 
 
 def test_flops_and_mfu(found):
-    """Six per parameter and token for the layers' weights, at the peak of bfloat16."""
+    """Six per parameter and token for the layers' weights, at the peak rate of bfloat16."""
     weights = 4 * 2 * 4 * 512**2 + 512 * 1024
     assert found.flop == 6 * weights * 256
     peak = graphshard.load_profile("h100").rate("bfloat16").peak
@@ -133,7 +133,7 @@ def test_flops_and_mfu(found):
 
 
 def test_state_is_sharded(study, found):
-    """Sharded state is a rank's part of parameters and optimizer: twice the ranks, half of it."""
+    """Twice the ranks halve the sharded parameters and optimizer state of a rank."""
     trained = sum(p.numel() for p in study.model.parameters()) * 4
     assert found.memory["optimizer state"] == pytest.approx(2 * trained / RANKS, rel=0.01)
     twice = study.explain((2 * RANKS,), graphshard.load_profile("h100"), "isolated")
@@ -144,7 +144,7 @@ def test_state_is_sharded(study, found):
 
 
 def test_table(found):
-    """What a user reads."""
+    """The table for users."""
     text = str(found)
     for part in ("Net, 256 tokens per rank", "shard 8", "network isolated", found.profile_hash[:12], "tokens/s", "MFU"):
         assert part in text
@@ -153,7 +153,7 @@ def test_table(found):
 
 
 def test_waits_have_reasons(study, found):
-    """The first gather has nothing to hide behind, the last reduction neither; on a slow network buckets queue."""
+    """The first gather and the last reduction overlap nothing; on a slow network buckets queue."""
     of_bucket = {wait.bucket: wait for wait in found.waits}
     gathers, reductions = ([s.name for s in found._timeline.steps if s.kind == kind] for kind in ("gather", "reduce"))
     assert of_bucket[gathers[0]].why == "head"
@@ -169,7 +169,7 @@ def test_waits_have_reasons(study, found):
 
 
 def test_critical_path_and_slack(study, found):
-    """The path is as long as forward and backward; text and report say who is on it and who has room."""
+    """The critical path is as long as forward and backward; table and report list its parts and each slack."""
     assert sum(found.critical_path.values()) == pytest.approx(found.step_time_s - found.optimizer_s)
     path = [name for name in found.critical_path if name != "compute"]
     assert set(path) <= found.slack.keys() == {bucket.name for bucket in found._program.plan.buckets}
@@ -180,7 +180,7 @@ def test_critical_path_and_slack(study, found):
     assert f"compute {found.critical_path['compute'] / (found.step_time_s - found.optimizer_s):.1%}, " in text
     assert f"none for {len(found.slack) - len(loose)} of {len(found.slack)} buckets, " in text
     assert json.loads(found.to_json())["slack"] == found.slack
-    # The clock again, with something longer: into its slack, and beyond.
+    # Simulate again with longer events: within their slack, and beyond.
     timeline = found._timeline
     (event,) = (s.event for s in timeline.steps if s.name == loose[0] and s.link)
     for more, expected in ((0.5, 0.0), (2.0, 1.0)):
@@ -193,8 +193,8 @@ def test_critical_path_and_slack(study, found):
     assert list(alone.critical_path) == ["compute"]
 
 
-def test_what_makes_compute_wait(study):
-    """A wait says what it would be shorter without; the report's tooltip, too."""
+def test_waits_name_their_causes(study):
+    """A wait, also in the report's tooltip, says how much shorter it would be without each cause."""
     slow = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
     wait = next(wait for wait in slow.waits if len(wait.without) > 1)
     other, seconds = next((name, seconds) for name, seconds in wait.without.items() if name != wait.bucket)
@@ -207,7 +207,7 @@ def test_what_makes_compute_wait(study):
 
 
 def test_parameters_on_the_host(found, tmp_path):
-    """Copies to and from the host have a link of their own; a gather starts when its shard has come."""
+    """Copies to and from the host use a separate link; a gather starts when its shard has arrived."""
     passes = graphshard.Pipeline().insert(OffloadParameters(), before="plan")
     away = graphshard.explain(
         meta_net(), (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, hardware="h100", passes=passes
@@ -240,7 +240,7 @@ def test_parameters_on_the_host(found, tmp_path):
 
 
 def test_two_axes(study, tmp_path):
-    """Gathers stay in the node while all-reduces cross nodes: two links, which run at the same time."""
+    """Gathers stay in the node while all-reduces cross nodes: two links that run concurrently."""
     found = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
     assert (found.mesh, found.num_ranks) == ({"replicate": 8, "shard": 8}, 64)
     links = {(s.kind, s.link) for s in found._timeline.steps if s.link}
@@ -266,7 +266,7 @@ def test_two_axes(study, tmp_path):
 
 
 def test_formulas_on_two_axes():
-    """They say what explain says, also for another number of shards, while the number of replicas stays."""
+    """They equal explain, also for another number of shards, if the number of replicas stays."""
     study = Study(meta_net(width=64), (TOKENS,), None, Options(mp_policy=BF16), symbols={"batch": 0})
     h100 = graphshard.load_profile("h100")
     found, more = (study.explain((4, ranks), h100, "isolated") for ranks in (4, 8))
@@ -290,7 +290,7 @@ def test_two_axes_are_planned_as_compile_plans_them(fake_world):
 
 
 def test_json(found):
-    """Plain numbers; what is private stays out."""
+    """Plain numbers; private fields are left out."""
     data = json.loads(found.to_json())
     assert data["step_time_s"] == found.step_time_s
     assert data["tokens_per_second"] == found.tokens_per_second
@@ -308,7 +308,7 @@ def test_html(found, tmp_path):
 
 
 def test_trace(found, tmp_path):
-    """Trace events that a parser accepts: known phases with their fields, and no overlap on a track."""
+    """Valid trace events: known phases with their fields, and no overlap on a track."""
     found.save_trace(tmp_path / "x.json")
     trace = json.loads((tmp_path / "x.json").read_text())
     fields = {"X": {"ts", "dur", "tid", "cat"}, "C": {"ts", "args"}, "M": {"args"}}
@@ -331,8 +331,8 @@ def test_trace(found, tmp_path):
     assert peak == found.peak_memory_bytes - found.memory["optimizer state"]
 
 
-def test_equal_to_what_compile_makes(fake_world):
-    """The plan and the regions are those that compile makes with the same arguments."""
+def test_plan_and_regions_equal_compile(fake_world):
+    """Plan and regions equal those of compile with the same arguments."""
     from torch.distributed.device_mesh import init_device_mesh
 
     cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
@@ -346,11 +346,11 @@ def test_equal_to_what_compile_makes(fake_world):
     assert program.regions.keys() == {region.key for region in predicted.regions}
 
 
-# What limits, and what helps
+# Limits and advice
 
 
 def test_limits(study):
-    """A slow network is a link; much work for few bytes is compute; too little memory is memory."""
+    """On a slow network the link; with much work for few bytes compute; with too little memory memory."""
     h100 = graphshard.load_profile("h100")
     assert study.explain((1024,), h100, "in-training").limit == "link"
     slow = dataclasses.replace(
@@ -364,7 +364,7 @@ def test_limits(study):
 
 
 def test_limit_is_the_longest_part_of_the_critical_path(study):
-    """Slower links end up as the head, the tail or the link; each part of the path is one of them or compute."""
+    """Slower links become the head, the tail or the link; each part of the path is one of them or compute."""
     h100 = graphshard.load_profile("h100")
     for mesh, network in (((RANKS,), "isolated"), ((64,), "in-training"), ((8, 8), "isolated")):
         found = study.explain(mesh, h100, network)
@@ -375,8 +375,8 @@ def test_limit_is_the_longest_part_of_the_critical_path(study):
         assert found.limit == max(("head", "tail", "link"), key=lambda name: seconds[name])
 
 
-def test_what_the_advice_gains(study):
-    """The clock again without the gathers of backward, and with reductions of half the time."""
+def test_gain_of_the_advice(study):
+    """Simulate again without the gathers of backward, and with half the reduction time."""
     found = study.explain((64,), H100, "in-training")
     events = found._timeline.events
     for text, factor, phases, kind in (
@@ -395,7 +395,7 @@ def test_what_the_advice_gains(study):
 
 
 def test_a_slow_bucket_is_named(study):
-    """One reduction that takes long while the link is idle otherwise: the advice is about it, and what it costs."""
+    """One long reduction on an otherwise idle link: the advice names it and its cost."""
     found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
     calls = [event for event in found._timeline.events if isinstance(event, TimedCall)]
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
@@ -418,8 +418,8 @@ def test_a_slow_bucket_is_named(study):
 
 
 @pytest.mark.parametrize(("compute", "limit"), [(24.0, "compute"), (8.0, "tail")])
-def test_a_step_that_computes_nearly_all_the_time_is_limited_by_that(study, compute: float, limit: str):
-    """96 % of compute beside one reduction, and 89 %: the advice names the reduction in both."""
+def test_compute_limit_and_advice(study, compute: float, limit: str):
+    """96 % of compute next to one reduction, and 89 %: the advice names the reduction in both cases."""
     found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
     call = next(event for event in found._timeline.events if isinstance(event, TimedCall))
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
@@ -439,9 +439,9 @@ def test_a_step_that_computes_nearly_all_the_time_is_limited_by_that(study, comp
 
 
 def test_advice_is_right(study):
-    """With somewhat more tokens than the advice names, communication does hide; with a quarter it does not."""
+    """With slightly more tokens than advised, communication is hidden; with a quarter it is not."""
     h100 = graphshard.load_profile("h100")
-    # The planner would join buckets where latencies count, and so change the communication that the advice is about.
+    # The planner would pack buckets where latency counts, which changes the communication in the advice.
     by_unit = {"mp_policy": BF16, "passes": graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit()))}
     link = Study(study.model, (TOKENS,), None, Options(**by_unit)).explain((1024,), h100, "in-training")
     (line,) = [line for line in link.advice if "tokens per rank" in line]
@@ -460,7 +460,7 @@ def test_advice_is_right(study):
     assert few.communication_s > few.compute_s
 
 
-def test_keeping_parameters_is_what_the_advice_says(study):
+def test_advice_to_keep_parameters(study):
     """No gathers in backward: communication shrinks by A'."""
     h100 = graphshard.load_profile("h100")
     again = study.explain((64,), h100, "isolated")
@@ -473,7 +473,7 @@ def test_keeping_parameters_is_what_the_advice_says(study):
 
 
 def test_measured_regions_replace_estimates(study, found):
-    """One region measured to take a second; the rest stays."""
+    """One region is measured as a second; the others keep their estimates."""
     region = found.regions[0]
     result = study.explain((RANKS,), H100, "isolated", measured={region.key: 1.0})
     assert result.compute_s == pytest.approx(found.compute_s + region.calls * (1.0 - region.seconds))
@@ -481,7 +481,7 @@ def test_measured_regions_replace_estimates(study, found):
 
 
 def test_measure_regions(fake_world, tmp_path):
-    """Regions of a compiled model are timed and fit the prediction's by key, through a file."""
+    """Regions of a compiled model are timed, saved, and matched to the prediction by key."""
     from torch.distributed.device_mesh import init_device_mesh
 
     fake_world(2)
@@ -505,8 +505,8 @@ def test_measure_regions(fake_world, tmp_path):
     assert result.compute_s == pytest.approx(sum(measured[key] for key in program.region_calls))
 
 
-def test_measurements_of_something_else(study, tmp_path):
-    """A key that is no region, and a file that holds something else."""
+def test_rejects_other_measurements(study, tmp_path):
+    """An unknown region key, and a file without measurements."""
     with pytest.raises(graphshard.ArgumentError, match="measured has 'abc', which is no region of this program"):
         study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={"abc": 1.0})
     (tmp_path / "m.json").write_text('{"abc": "fast"}')
@@ -518,7 +518,7 @@ def test_measurements_of_something_else(study, tmp_path):
 
 
 def test_grid(study):
-    """One capture for all meshes and machines; a line for each; the best fits into memory."""
+    """One capture for all meshes and machines; a line for each; the best one fits into memory."""
     said = []
     grid = graphshard.explain_grid(
         study.model,
@@ -548,7 +548,7 @@ def test_grid(study):
 
 
 def test_settings_of_a_grid_share_a_capture():
-    """What is captured alike is captured once, with the numbers of one that is captured for itself."""
+    """Settings with equal captures share one, with the numbers of a separate capture."""
     said = []
     settings = {"reshard": {}, "keep": {"reshard_after_forward": False}, "full": {"activation": "full"}}
     model = meta_net()
@@ -560,7 +560,7 @@ def test_settings_of_a_grid_share_a_capture():
 
 
 def test_settings_of_a_grid_that_are_equal_or_name_parameters():
-    """Each has its row; parameters are compared as objects."""
+    """Each has a row; parameters are compared by identity."""
     model = meta_net(width=16)
     ignored = {name: {"ignored_params": [getattr(model, name).weight]} for name in ("embed", "head")}
     settings = {"one": {}, "the same": {}, **ignored}
@@ -596,7 +596,7 @@ def test_wrong_arguments(options, message):
 
 
 def test_wrong_grids():
-    """A list was forgotten; an option is none."""
+    """A missing list, and an unknown option."""
     with pytest.raises(graphshard.ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
         graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), hardware="h100")
     with pytest.raises(graphshard.ArgumentError, match=r"settings\['x'\] got .* 'reshard'\. Did you mean"):
@@ -604,7 +604,7 @@ def test_wrong_grids():
 
 
 def test_mesh_of_one_rank(study):
-    """Nothing travels."""
+    """There are no collectives."""
     alone = study.explain((1,), graphshard.load_profile("h100"), "isolated")
     assert alone.communication_s == 0
     assert alone.limit == "compute"

@@ -1,4 +1,4 @@
-"""The largest batch and the smallest mesh, of memory that is made up: what is found, by how many predictions."""
+"""Search for the largest batch and the smallest mesh, with a memory function: results, and numbers of predictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def outcome(ranks: int, batch: int, memory: float, state: float = 0.0) -> Outcom
 
 
 class Asked:
-    """Predictions of a memory by batch; what was asked for is kept."""
+    """Predicts memory by batch and records the calls."""
 
     def __init__(self, memory: Callable[[int], float], broken: tuple[int, ...] = ()) -> None:
         self.memory, self.broken = memory, broken
@@ -46,8 +46,8 @@ class Asked:
 
 @pytest.mark.parametrize("begin", [1, 2, 7, 12, 40])
 @pytest.mark.parametrize("slope", [3, 40, 170, 450])
-def test_the_largest_batch_of_a_straight_line_takes_three_predictions(begin: int, slope: int) -> None:
-    """The begin, another one, and the answer."""
+def test_linear_memory_takes_three_predictions(begin: int, slope: int) -> None:
+    """The start, one more point, and the answer."""
     asked = Asked(lambda batch: 100 + slope * batch)
     found = largest("", asked, begin)
     assert found.outcome is not None
@@ -56,8 +56,8 @@ def test_the_largest_batch_of_a_straight_line_takes_three_predictions(begin: int
     assert len(set(asked.counts)) == len(asked.counts) <= 3
 
 
-def test_a_line_that_is_bent_is_corrected() -> None:
-    """Allocations that come in pieces: the answer fits, and the next batch does not."""
+def test_nonlinear_memory_is_corrected() -> None:
+    """Allocations in blocks: the answer fits, and the next batch does not."""
     asked = Asked(lambda batch: 100 + 30 * batch + 0.4 * batch**2 + 60 * (batch // 16))
     found = largest("", asked, 2)
     assert found.outcome is not None
@@ -74,14 +74,14 @@ def test_no_batch_fits() -> None:
     assert len(asked.counts) <= 4
 
 
-def test_memory_that_does_not_grow_has_no_largest_batch() -> None:
+def test_constant_memory_has_no_largest_batch() -> None:
     found = largest("", Asked(lambda batch: 10.0), 1)
     assert found.outcome is not None
     assert found.outcome.batch == 1024
     assert found.why == "more than 1024 were not tried"
 
 
-def test_a_batch_that_cannot_be_predicted_is_named() -> None:
+def test_names_a_batch_without_prediction() -> None:
     found = largest("", Asked(lambda batch: 100 + 10 * batch, broken=(2,)), 1)
     assert found.outcome is not None
     assert found.outcome.batch == 1
@@ -109,14 +109,14 @@ def on_ranks(fixed: float, state: float, counts: list[int]) -> Callable[[int], O
     ],
 )
 def test_the_smallest_mesh(fixed: float, state: float, begin: int, expected: int | None, predictions: int) -> None:
-    """By halves if it fits, by doubles if it does not."""
+    """Halves the mesh if it fits, doubles it if not."""
     counts: list[int] = []
     found = smallest("", on_ranks(fixed, state, counts), begin)
     assert (found.outcome and found.outcome.num_ranks) == expected
     assert len(counts) == predictions
 
 
-def test_meshes_that_there_are_not_are_skipped() -> None:
+def test_skips_impossible_meshes() -> None:
     """Inner axes cannot be halved."""
     plain = on_ranks(100, 100, [])
     found = smallest("", lambda ranks: plain(ranks) if ranks >= 16 else "there is no such mesh", 64)

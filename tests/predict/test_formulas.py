@@ -19,7 +19,7 @@ from tests.helpers import COALESCED
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 SECONDS = ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s")
-# Without what the host takes, which does not shrink with the batch: small ones have something to hide behind too late.
+# Without host time, which does not shrink with the batch and delays what small batches could overlap.
 H100 = replace(graphshard.load_profile("h100"), host_seconds={"eager": 0.0, "compiled": 0.0}, kernel_seconds=3e-6)
 OPTIONS = Options(mp_policy=BF16, passes=graphshard.Pipeline().replace("plan", MakePlan(COALESCED)))
 SYMBOLIC = {"batch": 0, "seq": 1}
@@ -27,7 +27,7 @@ SYMBOLIC = {"batch": 0, "seq": 1}
 
 @functools.cache
 def explained(batch: int, seq: int, ranks: int) -> graphshard.Explanation:
-    """The step at some sizes; with formulas at the first ones."""
+    """Explain the step at some sizes; with formulas at the first ones."""
     symbols = SYMBOLIC if (batch, seq) == tuple(TOKENS.shape) else None
     inputs = (torch.zeros(batch, seq, dtype=torch.long),)
     return Study(meta_net(), inputs, None, OPTIONS, symbols=symbols).explain((ranks,), H100, "isolated")
@@ -35,7 +35,7 @@ def explained(batch: int, seq: int, ranks: int) -> graphshard.Explanation:
 
 @pytest.fixture(scope="module")
 def formulas() -> graphshard.predict.symbolic_cost.Formulas:
-    """Of 256 tokens on 8 ranks."""
+    """Return the formulas of 256 tokens on 8 ranks."""
     found = explained(*TOKENS.shape, 8).formulas
     assert found is not None
     return found
@@ -45,7 +45,7 @@ def formulas() -> graphshard.predict.symbolic_cost.Formulas:
     ("batch", "seq", "ranks"), [(2, 128, 8), (8, 128, 8), (3, 200, 8), (2, 128, 64), (1, 512, 256)]
 )
 def test_formulas_equal_numbers(formulas, batch, seq, ranks):
-    """At the sizes that were explained and at others: what the numeric path says, to rounding."""
+    """At the explained sizes and at others they equal the numeric prediction, up to rounding."""
     found = formulas.evaluate(batch=batch, seq=seq, ranks=ranks)
     expected = explained(batch, seq, ranks)
     for name in SECONDS:
@@ -57,7 +57,7 @@ def test_formulas_equal_numbers(formulas, batch, seq, ranks):
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_formulas_count_contention(formulas, ranks):
-    """Compute is slower beside communication, in formulas as in numbers, and never by more than what is beside it."""
+    """Compute is slower during communication, as in the numeric prediction, by at most the overlapped time."""
     profile = replace(H100, contention=0.5)
     inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
     symbolic = Study(meta_net(), inputs, None, OPTIONS, symbols=SYMBOLIC)
@@ -74,8 +74,8 @@ def test_formulas_count_contention(formulas, ranks):
 
 @pytest.mark.parametrize("contention", [0.0, 0.5])
 @pytest.mark.parametrize("mesh", [(8,), (4, 8)])
-def test_formulas_are_of_the_same_clock(mesh, contention):
-    """With copies to and from the host, on one axis and on two, with contention: the timeline's step to rounding."""
+def test_formulas_match_the_timeline(mesh, contention):
+    """With host copies, on one axis and on two, with contention: equal to the timeline's step up to rounding."""
     passes = graphshard.Pipeline().replace("plan", MakePlan(COALESCED)).insert(OffloadParameters(), before="plan")
     profile = replace(H100, contention=contention)
     inputs = (torch.zeros(*TOKENS.shape, dtype=torch.long),)
@@ -88,8 +88,8 @@ def test_formulas_are_of_the_same_clock(mesh, contention):
         assert values[name] == pytest.approx(getattr(found, name), rel=1e-12), name
 
 
-def test_formulas_know_what_a_pass_sends():
-    """Eight bits for an element and a scale for a shard, as on the timeline; so with other numbers of ranks."""
+def test_formulas_count_a_passes_communication():
+    """Eight bits per element and a scale per shard, as on the timeline, also for other numbers of ranks."""
     passes = graphshard.Pipeline().insert(Float8AllGather(("layers.*.weight",)), before="plan")
     options, inputs = replace(OPTIONS, passes=passes), (torch.zeros(*TOKENS.shape, dtype=torch.long),)
     found = Study(meta_net(), inputs, None, options, symbols=SYMBOLIC).explain((8,), H100, "isolated")
@@ -101,7 +101,7 @@ def test_formulas_know_what_a_pass_sends():
 
 
 def test_saved_bytes_are_memory(formulas):
-    """What forward leaves for backward grows with tokens, and is in the memory at the peak of it."""
+    """Saved activations grow with tokens, and are part of the peak memory."""
     one, four = (formulas.evaluate(batch=n)["saved_bytes"] for n in (2, 8))
     assert 3.5 * one < four <= 4 * one
     big = explained(8, 128, 8)
@@ -109,7 +109,7 @@ def test_saved_bytes_are_memory(formulas):
 
 
 def test_smooth_formulas(formulas):
-    """Without maxima: polynomials that agree with the numbers up to roundings."""
+    """Without maxima: polynomials that approximate the numbers up to roundings."""
     for name in ("compute_s", "communication_s", "saved_bytes", "state_bytes"):
         smooth = formulas.smooth(name)
         assert not smooth.has(sympy.Max, sympy.Min, sympy.ceiling)
@@ -120,7 +120,7 @@ def test_smooth_formulas(formulas):
 
 
 def test_crossover(formulas):
-    """At the batch it names communication is hidden, one below it is not; the formula agrees, for any sequence."""
+    """At the crossover batch communication is hidden, one below it is not; the formula agrees for any sequence."""
     found = formulas.crossover("batch")
     assert found is not None
     hidden, exposed = (formulas.evaluate(batch=found.value - n) for n in (0, 1))
@@ -135,7 +135,7 @@ def test_crossover(formulas):
 
 
 def test_formulas_are_printed():
-    """In the table: how things grow and where communication hides; in JSON: all definitions."""
+    """The table shows growth and the crossover; JSON has all definitions."""
     found = explained(*TOKENS.shape, 8)
     assert "formulas around batch 2, seq 128, ranks 8:" in str(found)
     assert "communication_s <= compute_s from batch" in str(found)
@@ -143,7 +143,7 @@ def test_formulas_are_printed():
 
 
 def test_wrong_symbols(formulas):
-    """The message names the symbol and those there are."""
+    """The message names the symbol and the known ones."""
     with pytest.raises(graphshard.ArgumentError, match="there is no symbol 'length'; there are batch, seq, ranks"):
         formulas.evaluate(length=3)
     with pytest.raises(graphshard.ArgumentError, match="batch must be positive, got 0"):
@@ -153,7 +153,7 @@ def test_wrong_symbols(formulas):
 
 
 class Other(nn.Module):
-    """Does something else at other sizes, as `what` says."""
+    """Behaves differently at other sizes, as `what` says."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -179,13 +179,13 @@ class Other(nn.Module):
     ],
 )
 def test_models_without_formulas(what, symbols, message):
-    """The message says what stands against it."""
+    """The message gives the reason."""
     with pytest.raises(graphshard.ArgumentError, match=message):
         graphshard.explain(Other(what), (8,), example_inputs=(torch.ones(16, 4),), symbols=symbols)
 
 
 def test_sizes_have_symbols():
-    """Every size that grows with the input has the symbol; weights have none."""
+    """Every size that grows with the input has its symbol; weights have none."""
     study = Study(Other(""), (torch.ones(16, 4),), None, symbols={"rows": 0})
     study.explain((8,), H100, "isolated")
     captured = study._targets[None].program

@@ -1,4 +1,4 @@
-"""Every option of `compile` in a prediction: the program is the one that `compile` makes, and the numbers are its."""
+"""Every option of `compile` in a prediction: the predicted program is the one that `compile` builds."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ DYNAMIC = ({0: Dim("batch"), 1: Dim("seq", max=4096)},)
 
 
 def predicted(shape: Any = (RANKS,), symbols: Any = None, inputs: Any = (TOKENS,), **options: Any) -> Explanation:
-    """A step of the network in bfloat16 on H100."""
+    """Explain the net in bfloat16 on H100."""
     study = Study(meta_net(), inputs, None, Options(mp_policy=BF16, **options), symbols=symbols)
     return study.explain(shape, H100, "isolated")
 
 
 @pytest.fixture(scope="module")
 def plain() -> Explanation:
-    """Without options, to compare with."""
+    """Explain without options, for comparison."""
     return predicted()
 
 
-# Options that shape the program, and that a CPU mesh shows, for a model of this class.
+# Options that change the program on a CPU mesh, for a model of this class.
 SHAPING: dict[str, Callable[[nn.Module], Any]] = {
     "reshard_after_forward": lambda model: 2,
     "shard_placement_fn": lambda model: lambda param: Shard(param.dim() - 1),
@@ -60,7 +60,7 @@ SHAPING: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def test_every_option_is_tried() -> None:
-    """But for those that shape no program."""
+    """Except options that do not change the program."""
     shapeless = {"fullgraph", "hardware", "max_captures", "verify"}
     assert {field.name for field in fields(Options)} - SHAPING.keys() == shapeless
 
@@ -70,7 +70,7 @@ def small() -> Net:
 
 
 @pytest.mark.parametrize("name", SHAPING)
-def test_the_program_is_the_one_that_compile_makes(fake_world: FakeWorld, name: str) -> None:
+def test_the_program_equals_compile(fake_world: FakeWorld, name: str) -> None:
     """The same plan and the same regions."""
     with torch.device("meta"):
         model = small()
@@ -89,13 +89,13 @@ def test_the_program_is_the_one_that_compile_makes(fake_world: FakeWorld, name: 
 
 
 def flop_run(found: Explanation) -> float:
-    """Multiplications of a step, with those that are made again."""
+    """Count the multiplications of a step, including recomputation."""
     regions = found._program.regions
     return sum(r.calls * sum(flop_of(regions[r.key].module.graph.nodes).values()) for r in found.regions)
 
 
 def test_activation(plain: Explanation) -> None:
-    """Less is saved for backward, which computes it again; the model's multiplications are what they were."""
+    """Less is saved for backward, which recomputes it; the model's FLOP count stays the same."""
     half, full = predicted(activation=0.5), predicted(activation="full")
     sizes = [found.memory["saved for backward"] for found in (full, half, plain)]
     assert sizes[0] < 0.15 * sizes[2]
@@ -110,7 +110,7 @@ def test_activation(plain: Explanation) -> None:
 
 
 def test_offload_policy(plain: Explanation) -> None:
-    """Copies on a link of their own, state on the host: what the pass does where the user inserts it."""
+    """Copies use a separate link, and state is on the host, as with the pass inserted manually."""
     away = predicted(offload_policy=CPUOffloadPolicy())
     assert 0 < away.busy["host"] < 1
     assert away.step_time_s > plain.step_time_s
@@ -122,7 +122,7 @@ def test_offload_policy(plain: Explanation) -> None:
 
 
 def test_backend(plain: Explanation) -> None:
-    """Operators run one by one: the same plan and communication, more kernels, and a bound that knows."""
+    """One kernel per operator: the same plan and communication, more kernels, and a matching bound."""
     eager = predicted(backend="eager")
     assert eager.plan_hash == plain.plan_hash
     assert eager.communication_s == pytest.approx(plain.communication_s)
@@ -144,7 +144,7 @@ def sizes_of(found: Explanation) -> list[tuple[int, int]]:
 
 
 def test_dynamic_shapes(plain: Explanation) -> None:
-    """The program for all sizes, at those of the example; declared, or marked on an input that is on meta."""
+    """The program for all sizes, evaluated at the example's; declared, or marked on a meta input."""
     dynamic = predicted(dynamic_shapes=DYNAMIC)
     assert sizes_of(dynamic) == [(0, 0), (0, 1)] != sizes_of(plain)
     for number in ("step_time_s", "compute_s", "communication_s", "peak_memory_bytes", "flop"):
@@ -157,7 +157,7 @@ def test_dynamic_shapes(plain: Explanation) -> None:
 
 
 def test_gathers_in_a_smaller_group() -> None:
-    """Forward gathers between nodes, backward in the node: less than gathering twice, more than keeping it all."""
+    """Forward gathers between nodes, backward in the node: faster than gathering twice, and saves memory."""
     again, kept = (predicted((64,), reshard_after_forward=reshard) for reshard in (True, False))
     found = predicted((64,), reshard_after_forward=8)
     gathers = {(step.phase, step.link) for step in found._timeline.steps if step.kind == "gather"}
@@ -167,7 +167,7 @@ def test_gathers_in_a_smaller_group() -> None:
     for other in (found, again, kept):
         assert other.lower_bound_s <= other.step_time_s
     study = Study(meta_net(), (TOKENS,), None, Options(reshard_after_forward=8))
-    assert study.explain((8,), H100, "isolated").step_time_s > 0  # all of the axis
+    assert study.explain((8,), H100, "isolated").step_time_s > 0  # the whole axis
     with pytest.raises(graphshard.ArgumentError, match=r"reshard_after_forward=8 must divide .* 12\. Give one of 1, 2"):
         study.explain((12,), H100, "isolated")
 
@@ -185,7 +185,7 @@ def test_gathers_in_a_smaller_group() -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_formulas_equal_numbers(options: dict[str, Any]) -> None:
-    """At the sizes that were explained, and at others with as many tokens."""
+    """At the explained sizes, and at others with the same number of tokens."""
     found = predicted(symbols={"batch": 0, "seq": 1}, **options)
     assert found.formulas is not None
     other = predicted(inputs=(torch.zeros(4, 64, dtype=torch.long),), **options)
@@ -196,7 +196,7 @@ def test_formulas_equal_numbers(options: dict[str, Any]) -> None:
 
 
 class Wrong(Reorder):
-    """Says that it did nothing, and has lost a wait."""
+    """Claims to change nothing, but removes a wait."""
 
     name = "wrong"
 
@@ -211,7 +211,7 @@ class Wrong(Reorder):
 
 
 def test_verify() -> None:
-    """Rules are checked as `compile` checks them if that is asked for."""
+    """Verified at the same levels as in `compile`."""
     passes = Pipeline().insert(Wrong(), after="reorder")
     for level in ("ends", "each"):
         with pytest.raises(graphshard.PassError, match="wrong" if level == "each" else "the last pass"):
@@ -219,6 +219,6 @@ def test_verify() -> None:
     assert predicted(verify="each").step_time_s == predicted(verify="off").step_time_s
 
 
-def test_a_limit_that_nothing_keeps() -> None:
+def test_an_infeasible_limit() -> None:
     with pytest.raises(graphshard.InfeasibleError, match="The least possible is"):
         predicted(memory_limit=10)

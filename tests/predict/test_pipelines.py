@@ -1,4 +1,4 @@
-"""A pipeline axis: stages are cut out of the program, and a schedule runs them."""
+"""Pipeline axes: the program is cut into stages, and a schedule runs them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DEPTH = 8
 
 
 def explained(mesh: Any, **options: Any) -> Any:
-    """`Net` with eight blocks."""
+    """Explain `Net` with eight blocks."""
     given = {"mp_policy": BF16, "example_inputs": (TOKENS,), **options}
     return graphshard.explain(meta_net(width=256, depth=DEPTH), mesh, **given)
 
 
-# --- cutting -------------------------------------------------------------------------------------------------------
+# --- cutting ------------------------------------------------------------------------------------------------------
 
 
 class Body(nn.Module):
-    """Blocks between an embedding and a head; a table that all read, and what the first block makes is read last."""
+    """Blocks between an embedding and a head; all read one table, and the head reads the first block's output."""
 
     def __init__(self, depth: int = 5, *, skip: bool = False, tied: bool = False) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ BATCHES = [(torch.tensor([0, 1, 5]), torch.tensor([1, 2, 3])), (torch.tensor([2,
 
 
 def run_pipeline(stages: Stages, model: nn.Module) -> dict[str, Any]:
-    """Every stage's program after the other on two simulated ranks; what all of them return."""
+    """Run every stage's program in sequence on two simulated ranks; return all their results."""
     programs = [stages.program_of(stage) for stage in range(len(stages.counts))]
     common = []
     for rank, batch in enumerate(BATCHES):
@@ -99,8 +99,8 @@ def cut(model: nn.Module, counts: tuple[int, ...]) -> Stages:
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("counts", [(5,), (2, 3), (1, 1, 2, 1)])
-def test_stages_compute_what_the_model_does(counts: tuple[int, ...], skip: bool) -> None:
-    """Run one after the other they have the loss and the gradients of the model; each has its own parameters."""
+def test_stages_compute_the_models_results(counts: tuple[int, ...], skip: bool) -> None:
+    """In sequence they compute the model's loss and gradients; each stage has separate parameters."""
     model = Body(skip=skip)
     stages = cut(model, counts)
     found = run_pipeline(stages, model)
@@ -111,14 +111,14 @@ def test_stages_compute_what_the_model_does(counts: tuple[int, ...], skip: bool)
     torch.testing.assert_close(found["loss"], [model(*batch) for batch in BATCHES])
     one = 3 * 4 * 4  # a row for each token
     for border in range(len(counts) - 1):
-        # What is read further on goes over every border between.
+        # Values used by later stages cross every border in between.
         apart = skip and sum(counts[: border + 1]) > 1
         assert stages.sent(border) == (2 * one if apart else one)
         assert stages.sent(border, backward=True) == (2 * one if apart else one)
 
 
-def test_nothing_is_computed_twice() -> None:
-    """But for the table, which every stage makes; operators that compute are those of the whole."""
+def test_no_operator_is_duplicated() -> None:
+    """Except the table, which every stage computes; all other operators occur once."""
 
     def count(program: Program) -> int:
         nodes = [node for phase in program.phases.values() for node in phase.module.graph.nodes]
@@ -134,8 +134,8 @@ def test_a_parameter_of_several_stages() -> None:
         cut(Body(tied=True), (3, 2))
 
 
-def test_which_blocks() -> None:
-    """Those that are equal, or the longest list; equal ones have one kind."""
+def test_blocks_to_cut() -> None:
+    """The equal blocks, or else the longest list."""
     repeats = Repeats("layers", 1, 2, 6)
     blocks = blocks_of({"heads": 40, "layers": 14}, repeats, "Net")
     assert (blocks.path, blocks.count) == ("layers", 14)
@@ -147,11 +147,11 @@ def test_which_blocks() -> None:
         blocks_of({}, None, "Net")
 
 
-# --- predictions ---------------------------------------------------------------------------------------------------
+# --- predictions --------------------------------------------------------------------------------------------------
 
 
-def test_one_stage_is_no_pipeline() -> None:
-    """With pp 1 the prediction is the same as without, but for the name of the mesh."""
+def test_one_stage_equals_no_pipeline() -> None:
+    """With pp 1 the prediction is the same as without, except for the name of the mesh."""
     plain, one = explained({"dp": 8}, accumulate=4).to_dict(), explained({"dp": 8, "pp": 1}, accumulate=4).to_dict()
     assert one.pop("mesh") == {"pp": 1, "dp": 8}
     assert plain.pop("mesh") == {"dp": 8}
@@ -159,7 +159,7 @@ def test_one_stage_is_no_pipeline() -> None:
 
 
 def test_a_step_adds_up() -> None:
-    """Compute, exposed communication, optimizer and bubble of the slowest rank are the step; the bubble is known."""
+    """Compute, exposed communication, optimizer and bubble of the slowest rank add up; the bubble is known."""
     found = explained({"pp": 4, "dp": 4}, accumulate=8)
     made = found.pipeline
     assert found.mesh == {"pp": 4, "dp": 4}
@@ -182,7 +182,7 @@ def test_a_step_adds_up() -> None:
 
 
 def test_parameters_are_gathered_once() -> None:
-    """Twice the microbatches take twice the compute, and no more gathers and reductions."""
+    """Doubling the microbatches doubles compute, but not gathers and reductions."""
     some, more = (explained({"pp": 2, "dp": 4}, accumulate=count) for count in (8, 16))
     assert more.communication_s == pytest.approx(some.communication_s)
     assert more.exposed_comm_s == pytest.approx(some.exposed_comm_s)
@@ -191,14 +191,14 @@ def test_parameters_are_gathered_once() -> None:
 
 
 def test_memory_by_stage() -> None:
-    """A stage holds as many microbatches as there are stages behind it, with full gradients and parameters."""
+    """A stage holds one microbatch per later stage, with full gradients and parameters."""
     found = explained({"pp": 4, "dp": 4}, accumulate=8)
     made = found.pipeline
     assert [stage.alive for stage in made.stages] == [4, 3, 2, 1]
     assert found.peak_memory_bytes == sum(found.memory.values()) == made.rank_bytes[made.largest]
     assert made.memory_by_stage()["stage 1"] == made.rank_bytes[1]
     assert made.rank_bytes[1] > made.rank_bytes[2]
-    saved = 2 * 128 * 256 * 2 * (1 + 4 + 4)  # of a block: its input, and what is before and behind the GELU
+    saved = 2 * 128 * 256 * 2 * (1 + 4 + 4)  # of a block: its input, and the input and output of the GELU
     assert made.rank_bytes[1] - made.rank_bytes[2] == made.stages[1].blocks * saved
     full = 4 * (4 * 256 * 256 * 2 + 5 * 256)  # float32 gradients of a block
     extra = made.stages[made.largest].blocks * full
@@ -207,7 +207,7 @@ def test_memory_by_stage() -> None:
 
 
 def test_schedules() -> None:
-    """GPipe holds all microbatches; interleaved stages have a shorter bubble, and are two for each rank."""
+    """GPipe holds all microbatches; interleaved stages have a shorter bubble, and each rank has two."""
     one, all_, two = (explained({"pp": 2, "dp": 4}, accumulate=8, pipeline=p) for p in ("1f1b", "gpipe", "interleaved"))
     assert [stage.alive for stage in all_.pipeline.stages] == [8, 8]
     assert all_.peak_memory_bytes > one.peak_memory_bytes
@@ -217,8 +217,8 @@ def test_schedules() -> None:
     assert two.peak_memory_bytes == sum(two.memory.values())
 
 
-def test_a_limit_is_that_of_a_rank() -> None:
-    """Each stage is planned with what other microbatches leave it."""
+def test_a_limit_applies_to_a_rank() -> None:
+    """Each stage is planned with the memory that other microbatches leave."""
     free = explained({"pp": 2, "dp": 4}, accumulate=4)
     same = explained({"pp": 2, "dp": 4}, accumulate=4, memory_limit=2 * free.peak_memory_bytes)
     assert same.peak_memory_bytes <= free.peak_memory_bytes
@@ -233,7 +233,7 @@ def test_a_limit_is_that_of_a_rank() -> None:
 
 
 def test_sends_take_the_link_between_stages() -> None:
-    """Stages that share a node send over its link, others over the network: the bytes of one activation."""
+    """Stages in one node use its link, others the network, for the bytes of one activation."""
     near, far = explained({"pp": 2, "dp": 4}, accumulate=4), explained({"pp": 2, "dp": 8}, accumulate=4)
     size = 2 * 128 * 256 * 2
     assert near.pipeline.sent_bytes == far.pipeline.sent_bytes == size
@@ -251,7 +251,7 @@ def megatron(model: nn.Module, mesh: Any) -> None:
 
 
 def test_with_a_tensor_axis() -> None:
-    """All three at once, wherever the pipeline axis stands; the model communicates in every microbatch."""
+    """All three axes, in any order; the model communicates in every microbatch."""
     found = explained({"dp": 2, "tp": 2, "pp": 2}, parallelize=megatron, accumulate=4)
     again = explained({"pp": 2, "dp": 2, "tp": 2}, parallelize=megatron, accumulate=4)
     assert found.to_dict() == again.to_dict()
@@ -261,8 +261,8 @@ def test_with_a_tensor_axis() -> None:
     assert found.step_time_s >= found.lower_bound_s
 
 
-def test_which_mesh() -> None:
-    """Degrees are tried in all combinations; each rival is told what it loses, the bubble among it."""
+def test_ranks_meshes() -> None:
+    """All combinations of degrees are tried; each alternative lists its losses, including the bubble."""
     grid = graphshard.explain_grid(
         meta_net(width=256, depth=DEPTH),
         [16],
@@ -284,7 +284,7 @@ def test_which_mesh() -> None:
 
 
 def test_what_if() -> None:
-    """Twice and half of the stages are tried, and the ranks that shard grow with the mesh."""
+    """Doubling and halving the stages is tried, and more ranks grow the sharding axis."""
     found = graphshard.what_if(
         meta_net(width=64, depth=4),
         {"pp": 2, "dp": 4},
@@ -351,8 +351,8 @@ def test_wrong_degrees(meshes: Any, degrees: Any, message: str) -> None:
         graphshard.explain_grid(meta_net(), meshes, degrees=degrees, example_inputs=(TOKENS,))
 
 
-def test_a_mesh_that_exists(fake_world: FakeWorld) -> None:
-    """Its model is one stage already."""
+def test_rejects_an_existing_mesh(fake_world: FakeWorld) -> None:
+    """Its model is already one stage."""
     fake_world(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Published steps, rebuilt and predicted; the constants that are fitted to them, and the order of variants."""
+"""Published steps, rebuilt and predicted; the constants fitted to them, and the order of variants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REGION = (
 
 
 def case(row, matmuls: int, moves: int, seconds: float | None = None) -> Case:
-    """A step of some products and copies behind one gather; as if it had been measured to take so many seconds."""
+    """Build a step of some matmuls and copies after one gather, with a measured time."""
     events = (
         Launch("gather", "forward", 0, None, "gather", "node", 10**8, 0.0),
         TimedWait("gather", "forward", 0, None, 0),
@@ -32,12 +32,12 @@ def case(row, matmuls: int, moves: int, seconds: float | None = None) -> Case:
 
 
 def row_of(source: str, machine_name: str = "a100"):
-    """A row of a source, in eager mode on one node."""
+    """Build a row of a source, in eager mode on one node."""
     return replace(ROWS[0], source=source, machine=machine_name, ranks=8)
 
 
-def test_rows_are_of_true_sizes():
-    """Each measured once, on a machine that there is; seconds are of the tokens that a step trains."""
+def test_rows_are_plausible():
+    """Each row is unique, on a known machine; its seconds cover the tokens of a step."""
     assert len(set(ROWS)) == len(ROWS) == 35
     assert all(machine(row.machine).units for row in ROWS)
     assert all(0.4 < row.seconds < 200 for row in ROWS)
@@ -45,13 +45,13 @@ def test_rows_are_of_true_sizes():
 
 
 def test_fsdps_copies_are_counted():
-    """What is gathered is copied out of its buffer on the compute stream; XLA does not."""
+    """FSDP copies gathered parameters out of a buffer on the compute stream; XLA does not."""
     eager, xla = (case(replace(row_of("x"), backend=b), 1, 0).seconds(machine("a100")) for b in ("eager", "xla"))
     assert eager > xla + 2 * 10**8 / machine("a100").memory_bandwidth
 
 
 def test_fit_finds_a_constant():
-    """Steps as a machine with a lower limit would take them give its limit back, between what is known and that."""
+    """The fit recovers a lower limit from steps generated with it, between the limit and the prior."""
     truth = {free.name: free.prior for free in FREE}
     name = FREE[0].name
     truth[name] *= 0.9
@@ -66,7 +66,7 @@ def test_fit_finds_a_constant():
 
 
 def test_a_source_that_is_left_out_is_not_fitted_on():
-    """Whatever it measured, what is predicted for it stays."""
+    """The prediction for it does not depend on its measurement."""
     other = case(row_of("other"), 50, 50, 0.3)
     found = [left_out([other, case(row_of("odd"), 50, 50, seconds)]) for seconds in (0.3, 3.0)]
     odd = [next(value for row, value in each.items() if row.source == "odd") for each in found]
@@ -76,7 +76,7 @@ def test_a_source_that_is_left_out_is_not_fitted_on():
 
 
 def test_order_of_variants():
-    """Only of one setup, and only where the measurements are apart."""
+    """Only within one setup, and only if the measurements differ."""
     one = replace(ROWS[0], seconds=1.0)
     slower, same = replace(one, seconds=1.5, backend="compiled"), replace(one, seconds=1.01, checkpointing="full")
     elsewhere = replace(one, seconds=2.0, seq=1)
@@ -85,7 +85,7 @@ def test_order_of_variants():
 
 
 def test_arrays_of_factors():
-    """Predictions for several factors at once are those for each."""
+    """Predictions for several factors at once equal separate ones."""
     step = case(row_of("x"), 10, 10)
     factors = np.array([0.9, 1.0, 1.1])
     together = step.seconds(machine("a100", {"memory bandwidth": factors}))
@@ -102,8 +102,10 @@ def test_arrays_of_factors():
     ],
 )
 def test_published_steps(source, model, ranks, error):
-    """Llama-3 8B, compiled on one H200 and eager on 64 A100, and MPT-7B, which copies tokens that are no padding:
-    the error is what it was when constants were fitted."""
+    """Llama-3 8B, compiled on one H200 and eager on 64 A100, and MPT-7B, which copies tokens other than padding.
+
+    The errors equal those when the constants were fitted.
+    """
     (row,) = (r for r in ROWS if (r.source, r.model, r.ranks) == (source, model, ranks))
     found = float(case_of(row).seconds(machine(row.machine)))
     assert found / row.seconds - 1 == pytest.approx(error, abs=0.005)

@@ -1,4 +1,4 @@
-"""The range of a prediction that follows from the ranges of constants."""
+"""Range of a prediction that follows from the ranges of its constants."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ H100 = graphshard.load_profile("h100")
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    """One capture for many tests."""
+    """Capture once for many tests."""
     return Study(meta_net(), (TOKENS,), None, Options(mp_policy=BF16))
 
 
 def test_constants_that_are_known_give_one_number(study):
-    """The table shows no range then."""
+    """The table then shows no range."""
     found = study.explain((RANKS,), dataclasses.replace(H100, ranges={}), "isolated")
     assert found.step_range_s == (found.step_time_s, found.step_time_s)
     assert " to " not in next(text for name, text in found._facts() if name == "step")
 
 
 def test_range_is_around_the_step_and_shown(study):
-    """With what is assumed of an H100 it is some per cent on both sides."""
+    """With the assumptions about an H100 it is some percent on both sides."""
     found = study.explain((RANKS,), H100, "isolated")
     low, high = found.step_range_s
     assert 0.7 * found.step_time_s < low < found.step_time_s < high < 1.5 * found.step_time_s
@@ -40,8 +40,8 @@ def test_range_is_around_the_step_and_shown(study):
     assert found.to_dict()["step_range_s"] == [low, high]
 
 
-def test_range_is_that_of_the_clock_sample_by_sample(study):
-    """All samples at once are what explaining the same schedule with each by itself would say."""
+def test_range_equals_separate_samples(study):
+    """Evaluating all samples at once equals explaining the same schedule with each sample."""
     profile = dataclasses.replace(H100, ranges={"memory_bandwidth": (2e12, 4e12), "contention": (0.0, 0.5)})
     found = study.explain((RANKS,), profile, "isolated")
     drawn = sampled(profile, 200)
@@ -58,7 +58,7 @@ def test_range_is_that_of_the_clock_sample_by_sample(study):
 
 
 def test_wider_ranges_make_a_wider_range(study):
-    """And a network only counts where ranks leave the node."""
+    """The network only counts if ranks leave the node."""
     only = {"outside.isolated.reached": (0.02, 0.5)}
     profile = dataclasses.replace(H100, ranges=only)
     inside = study.explain((RANKS,), profile, "isolated")

@@ -1,4 +1,4 @@
-"""How a model is trained: microbatches, clipping, optimizers with and without fused kernels, tokens and price."""
+"""Training parameters: microbatches, clipping, optimizers with and without fused kernels, tokens and price."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphshard.predict.training_config import Training, TrainingArguments
 from graphshard.utils.text import format_amount
 from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 
-# One profile without ranges, so that formulas are of its numbers.
+# One profile without ranges, so formulas use its numbers.
 H100 = dataclasses.replace(graphshard.load_profile("h100"), contention=0.0)
 
 
@@ -29,11 +29,11 @@ def study() -> Study:
 
 
 def predicted(study: Study, shape: tuple[int, ...] = (RANKS,), **training: Any) -> Explanation:
-    """Of the same capture."""
+    """Explain from the same capture."""
     return study.changed(study.options, Training(**training)).explain(shape, H100, "isolated")
 
 
-def test_a_step_of_microbatches_is_so_many_and_one_update(study: Study) -> None:
+def test_microbatches_multiply_all_but_the_update(study: Study) -> None:
     one, eight = predicted(study), predicted(study, accumulate=8)
     assert eight.microbatches == 8
     assert eight.tokens == 8 * one.tokens
@@ -47,7 +47,7 @@ def test_a_step_of_microbatches_is_so_many_and_one_update(study: Study) -> None:
 
 
 def test_foreach_reads_and_writes_for_every_operation(study: Study) -> None:
-    """20 times the parameters for Adam, where a fused kernel has 7."""
+    """20 times the parameters for Adam; a fused kernel has 7."""
     fused, foreach = predicted(study), predicted(study, foreach=True)
     assert foreach.optimizer_s == pytest.approx(20 / 7 * fused.optimizer_s)
     assert foreach.step_time_s - fused.step_time_s == pytest.approx(foreach.optimizer_s - fused.optimizer_s)
@@ -55,8 +55,8 @@ def test_foreach_reads_and_writes_for_every_operation(study: Study) -> None:
     assert foreach.step_range_s[0] <= foreach.step_time_s <= foreach.step_range_s[1]
 
 
-def test_the_optimizer_has_the_peak_where_its_temporaries_are_more_than_what_is_saved() -> None:
-    """One token in a batch leaves little to save; with foreach Adam has the roots of its second moments."""
+def test_the_peak_is_in_the_optimizer_if_temporaries_exceed_activations() -> None:
+    """One token in a batch leaves little to save; foreach Adam holds the roots of its second moments."""
     study = Study(meta_net(), (torch.zeros(1, 1, dtype=torch.long),), None, Options(mp_policy=BF16))
     fused, foreach = predicted(study, (1,)), predicted(study, (1,), foreach=True)
     trained = sum(row.shard_bytes(row.dtype) for row in fused._program.params)
@@ -67,8 +67,8 @@ def test_the_optimizer_has_the_peak_where_its_temporaries_are_more_than_what_is_
     assert "optimizer temporaries" not in predicted(study, (1,), foreach=True, optimizer_states=1).memory
 
 
-def test_adams_temporary_is_what_torch_allocates() -> None:
-    """Most memory at once during a step of Adam, beyond what was there before: as much as the parameters."""
+def test_adams_temporary_matches_torch() -> None:
+    """The peak during a step of Adam, above the memory before, equals the size of the parameters."""
     params = [torch.nn.Parameter(torch.ones(1024, 256)) for _ in range(4)]
     size = sum(param.nbytes for param in params)
     optimizer = torch.optim.AdamW(params, foreach=True)
@@ -85,7 +85,7 @@ def test_adams_temporary_is_what_torch_allocates() -> None:
 
 
 def test_clipping_reads_gradients_twice_and_writes_them(study: Study) -> None:
-    """And the ranks add up a number."""
+    """The ranks also all-reduce a number."""
     plain, clipped = predicted(study), predicted(study, clip_norm=1.0)
     trained = sum(row.shard_bytes(row.dtype) for row in plain._program.params)
     costs = plain._costs
@@ -154,7 +154,7 @@ def test_the_arguments_are_the_fields() -> None:
         assert TrainingArguments.__annotations__.keys() <= inspect.signature(function).parameters.keys()
 
 
-# Arguments of `compile` that `explain` does not take.
+# Arguments of `compile` that `explain` does not have.
 NOT_IN_EXPLAIN = {
     "dump": "nothing is compiled that could be written",
     "artifact": "nothing is compiled that a file could replace",
@@ -165,7 +165,7 @@ NOT_IN_EXPLAIN = {
 
 
 def test_explain_takes_what_compile_takes() -> None:
-    """All but those that change no number, with the reason."""
+    """All arguments except those that change no number, with the reason."""
     compiled = inspect.signature(graphshard.compile).parameters.keys()
     explained = inspect.signature(graphshard.explain).parameters.keys()
     assert compiled - explained == NOT_IN_EXPLAIN.keys()
@@ -173,7 +173,7 @@ def test_explain_takes_what_compile_takes() -> None:
     assert stepped & explained == {"model", "clip_norm", "accumulate"}
 
 
-def test_grids_have_them_as_settings() -> None:
+def test_grids_accept_training_settings() -> None:
     grid = graphshard.explain_grid(
         meta_net(width=64),
         [(RANKS,)],

@@ -1,4 +1,4 @@
-"""what_if: every answer is the prediction that explain makes of the changed step, and little is done twice."""
+"""what_if: every answer equals explain for the changed step, and captures are shared."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def study_of(case: Case) -> Study:
 
 @pytest.fixture(scope="module")
 def asked() -> tuple[graphshard.WhatIf, int]:
-    """All answers, and how many captures they took."""
+    """Return all answers, and the number of captures."""
     with mock.patch.object(capture_target, "capture_example", wraps=capture_target.capture_example) as captures:
         found = answer(study_of(CASE), CASE, list(ABOUT), (4, 64))
     return found, captures.call_count
 
 
-def test_every_answer_is_the_prediction_of_the_changed_step(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """As explain makes it when it begins anew; so it is on other numbers of ranks, and in the base."""
+def test_every_answer_equals_explain(asked: tuple[graphshard.WhatIf, int]) -> None:
+    """Equal to explain from scratch, also for other numbers of ranks and for the base."""
     found, _ = asked
     expected = {change.name: change.case for change in changes_of(CASE, list(ABOUT))}
     assert {each.change for each in found.changes} == expected.keys()
@@ -64,7 +64,7 @@ def test_every_answer_is_the_prediction_of_the_changed_step(asked: tuple[graphsh
 
 
 def test_a_graph_is_captured_once(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """Two more batches, the largest one, and another precision are other graphs; nothing else is."""
+    """Two more batches, the largest one, and another precision need new captures; nothing else does."""
     found, captures = asked
     assert len(found.changes) >= 14
     assert [fit.what for fit in found.fits][:2] == ["the largest batch", 'the largest batch with activation="full"']
@@ -73,7 +73,7 @@ def test_a_graph_is_captured_once(asked: tuple[graphshard.WhatIf, int]) -> None:
 
 
 def test_order(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """Those that fit by their gain, then the others."""
+    """Changes that fit by gain, then the others."""
     found, _ = asked
     keys = [(not each.outcome.fits, -each.gain) for each in found.changes]
     assert keys == sorted(keys)
@@ -95,7 +95,7 @@ def test_order(asked: tuple[graphshard.WhatIf, int]) -> None:
 
 
 def test_reasons_add_up_to_the_gain(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """Shares of the time per token: 1 / (1 + gain) - 1 in all, but for what is too small to be told."""
+    """Shares of the time per token: 1 / (1 + gain) - 1 in total, except reasons too small to list."""
     found, _ = asked
     for each in found.changes:
         told = each.reason.partition(";")[0]
@@ -133,7 +133,7 @@ def names(case: Case, *about: str) -> list[str]:
 
 
 def test_changes_that_make_sense() -> None:
-    """Depend on what there is."""
+    """They depend on the base."""
     assert names(CASE, "batch") == ["batch 4 per rank", "batch 1 per rank"]
     assert names(CASE.with_batch(1), "batch") == ["batch 2 per rank"]
     assert names(CASE, "mesh", "network") == ["mesh replicate 2, shard 8", "network in-training", "network no-rails"]
@@ -174,13 +174,13 @@ def test_changes_that_make_sense() -> None:
     ],
 )
 def test_meshes_of_other_sizes(mesh: Any, ranks: int, expected: Any) -> None:
-    """The outermost axis of data grows; inner ones shrink when it cannot. What the model is made for stays."""
+    """The outermost data axis grows; inner ones shrink when it cannot. Model-parallel axes stay."""
     case = replace(CASE, mesh=mesh).with_ranks(ranks)
     assert (case and case.mesh) == expected
 
 
-def test_what_cannot_be_is_left_out() -> None:
-    """With the reason, and the rest is answered."""
+def test_impossible_changes_are_left_out() -> None:
+    """The reason is given, and the rest is answered."""
     case = replace(CASE, training=Training(global_batch=64))
     found = answer(study_of(case), case, ["batch"], (16, 4096))
     assert [each.change for each in found.changes] == ["batch 4 per rank", "batch 1 per rank"]
@@ -218,7 +218,7 @@ def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
 
 
 def test_the_function_is_the_same(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """With arguments instead of values; progress is told."""
+    """With arguments instead of a case; progress is reported."""
     told: list[str] = []
     found = graphshard.what_if(
         meta_net(width=64),
@@ -240,7 +240,7 @@ def test_the_function_is_the_same(asked: tuple[graphshard.WhatIf, int]) -> None:
 
 
 def test_inputs_without_a_batch() -> None:
-    """Numbers alone have none; there is nothing to enlarge."""
+    """Inputs of only numbers have no batch to enlarge."""
 
     class Counter(torch.nn.Module):
         def __init__(self) -> None:
@@ -277,8 +277,8 @@ def over_tp(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def test_a_model_that_is_made_for_its_mesh() -> None:
-    """It is made again for each; ranks of the tensor axis stay when data axes shrink. Inputs may have names."""
+def test_a_parallelized_model_is_rebuilt_for_each_mesh() -> None:
+    """It is rebuilt for each mesh; the tensor axis stays when data axes shrink. Inputs may have names."""
     given: Any = {"example_kwargs": {"tokens": torch.zeros(2, 8, dtype=torch.long)}, "parallelize": over_tp}
     with torch.device("meta"):
         model = Pair()

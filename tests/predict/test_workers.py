@@ -1,4 +1,4 @@
-"""Tables predicted by several processes: the numbers of one process, its errors, and nothing left behind."""
+"""Tables predicted by several processes: the numbers and errors of one process, and no process left over."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def grid(count=None, **options):
 
 
 def test_numbers_of_one_process():
-    """Rows in order, formulas, what was left out and what is told are those of one process, and so are reports."""
+    """Order of rows, formulas, omissions, progress and reports equal those of one process."""
     options = {"global_batch": 64 * len(TOKENS), "hardware": ["h100", "a100"]}
     told: list[list[str]] = [[], []]
     alone, beside = (grid(count, show=said.append, **options) for count, said in zip((1, 2), told))
@@ -50,19 +50,19 @@ def test_formulas_come_with_the_numbers():
 
 
 def test_the_report_of_a_row(tmp_path):
-    """The program that another process had is made again for it."""
+    """The program is rebuilt, because another process had it."""
     for count in (1, 2):
         row = grid(count).rows[-1]
         row.save_html(tmp_path / f"{count}.html")
         row.save_trace(tmp_path / f"{count}.json")
-    # Seconds that passes took are of each process.
+    # The seconds of passes differ between processes.
     one, other = (re.sub(r"[\d.]+(e-\d+)? ?(us|ms|s)?\b", "", (tmp_path / f"{n}.html").read_text()) for n in (1, 2))
     assert other == one
     assert json.loads((tmp_path / "2.json").read_text()) == json.loads((tmp_path / "1.json").read_text())
 
 
-def test_processes_are_others(monkeypatch):
-    """What follows the capture is not made here."""
+def test_predictions_run_in_workers(monkeypatch):
+    """Work after the capture runs in the workers."""
     explain = Study.explain
 
     def telling(self, *where, **options):
@@ -88,7 +88,7 @@ def test_processes_are_others(monkeypatch):
     ids=["ends", "raises"],
 )
 def test_a_worker_that_fails(monkeypatch, fault, error, message):
-    """The error comes here at once, and no process stays."""
+    """The error is raised at once, and no process remains."""
     here, explain = os.getpid(), Study.explain
 
     def failing(self, mesh, *where, **options):
@@ -104,7 +104,7 @@ def test_a_worker_that_fails(monkeypatch, fault, error, message):
 
 
 def test_interrupted():
-    """Ctrl-C here ends the others, also where they do not get the signal."""
+    """Ctrl-C ends the workers, even if they do not get the signal."""
     before, last = set(multiprocessing.active_children()), []
 
     def interrupt(text):
@@ -118,7 +118,7 @@ def test_interrupted():
 
 
 def test_an_error_of_memory_comes_from_another_process():
-    """It is made again from both of its arguments."""
+    """The error is rebuilt from both of its arguments."""
     with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as alone:
         grid(1, memory_limit=1000)
     with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as beside:
@@ -128,8 +128,8 @@ def test_an_error_of_memory_comes_from_another_process():
     assert grid(2, settings=limits).left_out == grid(1, settings=limits).left_out != ()
 
 
-def test_where_a_fork_is_not_safe(monkeypatch):
-    """Asked for, it is an error that says why; else this process predicts alone."""
+def test_without_safe_forks(monkeypatch):
+    """An explicit number of workers raises an error with the reason; otherwise this process predicts alone."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(graphshard.ArgumentError, match="workers=2 processes cannot be forked, as CUDA is in use"):
         grid(2)
@@ -142,8 +142,8 @@ def test_where_a_fork_is_not_safe(monkeypatch):
     assert len(grid().rows) == 4
 
 
-def test_a_worker_writes_to_the_console_anew(monkeypatch, capfd):
-    """Another thread may hold the lock of stderr at the fork: a worker that warns does not wait for it."""
+def test_a_worker_does_not_inherit_the_console_lock(monkeypatch, capfd):
+    """Another thread may hold stderr's lock at the fork; a worker that warns must not wait for it."""
     explain, writing = Study.explain, threading.Lock()
 
     class Locked(io.TextIOWrapper):
@@ -162,7 +162,7 @@ def test_a_worker_writes_to_the_console_anew(monkeypatch, capfd):
     handler = logging.StreamHandler()
     logging.getLogger("graphshard").addHandler(handler)
     try:
-        with writing:  # as another thread would, at the fork
+        with writing:  # held by another thread at the fork
             grid(2)
     finally:
         logging.getLogger("graphshard").removeHandler(handler)
@@ -171,8 +171,8 @@ def test_a_worker_writes_to_the_console_anew(monkeypatch, capfd):
     assert capfd.readouterr().err.count("from a worker") == 4
 
 
-def test_progress_is_no_other_thread():
-    before = other_threads()  # an earlier test of this process may have left some, as tqdm's monitor
+def test_progress_uses_no_thread():
+    before = other_threads()  # earlier tests may have left threads, such as tqdm's monitor
     with progress("test", lines=True):
         assert other_threads() == before
     done = threading.Event()
@@ -183,8 +183,8 @@ def test_progress_is_no_other_thread():
     thread.join()
 
 
-def test_unasked(monkeypatch):
-    """Only where the rest takes long, and as many as there are cores."""
+def test_default_number_of_workers(monkeypatch):
+    """Only if the rest takes long, with one worker per core."""
     asked = []
 
     def beside(groups, count, telling):

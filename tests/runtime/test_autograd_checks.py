@@ -1,4 +1,4 @@
-"""Backwards that would silently be others than those of eager mode are refused."""
+"""Autograd checks: backwards that would silently differ from eager mode are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphshard.errors import UnsupportedError
 
 
 class _Net(nn.Module):
-    """A hidden state, what is computed from it, and what is not."""
+    """A hidden state, values computed from it, and an independent one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ PAST = r"output \d of _Net has a hook, or retains its gradient, and output \d, w
 
 
 def _scale(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad * 2  # where none flows by, autograd says so before anything is refused
+    return None if grad is None else grad * 2  # without a gradient autograd raises before the check
 
 
 REFUSED: dict[str, Callable[[Any], Tensor]] = {
@@ -63,10 +63,10 @@ ALLOWED: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_gradients_that_flow_past_a_hook(mesh: DeviceMesh, name: str, backend: str) -> None:
-    """Outputs of a program are siblings: a hook saw a part of the gradient, and changed that part alone."""
+def test_rejects_gradients_that_bypass_a_hook(mesh: DeviceMesh, name: str, backend: str) -> None:
+    """Outputs of a program are siblings: a hook would see, and change, only a part of the gradient."""
     net, _ = _twins(mesh, backend)
-    held: list[Any] = []  # what nobody holds is not looked at
+    held: list[Any] = []  # only referenced tensors are checked
     net.register_forward_hook(lambda module, args, outputs: held.extend(outputs))
     loss = REFUSED[name](net)
     with pytest.raises(UnsupportedError, match=rf"{PAST}.*Register the hook in forward"):
@@ -74,7 +74,7 @@ def test_gradients_that_flow_past_a_hook(mesh: DeviceMesh, name: str, backend: s
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_hooks_that_see_all(mesh: DeviceMesh, name: str) -> None:
+def test_hooks_that_see_the_whole_gradient(mesh: DeviceMesh, name: str) -> None:
     grads = []
     for net in _twins(mesh):
         ALLOWED[name](net).backward()
@@ -88,7 +88,7 @@ def _whole(grad: Any) -> Any:
 
 
 def test_in_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """Which has the code of regions, and not their operators: what may be computed from it counts."""
+    """A file has the code of regions without operators: all possible dependencies count."""
     calls = [graphshard.Call((X,), gradients=[(1,), (0, 1, 2)])]
     path = graphshard.export(_Net(), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
     net = graphshard.load(path, _Net(), mesh)
@@ -114,7 +114,7 @@ def test_outputs_that_are_one_tensor(mesh: DeviceMesh) -> None:
 
 
 def test_gradients_of_gradients(mesh: DeviceMesh) -> None:
-    """They had no graph, and what was computed of them was left out of the next backward, silently."""
+    """Without a graph they would silently be missing in the next backward."""
     net, _ = _twins(mesh)
     x = X.clone().requires_grad_()
     with pytest.raises(
@@ -128,8 +128,8 @@ def test_gradients_of_gradients(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in CallBackward")
-def test_looking_for_nan(mesh: DeviceMesh) -> None:
-    """torch looks for it in gradients, which are DTensors, and failed there."""
+def test_anomaly_mode(mesh: DeviceMesh) -> None:
+    """torch's anomaly mode failed on gradients that are DTensors."""
     net, plain = _twins(mesh)
     with torch.autograd.set_detect_anomaly(True):
         loss = net(X)[1].sum()

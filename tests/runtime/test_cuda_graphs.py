@@ -1,4 +1,4 @@
-"""Graphs of runs: how many there are, what memory they use, and when there is none."""
+"""CUDA graphs of runs: their number, their memory, and fallbacks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def _doubled(inputs: list[Any]) -> list[Any]:
 def test_the_third_call_is_captured() -> None:
     replayed, graphs, _ = _replayed(_doubled, False)
     results = [replayed([torch.full((3,), float(i))])[0] for i in range(5)]
-    assert [value.tolist() for value in results] == [[2.0 * i] * 3 for i in range(5)]  # each of its own
+    assert [value.tolist() for value in results] == [[2.0 * i] * 3 for i in range(5)]  # separate results
     assert (graphs.captured, graphs.launched) == (1, 3)
 
 
-def test_one_graph_for_each_shape_and_number_of_a_few() -> None:
+def test_one_graph_per_shape_and_number_up_to_a_limit() -> None:
     def scaled(inputs: list[Any]) -> list[Any]:
         x, factor = inputs
         return [x * factor, factor]
@@ -69,22 +69,22 @@ def test_one_graph_for_each_shape_and_number_of_a_few() -> None:
     three(1, 3)
     assert (replayed.graphs, graphs.captured) == (MOST_GRAPHS, MOST_GRAPHS + 2)
     three(MOST_GRAPHS + 1, 2)
-    assert graphs.captured == MOST_GRAPHS + 2  # which was there
+    assert graphs.captured == MOST_GRAPHS + 2  # an existing graph
     three(1, 2)
-    assert graphs.captured == MOST_GRAPHS + 3  # the one that was used least recently was not
+    assert graphs.captured == MOST_GRAPHS + 3  # the least recently used one was evicted
 
 
-def test_lasting_inputs_are_read_where_they_lie() -> None:
+def test_lasting_inputs_are_read_in_place() -> None:
     def multiplied(inputs: list[Any]) -> list[Any]:
         return [inputs[0] * inputs[1]]
 
     replayed, graphs, arena = _replayed(multiplied, True, False)
     weight = torch.ones(1000)
     for value in range(6):
-        weight.fill_(value)  # an optimizer
+        weight.fill_(value)  # like an optimizer
         assert replayed([weight, torch.ones(1000)])[0].tolist() == [value] * 1000
     assert graphs.captured == 1
-    weight = weight.clone()  # somewhere else
+    weight = weight.clone()  # at another address
     for value in range(6):
         weight.fill_(value)
         assert replayed([weight, torch.ones(1000)])[0].tolist() == [value] * 1000
@@ -102,13 +102,13 @@ def test_lasting_inputs_that_move_are_copied() -> None:
     assert (graphs.captured, graphs.launched) == (1, 4)
 
 
-def test_what_lies_still_for_a_while_is_copied_after_a_few_moves() -> None:
+def test_an_input_that_moves_repeatedly_is_copied() -> None:
     replayed, graphs, _ = _replayed(_doubled, True)
     kept = [torch.empty(4) for _ in range(12)]
     for number in range(60):
         value = kept[number // 5].fill_(number)  # the same memory for five calls
         assert replayed([value])[0].tolist() == [2.0 * number] * 4
-    assert graphs.captured == 3  # and no more
+    assert graphs.captured == 3  # then no more
     assert graphs.launched > 45
 
 
@@ -121,7 +121,7 @@ def test_all_runs_share_memory() -> None:
     for value in range(5):
         for run, size in zip(runs, sizes):
             kept.append((run([torch.full((size,), float(value))])[0], 2.0 * value))
-    assert arena.largest == 2 * 12288  # two of 3000 floats, in steps of 512 bytes
+    assert arena.largest == 2 * 12288  # two of 3000 floats, rounded up to 512 bytes
     assert arena._memory is not None
     assert arena._memory.numel() == arena.largest
     assert all(tensor.eq(value).all() for tensor, value in kept)
@@ -154,9 +154,7 @@ def _warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=["a number of the device", "makes expanded", "given expanded"],
 )
-def test_what_cannot_be_captured_runs_without(
-    caplog: pytest.LogCaptureFixture, code: Any, given: torch.Tensor, why: str
-) -> None:
+def test_falls_back_without_a_graph(caplog: pytest.LogCaptureFixture, code: Any, given: torch.Tensor, why: str) -> None:
     replayed, graphs, _ = _replayed(code, False)
     for _ in range(5):
         assert torch.equal(replayed([given])[0], code([given])[0])
@@ -173,21 +171,21 @@ def test_a_capture_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert _warned(caplog) == ["cuda_graphs: layers.0 runs without one: CUDA error: out of luck"]
 
 
-def test_another_stream_replays_nothing() -> None:
+def test_no_replay_on_another_stream() -> None:
     replayed, graphs, _ = _replayed(_doubled, False)
     for _ in range(4):
         replayed([torch.ones(2)])
     launched = graphs.launched
-    for current in ("the user's", None):  # None is one that the user captures
+    for current in ("the user's", None):  # None: the user captures the current stream
         graphs.current = current
         assert replayed([torch.ones(2)])[0].tolist() == [2, 2]
     assert graphs.launched == launched
 
 
-# --- what is asked for ---------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------------
 
 
-# Until every run has its graph: where an input of the executor lies may change by chance, until it is copied.
+# Until every run has a graph: the address of an input may change by chance, until it is copied.
 STEPS = 16
 
 
@@ -197,7 +195,7 @@ def _replaying(fake_world: FakeWorld, choice: Any, width: int = 8, **options: An
         model = graphshard.compile(
             Blocks(2, width), init_device_mesh("cpu", (2,)), backend="eager", cuda_graphs=choice, **options
         )
-        given = torch.ones(4, width)  # a graph reads it where it lies
+        given = torch.ones(4, width)  # a graph reads it in place
         for _ in range(STEPS):
             model(given).backward()
     replaying = model._graphshard.replaying
@@ -212,14 +210,14 @@ def test_a_model(fake_world: FakeWorld) -> None:
 
 
 def test_by_cost(fake_world: FakeWorld) -> None:
-    """Fewer regions than without costs; `tests/cost/test_replays.py` says which."""
+    """Fewer regions than without costs; `tests/cost/test_replays.py` checks which."""
     small = _replaying(fake_world, "auto", hardware="h100")
     everything = _replaying(fake_world, True)
     assert len(small.runs) < len(everything.runs)
 
 
 def _region(depth: int, size: int, beside: int) -> Region:
-    """Operators one behind the other, and an input that the last of them reads, too."""
+    """Build a chain of operators, with an input that the last one also reads."""
     graph = Graph()
     x, other = (graph.placeholder(name) for name in ("x", "other"))
     x.meta["val"], other.meta["val"] = torch.empty(size, device="meta"), torch.empty(beside, device="meta")
@@ -236,11 +234,11 @@ def _region(depth: int, size: int, beside: int) -> Region:
         ({"d"}, {"v", "w"}, [range(3)]),
         ({"d"}, {"v"}, [range(1)]),  # another graph would copy w
         ({"d"}, set(), []),
-        ({"b", "d"}, {"v", "w"}, [range(3)]),  # what a view shows leaves the run, which costs no more than it saves
+        ({"b", "d"}, {"v", "w"}, [range(3)]),  # the base of a view leaves the run, which costs no more than it saves
     ],
 )
-def test_neighbours_by_cost(kept: set[str], own: set[str], expected: list[range]) -> None:
-    """Two regions and a view between them are one run if that pays; parameters are read where they lie."""
+def test_adjacent_regions_by_cost(kept: set[str], own: set[str], expected: list[range]) -> None:
+    """Two regions and a view between them are one run if that pays; parameters are read in place."""
     costs = Costs(load_profile("h100"), fused=False)
     large = int(6 * costs.profile.host_seconds["eager"] * costs.profile.memory_bandwidth / 4)
     region = _region(20, 100, large)
@@ -284,7 +282,7 @@ def _one_operator(target: Any, *args: Any, val: Any, device: str = "cpu") -> Gra
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_what_can_be_captured() -> None:
+def test_capturable_regions() -> None:
     zeros = torch.zeros(3)
     assert can_be_captured(_one_operator(aten.relu.default, val=zeros), CPU)
     assert can_be_captured(_one_operator(aten.bernoulli.p, 0.5, val=zeros), CPU)

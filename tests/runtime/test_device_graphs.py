@@ -1,4 +1,4 @@
-"""What is asked of `torch.cuda` to capture, and in which order; there is no GPU."""
+"""Calls of `torch.cuda` for capturing, and their order; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class _Cuda:
-    """As much of `torch.cuda` as capturing asks, which notes what it is asked."""
+    """A fake `torch.cuda` that records the calls for capturing."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -87,7 +87,7 @@ def test_capture_and_replay(cuda: _Cuda) -> None:
 
 
 @pytest.mark.parametrize("fails_to_end", [False, True])
-def test_what_fails_is_raised_when_the_capture_has_ended(cuda: _Cuda, fails_to_end: bool) -> None:
+def test_errors_are_raised_after_the_capture(cuda: _Cuda, fails_to_end: bool) -> None:
     cuda.fails_to_end = fails_to_end
     graphs = CudaGraphs(DEVICE)
 
@@ -100,8 +100,8 @@ def test_what_fails_is_raised_when_the_capture_has_ended(cuda: _Cuda, fails_to_e
     assert cuda.current == "compute"
 
 
-def test_a_pool_that_nobody_uses_is_not_used_again(cuda: _Cuda) -> None:
-    """torch lets it go with its last graph, and refuses to capture into it."""
+def test_an_unused_pool_is_not_reused(cuda: _Cuda) -> None:
+    """torch frees a pool with its last graph, and rejects capturing into it."""
     graphs = CudaGraphs(DEVICE)
     first, _ = graphs.capture(lambda: 1)
     second, _ = graphs.capture(lambda: 2)

@@ -1,4 +1,4 @@
-"""What a step does around its executors."""
+"""Work of a step outside its executors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from tests.ranks import FakeWorld
 
 
 @dataclass(frozen=True)
-class _Mine(OffloadParameters):
-    """Offloads under a name of its own."""
+class _CustomOffload(OffloadParameters):
+    """Offloads under another name."""
 
     name: ClassVar[str] = "mine"
 
 
 @pytest.mark.parametrize("offloads", [True, False])
-def test_copies_are_waited_for(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, offloads: bool) -> None:
-    """Once behind each phase of a program that offloads, whatever the pass is called.
+def test_waits_for_copies(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, offloads: bool) -> None:
+    """Once after each phase of a program that offloads, whatever the pass is called.
 
-    Behind backward for gradients; behind forward, as nobody knows if a backward follows before a shard is written to.
+    After backward for gradients; after forward, because a shard may be written before a backward follows, or without
+    one.
     """
     fake_world(2)
     finished: list[torch.device] = []
     monkeypatch.setattr(graphshard.runtime.executable, "finish_copies", finished.append)
-    passes = Pipeline().insert(_Mine(always=offloads), before="plan")
+    passes = Pipeline().insert(_CustomOffload(always=offloads), before="plan")
     model = graphshard.compile(Blocks(2), init_device_mesh("cpu", (2,)), backend="eager", passes=passes)
     for _ in range(2):
         loss = model(torch.ones(3, 4))

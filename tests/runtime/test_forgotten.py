@@ -1,4 +1,4 @@
-"""Of a model that is deleted nothing stays, not even the source of its graphs."""
+"""Deleting a model frees everything, including the source of its graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_rank() -> Iterator[None]:
 
 
 def trained() -> weakref.ref[nn.Module]:
-    """With a backward for the first output alone, which is lowered later."""
+    """Train with a backward for the first output only; the second one is lowered later."""
     model = graphshard.compile(Net(), backend="eager")
     (a, b), (c, _) = model(torch.ones(2, 8)), model(torch.ones(2, 8))
     (a.sum() + b.sum()).backward()
@@ -44,7 +44,7 @@ def trained() -> weakref.ref[nn.Module]:
     return weakref.ref(model)
 
 
-def test_nothing_stays_of_a_deleted_model() -> None:
+def test_a_deleted_model_is_freed() -> None:
     trained()
     gc.collect()
     sources, lines = set(_loader.eval_cache), {name for name in linecache.cache if name.startswith("<")}

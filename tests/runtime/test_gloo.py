@@ -1,4 +1,4 @@
-"""Reductions as all-to-all: who gets them, what they cost, what runs."""
+"""Reductions as all-to-all on gloo: when they are used, their cost, and their code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = (torch.randn(3, 16),)
 
 
 def reordered(planner: PlanByCost, world_size: int = 2) -> Program:
-    """Two units with two parameters each, planned and bucketed."""
+    """Plan and bucket two units with two parameters each."""
     program = captured(Blocks(2, 16, bias=True), BATCH, world_size=world_size)
     for step in Pipeline().replace("plan", MakePlan(planner)):
         run_pass(step, program)
@@ -37,15 +37,15 @@ def exchanged(program: Program) -> list[bool]:
     return [bucket.exchanged for bucket in program.plan.buckets if bucket.kind == "reduce"]
 
 
-def test_who_gets_them() -> None:
-    """Two ranks on the CPU, where it is cheaper and no limit for memory has to be kept."""
+def test_where_they_are_used() -> None:
+    """Two ranks on the CPU, if it is cheaper and without a memory limit."""
     assert all(exchanged(reordered(PlanByCost(GLOO))))
     assert not any(exchanged(reordered(PlanByCost(GLOO), world_size=4)))
     assert not any(exchanged(reordered(PlanByCost(GLOO, memory_limit=1 << 30))))
     assert not any(exchanged(reordered(PlanByCost(GLOO, exact_reductions=False, pack_below=0))))  # several tensors
 
 
-def test_what_they_cost() -> None:
+def test_costs() -> None:
     """The link of the problem takes the cheaper one; all-to-all is for one tensor."""
     axis = Axis("shard", 2, "shard")
     plain, either = make_link(GLOO, axis), make_link(GLOO, axis, exchange=True)
@@ -54,8 +54,8 @@ def test_what_they_cost() -> None:
     assert either.reduce(1 << 20, 2) == plain.reduce(1 << 20, 2)
 
 
-def test_what_runs() -> None:
-    """Every marked reduction becomes all-to-all, a wait and a sum; ranks compare that it did."""
+def test_operators() -> None:
+    """Every marked reduction becomes an all-to-all, a wait and a sum; ranks compare it."""
     program = reordered(PlanByCost(GLOO))
     reduced = [line for line in print_communication(program) if line.startswith("backward: reduce")]
     assert reduced
@@ -71,8 +71,8 @@ def test_what_runs() -> None:
     assert all(node.args[0].target is WAIT and node.args[2] == "avg" for node in sums)
 
 
-def test_what_gloo_sends_goes_by_the_group(fake_world: FakeWorld) -> None:
-    """Not by the device: ranks that share a GPU send through gloo, whose coalesced gathers are of the host's memory."""
+def test_gloo_is_detected_by_group(fake_world: FakeWorld) -> None:
+    """Not by device: ranks that share a GPU use gloo, which only coalesces gathers in host memory."""
     fake_world(2)
     assert not on_gloo(dist.group.WORLD, "cpu")
     for backend, found in {"gloo": (True, True), "cpu:gloo": (True, False)}.items():

@@ -1,4 +1,4 @@
-"""Gradients that are kept until their norm is known."""
+"""Gradient clipping keeps gradients until their norm is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself: where the main thread is, asked by another thread."""
+"""Status that a rank reports: another thread reads the position of the main thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Collections let the main thread return from the functions whose frames are just asked for.
+# Collections let the main thread return from functions while another thread reads their frames.
 ASKED = """
 import gc, threading, time
 from graphshard.runtime.health_monitor import users_line
@@ -42,8 +42,8 @@ print(*files)
 
 
 @pytest.mark.slow
-def test_asking_where_another_thread_is_survives_collections(tmp_path: Path) -> None:
-    """Before Python 3.12 a collection can free the frame that is just made an object: the process crashed."""
+def test_reading_the_position_of_a_thread_survives_collections(tmp_path: Path) -> None:
+    """Before Python 3.12 a collection can free a frame that is becoming an object; the process crashed."""
     script = tmp_path / "train.py"
     script.write_text(ASKED)
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)

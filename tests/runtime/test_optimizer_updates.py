@@ -1,4 +1,4 @@
-"""Updates of shards by the optimizer's own step, and by torch's fused kernel."""
+"""Updates of shards by the optimizer's step, and by torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _train(
     gradients: Callable[[Params, int], list[torch.Tensor]] = _gradients,
     steps: int = 3,
 ) -> None:
-    """Some steps, by `updates` or by the optimizer itself."""
+    """Train some steps, with `updates` or with the optimizer itself."""
     for number in range(steps):
         given = gradients(params, number)
         if updates is None:
@@ -48,7 +48,7 @@ def _train(
 
 
 def _assert_same(ours: tuple[Params, Optimizer], theirs: tuple[Params, Optimizer]) -> None:
-    """Parameters and states have the same bits, types and names."""
+    """Check that parameters and states have the same bits, types and names."""
     for param, expected in zip(ours[0], theirs[0], strict=True):
         assert torch.equal(param, expected)
         state, expected_state = ours[1].state[param], theirs[1].state[expected]
@@ -66,8 +66,8 @@ OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_fused_where_the_choice_is_torchs(name: str) -> None:
-    """The bits of `fused=True`, which are not those of the operators; the state is that of either."""
+def test_fused_by_default(name: str) -> None:
+    """The bits of `fused=True`, which differ from separate operators; the state is compatible with both."""
     cls, options = OPTIONS[name]
     ours, fused, plain = _params(), _params(), _params()
     optimizers = [cls(params, **{"lr": 0.02, **options}) for params in (ours, plain)]  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_fused_where_the_choice_is_torchs(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": False}], ids=str)
 def test_choices_of_the_user(options: dict[str, bool]) -> None:
-    """The bits of what was chosen."""
+    """The bits of the chosen implementation."""
     ours, theirs = _params(), _params()
     optimizers = [AdamW(params, lr=0.02, **options) for params in (ours, theirs)]  # type: ignore[arg-type]
     _train(ours, optimizers[0], Updates(optimizers[0], fuses=True))
@@ -91,8 +91,8 @@ def test_choices_of_the_user(options: dict[str, bool]) -> None:
     _assert_same((ours, optimizers[0]), (theirs, optimizers[1]))
 
 
-def _across(params: Params, number: int) -> list[torch.Tensor]:
-    """Gradients that lie in memory column by column."""
+def _column_major(params: Params, number: int) -> list[torch.Tensor]:
+    """Return gradients in column-major order."""
     return [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in _gradients(params, number)]
 
 
@@ -103,14 +103,14 @@ def _columns() -> Params:
 @pytest.mark.parametrize(
     ("params", "gradients"),
     [
-        (_params, _across),
+        (_params, _column_major),
         (_columns, _gradients),
         (_columns, lambda params, n: [g.contiguous() for g in _gradients(params, n)]),
     ],
     ids=["gradients", "parameters and gradients", "parameters"],
 )
 def test_by_columns(params: Callable[[], Params], gradients: Callable[[Params, int], list[torch.Tensor]]) -> None:
-    """Torch's fused kernel would take elements for each other that lie at the same place in memory."""
+    """torch's fused kernel would pair elements by position in memory."""
     ours, theirs = params(), params()
     optimizers = [AdamW(each, lr=0.02) for each in (ours, theirs)]
     _train(ours, optimizers[0], Updates(optimizers[0], fuses=True), gradients)
@@ -127,7 +127,7 @@ def float64() -> Iterator[None]:
 
 @pytest.mark.usefixtures("float64")
 def test_steps_in_float64() -> None:
-    """Begun with such a default, and gone on with another: the kernel would read other numbers."""
+    """Created with this default dtype, and continued with another: the kernel would misread the steps."""
     ours, theirs = _params(), _params()
     optimizers = [AdamW(params, lr=0.02) for params in (ours, theirs)]
     updates = Updates(optimizers[0], fuses=True)
@@ -141,7 +141,7 @@ def test_steps_in_float64() -> None:
 
 
 def test_state_of_another_type() -> None:
-    """Moments in float64 beside parameters in float32, of which the kernel knows nothing."""
+    """Moments in float64 and parameters in float32, which the kernel does not support."""
     ours = _params()
     theirs = copy.deepcopy(ours)
     optimizers = [AdamW(params, lr=0.02) for params in (ours, theirs)]
@@ -155,7 +155,7 @@ def test_state_of_another_type() -> None:
 
 
 def test_state_by_columns() -> None:
-    """As a checkpoint may have it."""
+    """As a checkpoint may contain it."""
     ours, theirs = _params(), _params()
     optimizers = [AdamW(params, lr=0.02) for params in (ours, theirs)]
     for params, optimizer in zip((ours, theirs), optimizers):

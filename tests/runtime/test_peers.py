@@ -1,4 +1,4 @@
-"""What ranks know of each other, at the end of a process."""
+"""Threads and messages of the health monitor, also at interpreter exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor, ProcessIdentity, RankStatus
 
-# What is registered first runs last at exit.
+# The first registered function runs last at exit.
 SCRIPT = """
 import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name]))
@@ -26,8 +26,8 @@ dist.destroy_process_group()
 """
 
 
-def test_no_thread_is_left_when_the_interpreter_is_taken_down() -> None:
-    """Also where the process group has just been destroyed: a thread in C++ would end the process by an abort."""
+def test_no_thread_remains_at_interpreter_exit() -> None:
+    """Also right after the process group is destroyed: a C++ thread would abort the process."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["['graphshard watch']", "[]"], done.stderr
     assert done.returncode == 0
@@ -35,14 +35,12 @@ def test_no_thread_is_left_when_the_interpreter_is_taken_down() -> None:
 
 @pytest.fixture
 def monitor() -> HealthMonitor:
-    """Monitor of the first of two ranks, without its thread."""
+    """Create the monitor of the first of two ranks, without its thread."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return HealthMonitor((0, 1), 0, store)
 
 
-def test_a_rank_that_waits_for_one_behind_says_so_once(
-    monitor: HealthMonitor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_warns_once_about_a_late_rank(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
     other = RankStatus(1, ProcessIdentity.this())
     with caplog.at_level(logging.WARNING, "graphshard"):
         monitor.begin("Model", "")
@@ -55,8 +53,8 @@ def test_a_rank_that_waits_for_one_behind_says_so_once(
     assert message.startswith(f"rank 0 runs Model in step 1 and has waited {WARNS_AFTER + 5:.0f} s; rank 1")
 
 
-def test_ranks_that_follow_others_leave_it_to_them(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
-    """They have begun no step since which they could be waiting."""
+def test_following_ranks_do_not_warn(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    """They have started no step since then in which they could wait."""
     with caplog.at_level(logging.WARNING, "graphshard"):
         monitor.follow(3)
         monitor.doing = "compares programs"

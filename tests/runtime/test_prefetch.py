@@ -1,4 +1,4 @@
-"""The end of a process whose last step has started gathers that nobody takes."""
+"""Process exit with gathers in flight that the last step started ahead."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ with fake_world(2):
 """
 
 
-def test_torch_does_not_say_that_a_collective_was_forgotten() -> None:
-    """It did so at the end of every training with `gather_ahead`."""
+def test_torch_does_not_warn_about_an_unwaited_collective() -> None:
+    """It did at the end of every training with `gather_ahead`."""
     done = subprocess.run([sys.executable, "-c", _TRAINS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "unwaited" not in done.stderr

@@ -1,4 +1,4 @@
-"""What Python does in a step for one more parameter, counted in calls."""
+"""Python overhead of a step per additional parameter, counted in calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import graphshard
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
-# 173 with torch 2.13, the operators of a layer and its collectives included.
+# 173 with torch 2.13, including the operators of a layer and its collectives.
 MOST = 190
 
 
@@ -54,5 +54,5 @@ def test_python_calls_for_a_parameter(fake_world: FakeWorld) -> None:
     parameters = 2 * 10
     assert sum(more.values()) / parameters <= MOST, more.most_common(20)
     assert more["narrow"] == 0  # shards of equal sizes need no view
-    assert more["checked"] == parameters  # each is looked at once
-    assert more["sharded_like"] == parameters  # and its gradient is made a DTensor once
+    assert more["checked"] == parameters  # each is checked once
+    assert more["sharded_like"] == parameters  # and its gradient becomes a DTensor once

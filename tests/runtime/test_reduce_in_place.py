@@ -1,4 +1,4 @@
-"""All-reduces that write over what they are given: where nothing reads it any more."""
+"""In-place all-reduces, where their input has no later reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_PLACE = (c10d.all_reduce_.default, c10d.all_reduce_coalesced_.default)
 
 @pytest.fixture(params=[(2, 2), (4, 1)], ids=["sharded and replicated", "replicated"])
 def program(request: pytest.FixtureRequest, fake_world: FakeWorld) -> Program:
-    """A program that is bound, of two units with two parameters each."""
+    """Compile a program of two units with two parameters each, bound to process groups."""
     fake_world(4)
     mesh = init_device_mesh("cpu", request.param, mesh_dim_names=("replicate", "shard"))
     model = graphshard.compile(Blocks(2, bias=True), mesh, backend="eager", example_inputs=(torch.ones(3, 4),))
@@ -28,27 +28,27 @@ def program(request: pytest.FixtureRequest, fake_world: FakeWorld) -> Program:
 
 
 def targets(phase: Phase) -> list[object]:
-    """What reduces over replicas."""
+    """Return the operators that reduce over replicas."""
     return [node.target for node in phase.module.graph.nodes if node.target in {*ALL_REDUCES, *IN_PLACE}]
 
 
-def test_all_of_a_step_write_over_what_they_reduce(program: Program) -> None:
-    """What reduce-scatters made, or the gradients themselves, which nobody else reads."""
+def test_all_reduces_of_a_step_are_in_place(program: Program) -> None:
+    """Results of reduce-scatters, or the gradients themselves, have no other reader."""
     found = targets(program.phases["backward"])
     assert len(found) > 1
     assert set(found) <= set(IN_PLACE)
     assert "all_reduce_" in program.backward.code
 
 
-def test_predictions_are_of_what_was_planned(program: Program) -> None:
+def test_predictions_use_the_planned_program(program: Program) -> None:
     planned = targets(as_planned(program).phases["backward"])
     assert planned
     assert set(planned) <= ALL_REDUCES
-    assert set(targets(program.phases["backward"])) <= set(IN_PLACE)  # it was a copy
+    assert set(targets(program.phases["backward"])) <= set(IN_PLACE)  # a copy
 
 
 def _reduced(read_before: bool, read_later: bool, view: bool, *, transposed: bool = False) -> object:
-    """What becomes of the all-reduce of something that a reduction has made."""
+    """Build an all-reduce of a reduction's result and return its operator after the pass."""
     graph = torch.fx.Graph()
     given = graph.placeholder("x")
     given.meta["val"] = torch.zeros(4, 4, device="meta")
@@ -68,11 +68,11 @@ def _reduced(read_before: bool, read_later: bool, view: bool, *, transposed: boo
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("read_before", [False, True])
-def test_what_is_read_later_is_copied(view: bool, read_before: bool) -> None:
+def test_copies_values_with_later_readers(view: bool, read_before: bool) -> None:
     assert _reduced(read_before, False, view) == c10d.all_reduce_.default
     assert _reduced(read_before, True, view) == c10d.all_reduce.default
 
 
-def test_what_does_not_lie_in_order_is_copied() -> None:
-    """The functional all-reduce makes a copy that does."""
+def test_copies_non_contiguous_values() -> None:
+    """The functional all-reduce makes a contiguous copy."""
     assert _reduced(False, False, False, transposed=True) == c10d.all_reduce.default

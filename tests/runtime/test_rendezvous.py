@@ -1,4 +1,4 @@
-"""Ranks that meet: here they are threads, and the store is a real one."""
+"""Rendezvous of ranks: here threads with a real store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def patient(waited: float) -> None:
 
 
 def each(store: dist.Store, size: int, act: Callable[[Rendezvous], Any]) -> tuple[list[Any], list[Counted]]:
-    """What ranks that act at the same time find out, and what they sent."""
+    """Run all ranks concurrently; return their results and requests."""
     assert isinstance(store, dist.TCPStore)
     connections = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(size)]
     counted = [Counted(dist.PrefixStore("meeting", connection)) for connection in connections]
@@ -45,7 +45,7 @@ def comes(*texts: str) -> Callable[[Rendezvous], End]:
     return act
 
 
-def test_all_say_the_same(store: dist.Store) -> None:
+def test_equal_texts(store: dist.Store) -> None:
     found, counted = each(store, 8, comes("a" * 10_000))
     assert found == [End("same")] * 8
     assert sum(one.sent for one in counted) < 10_000 + 8 * 1000, "one text, and a hash for each rank"
@@ -53,8 +53,8 @@ def test_all_say_the_same(store: dist.Store) -> None:
     assert sum(one.requests for one in counted) == 3 * 8 + 2, "the first one leaves its text, the last one ends it"
 
 
-def test_one_says_something_else(store: dist.Store) -> None:
-    """All know which, and the texts are compared once."""
+def test_a_different_text(store: dist.Store) -> None:
+    """All ranks learn which one, and texts are compared once."""
     found, counted = each(store, 8, comes("a" * 10_000, "a" * 10_000, "b" * 10_000, "a" * 10_000))
     assert len(set(found)) == 1
     assert found[0].how == "differ"
@@ -62,7 +62,7 @@ def test_one_says_something_else(store: dist.Store) -> None:
     assert sum(one.requests for one in counted) <= 4 * 8
 
 
-def test_texts_travel_once_however_many_differ(store: dist.Store) -> None:
+def test_texts_are_sent_once(store: dist.Store) -> None:
     def act(meeting: Rendezvous) -> End:
         meeting.join(str(meeting.rank) * 10_000, lambda *_: "no two are the same", patient)
         return meeting.end(patient)
@@ -74,7 +74,7 @@ def test_texts_travel_once_however_many_differ(store: dist.Store) -> None:
 
 
 def test_one_fails(store: dist.Store) -> None:
-    """Those who wait, for the others or for what it was to give, know why, at whatever meeting of the occasion."""
+    """Waiting ranks, for others or for data, learn the reason at any rendezvous of the step."""
 
     def act(meeting: Rendezvous) -> Any:
         if meeting.rank == 0:
@@ -91,7 +91,7 @@ def test_one_gives_a_text(store: dist.Store) -> None:
     assert each(store, 3, act)[0][1:] == ["a plan"] * 2
 
 
-def test_who_waits_can_give_up(store: dist.Store) -> None:
+def test_waiting_can_be_cancelled(store: dist.Store) -> None:
     def impatient(waited: float) -> None:
         if waited > 0.2:
             raise TimeoutError(f"waited for {waited:.1f} s")
@@ -103,7 +103,7 @@ def test_who_waits_can_give_up(store: dist.Store) -> None:
 
 
 def test_the_largest_number(store: dist.Store) -> None:
-    """All ranks know it when all have come, in whatever order they do."""
+    """All ranks know it when all have arrived, in any order."""
 
     def act(meeting: Rendezvous) -> int:
         meeting.raise_to(10 - abs(5 - meeting.rank))

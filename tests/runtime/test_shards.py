@@ -14,7 +14,7 @@ from tests.ranks import FakeWorld
 
 
 def test_offloaded_shards_stay_on_the_host(fake_world: FakeWorld) -> None:
-    """On a mesh of GPUs, to which `DTensor.from_local` moves them; there need be none."""
+    """On a GPU mesh, to which `DTensor.from_local` would move them; no GPU is needed."""
     fake_world(2)
     model = Blocks(2, 8)
     mesh = init_device_mesh("cuda", (2,))

@@ -1,4 +1,4 @@
-"""Programs as they are bound for CUDA devices use streams rightly, and the oracle that says so finds faults."""
+"""Programs bound for CUDA devices synchronize streams correctly, and the race detector finds faults."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"plain": (2,), "HSDP": (2, 2)}
 
 @dataclass(frozen=True)
 class Bound:
-    """A phase that is bound to process groups."""
+    """A phase bound to process groups."""
 
     program: Program
     phase: Phase
@@ -55,7 +55,7 @@ class Bound:
 
     @property
     def inputs(self) -> list[str]:
-        """Where they live: parameters and buffers are kept by the model, on the host if they are offloaded."""
+        """Return where inputs live: the model keeps parameters and buffers, on the host if they are offloaded."""
         away = self.program.on_host
         return [HOST if s.kind == "saved" and s.name in away else self._place(s.kind) for s in self.phase.inputs]
 
@@ -80,7 +80,7 @@ def bound(
     setting: Callable[[Any, bool], None] | None = None,
     **options: Any,
 ) -> list[Bound]:
-    """All phases that three steps run, or three microbatches with a setting."""
+    """Return all phases of three steps, or of three microbatches with a setting."""
     world(torch.Size(shape).numel())
     passes = Pipeline().replace("plan", MakePlan(planner))
     if offload:
@@ -101,7 +101,7 @@ def bound(
 
 
 def waits(lines: Sequence[Line]) -> Iterator[tuple[int, WaitLine, int]]:
-    """Waits with their places, and those of what they wait for."""
+    """Yield waits with their positions, and the starts that they wait for."""
     started = {name: place for place, line in enumerate(lines) if isinstance(line, Start) for name in line.results}
     for place, line in enumerate(lines):
         if isinstance(line, WaitLine):
@@ -109,7 +109,7 @@ def waits(lines: Sequence[Line]) -> Iterator[tuple[int, WaitLine, int]]:
 
 
 def _without(wait: WaitLine) -> Callable[[str], str]:
-    """The code without a wait."""
+    """Remove a wait from the code."""
     given = re.escape(str(wait.args[0]))
     return lambda code: _changed(code, rf"torch\.ops\._c10d_functional\.wait_tensor\.default\({given}\)", wait.args[0])
 
@@ -128,7 +128,7 @@ def test_programs(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -
         assert phase.problems() == []
 
 
-def test_a_plan_by_cost_is_another_one(fake_world: FakeWorld) -> None:
+def test_a_cost_based_plan_differs(fake_world: FakeWorld) -> None:
     (by_unit, _), (by_cost, _) = (bound(fake_world, planner=PLANNERS[name]) for name in ("by unit", "by cost"))
     assert by_unit.program.plan.events != by_cost.program.plan.events
 
@@ -142,7 +142,7 @@ def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], polic
 
 @pytest.mark.parametrize("setting", [None, "_no_sync"], ids=["steps", "microbatches"])
 @pytest.mark.parametrize("offload", [False, True], ids=["shards on the device", "shards on the host"])
-def test_what_is_saved_on_the_host(fake_world: FakeWorld, offload: bool, setting: str | None) -> None:
+def test_saved_values_on_the_host(fake_world: FakeWorld, offload: bool, setting: str | None) -> None:
     phases = bound(
         fake_world, offload=offload, saved_on_host=True, setting=_no_sync if setting else None, mp_policy=BF16
     )
@@ -156,8 +156,8 @@ def test_what_is_saved_on_the_host(fake_world: FakeWorld, offload: bool, setting
 
 
 @pytest.mark.parametrize("reload", [operators._reload, operators._upload])
-def test_what_is_saved_is_complete_before_it_is_copied_back(reload: Callable[[Any, str], Any]) -> None:
-    """An upload as of shards would not wait for the copy to the host."""
+def test_saved_values_are_complete_before_they_are_copied_back(reload: Callable[[Any, str], Any]) -> None:
+    """An upload of the kind for shards would not wait for the copy to the host."""
     machine = Machine()
     with machine.copies():
         value = machine.made("saved")
@@ -172,8 +172,8 @@ def test_what_is_saved_is_complete_before_it_is_copied_back(reload: Callable[[An
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_casts_behind_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
-    """They are regions on the compute stream, which has waited; it computes before it does, but at the very end."""
+def test_casts_after_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
+    """They are regions on the compute stream after the wait; other compute comes before, except at the end."""
     _, backward = bound(fake_world, shape, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     last = "reduce " if len(shape) == 1 else "all_reduce "  # collective of a gradient
     found = [(*each, backward.lines) for each in waits(backward.lines) if each[1].bucket.startswith(last)]
@@ -190,7 +190,7 @@ def test_casts_behind_reductions(fake_world: FakeWorld, shape: tuple[int, ...]) 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=["one rank", "plain", "HSDP"])
 def test_shards_that_are_cast_on_the_host(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
-    """Each has its own pinned memory, and the host reads a shard while earlier ones are on their way."""
+    """Each has separate pinned memory, and the host reads a shard while earlier ones are copied."""
     phases = bound(fake_world, shape, offload=True, cast_on_host=True, mp_policy=BF16)
     uploads = [line for phase in phases for line in phase.lines if getattr(line, "target", None) is UPLOAD]
     assert len(uploads) > 4
@@ -215,14 +215,14 @@ def _no_all_reduce(model: Any, last: bool) -> None:
 )
 def test_microbatches(fake_world: FakeWorld, shape: tuple[int, ...], setting: Callable[[Any, bool], None]) -> None:
     phases = bound(fake_world, shape, setting=setting, mp_policy=BF16)
-    assert len(phases) == 5  # forward, the likely backward, and those of three microbatches
+    assert len(phases) == 5  # forward, the default backward, and three backwards of microbatches
     for phase in phases:
         assert phase.problems() == []
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_updates_where_gradients_arrive(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
-    """The optimizer writes shards that others have read before."""
+def test_updates_in_backward(fake_world: FakeWorld, shape: tuple[int, ...]) -> None:
+    """The optimizer writes shards after their other readers."""
     _, backward = bound(fake_world, shape)
     inputs = backward.phase.inputs
     taken = [
@@ -245,7 +245,7 @@ def test_updates_where_gradients_arrive(fake_world: FakeWorld, shape: tuple[int,
         assert any("writes input" in found for found in problems(freed, backward.inputs, updates=early))
 
 
-def test_shards_that_are_gathered_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unshard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host may write to them as soon as `unshard` returns."""
     for waits_for_them in (True, False):
         machine = Machine()
@@ -266,7 +266,7 @@ def test_shards_that_are_gathered_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _first_use(lines: Sequence[Line], wait: int) -> int:
-    """Where what a wait returns, or a view of it, is read first: a view itself reads nothing."""
+    """Return where a wait's result, or a view of it, is first read; creating a view is not a read."""
     waited = set(lines[wait].results)
     for index, line in enumerate(lines[wait + 1 :], wait + 1):
         if waited.isdisjoint(line.reads):
@@ -281,8 +281,8 @@ def _first_use(lines: Sequence[Line], wait: int) -> int:
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_wait_is_missed(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
-    """But for those behind another wait of the same group, for what was started no earlier."""
+def test_detects_every_missing_wait(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
+    """Except waits that follow another wait of the same group for a later collective."""
     caught = 0
     for phase in bound(fake_world, shape, planner=planner):
         found = list(waits(phase.lines))
@@ -300,7 +300,7 @@ def test_every_wait_is_missed(fake_world: FakeWorld, shape: tuple[int, ...], pla
     assert caught
 
 
-def test_a_result_is_freed_before_its_wait(fake_world: FakeWorld) -> None:
+def test_detects_a_result_freed_before_its_wait(fake_world: FakeWorld) -> None:
     for phase in bound(fake_world):
         for _, wait, _ in waits(phase.lines):
             given = str(wait.args[0])
@@ -310,15 +310,15 @@ def test_a_result_is_freed_before_its_wait(fake_world: FakeWorld) -> None:
             assert any("is freed while group" in text for text in missed), wait
 
 
-def test_what_is_sent_is_held_until_the_wait(fake_world: FakeWorld) -> None:
-    """Packed buffers are let go of when they are sent; without the hold of the process group that were too early."""
+def test_inputs_of_collectives_are_held_until_the_wait(fake_world: FakeWorld) -> None:
+    """Packed buffers are dropped after the send, which is too early unless the process group holds them."""
     for phase in bound(fake_world, planner=PlanByUnit(pack_gathers_below=1 << 20, pack_reductions_below=1 << 20)):
         assert phase.problems() == []
         assert any("is freed while group" in text for text in phase.problems(holds=False))
 
 
-def test_swapped_waits(fake_world: FakeWorld) -> None:
-    """Where two collectives of different groups are under way, each is waited for in the place of the other."""
+def test_detects_swapped_waits(fake_world: FakeWorld) -> None:
+    """With two collectives of different groups in flight, each wait is swapped for the other."""
     _, backward = bound(fake_world, (2, 2), planner=PlanByUnit(reductions_under_way=2))
     lines = backward.lines
     swapped = 0
@@ -338,19 +338,19 @@ def test_swapped_waits(fake_world: FakeWorld) -> None:
 
 
 def _waits_for(one: WaitLine, other: WaitLine) -> str:
-    """Waits for one collective, if it is under way, and goes on with the result of another."""
+    """Wait for one collective, if it is in flight, and continue with the result of another."""
     given = one.args[0]
     return f"[{given} and torch.ops._c10d_functional.wait_tensor.default({given}), {other.args[0]}][1]"
 
 
-def test_copies_that_are_not_recorded(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_unrecorded_copies(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = bound(fake_world, offload=True)
     monkeypatch.setattr(Value, "record_stream", lambda self, stream: None)
     for phase in phases:
         assert any("is freed while" in text for text in phase.problems())
 
 
-def test_copies_that_are_not_waited_for(fake_world: FakeWorld) -> None:
+def test_detects_missing_waits_for_copies(fake_world: FakeWorld) -> None:
     forward, backward = bound(fake_world, offload=True)
     arrived = r"torch\.ops\.graphshard\.arrived\.default\((\w+)\)"
     missed = forward.problems(lambda code: re.sub(arrived, r"\1", code))

@@ -1,4 +1,4 @@
-"""Parameters that are gathered by hand: on the device of the mesh, wherever their shards are."""
+"""`unshard` gathers parameters to the device of the mesh, wherever their shards are."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.ranks import FakeWorld
 def test_shards_on_the_host_are_gathered_on_the_device(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """NCCL takes no tensor of the host. The meta device stands for the GPU.
+    """NCCL does not support host tensors. The meta device replaces the GPU.
 
-    The copies are those that the host waits for (`tests/ir/test_operators.py`, and the oracle of streams).
+    The copies are the ones with host synchronization (`tests/ir/test_operators.py`, and the race detector of streams).
     """
     copied: list[torch.Tensor] = []
 

@@ -1,11 +1,11 @@
-"""What the user chose to run belongs to one model: a copy of the model chooses for itself."""
+"""Custom collectives belong to one model; a copy has separate ones."""
 
 from __future__ import annotations
 
 from graphshard.runtime.user_collectives import UserCollectives, UserObject
 
 
-def test_a_copy_is_changed_apart() -> None:
+def test_a_copy_is_independent() -> None:
     first = UserCollectives(gathers={"a": UserObject(print)}, separate={"a"}, group="7")
     second = first.copy()
     assert second == first

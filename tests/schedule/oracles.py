@@ -1,4 +1,4 @@
-"""Random problems, a simulator that counts ticks, and an exhaustive search; all independent of what they check."""
+"""Random problems, a simulator that counts ticks, and an exhaustive search, all independent of the tested code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Own, Placemen
 
 
 def halves(num_bytes: int) -> float:
-    """Seconds of a copy: whole ticks."""
+    """Return the seconds of a copy in whole ticks."""
     return float(num_bytes // 2)
 
 
 @st.composite
 def links(draw: st.DrawFn, *, separate: bool | None = None, legs: bool = False) -> Link:
-    """A link with whole seconds for everything; `legs` for reductions with two, on any of the channels."""
+    """Draw a link with whole seconds; `legs` for two-stage reductions, on any channel."""
     latency, per_tensor = st.integers(0, 4), st.integers(0, 2)
     second = Rate(draw(latency), draw(st.integers(0, 2)), draw(per_tensor)) if legs else None
     return Link(
@@ -36,7 +36,9 @@ def links(draw: st.DrawFn, *, separate: bool | None = None, legs: bool = False) 
 
 @st.composite
 def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, small: bool = True) -> Chain:
-    """Up to `layers` items in whole seconds; some gather, some reduce, and tensors may live beyond their first item."""
+    """Draw up to `layers` items in whole seconds; some gather, some reduce, and tensors may outlive their
+    first item.
+    """
     num = draw(st.integers(1, layers))
     items = st.integers(0, num - 1)
 
@@ -69,7 +71,7 @@ def chains(draw: st.DrawFn, *, layers: int = 6, reductions: bool | None = None, 
 
 @st.composite
 def of_experts(draw: st.DrawFn, *, legs: bool = False, **options: Any) -> tuple[Chain, Link]:
-    """A chain some of whose transfers run over other axes, and have other costs on the same channels."""
+    """Draw a chain with some transfers over other axes, at other costs on the same channels."""
     chain, link = draw(chains(**options)), draw(links(legs=legs))
     other = draw(links(separate=link.separate, legs=legs))
     ways = [tuple(replace(t, way=int(t.group == "b")) for t in each) for each in (chain.gathers, chain.reductions)]
@@ -79,7 +81,7 @@ def of_experts(draw: st.DrawFn, *, legs: bool = False, **options: Any) -> tuple[
 
 @st.composite
 def communicating(draw: st.DrawFn, **options: Any) -> Chain:
-    """A chain whose model communicates itself: at once, or beside some items; on either channel."""
+    """Draw a chain with the model's own collectives, blocking or overlapping some items, on either channel."""
     chain = draw(chains(**options))
     items = st.integers(0, len(chain.seconds) - 1)
     starts = sorted(draw(st.lists(items, min_size=1, max_size=3)))
@@ -91,7 +93,7 @@ def communicating(draw: st.DrawFn, **options: Any) -> Chain:
 
 @st.composite
 def placements(draw: st.DrawFn, chain: Chain, *, legs: bool = False) -> Placement:
-    """Any schedule of a chain that keeps the orders: random cuts, starts and waits, and starts of second legs."""
+    """Draw any schedule of a chain that keeps the orders: random cuts, starts, waits, and starts of second stages."""
     end = len(chain.seconds)
     events: list[tuple[int, int, int, str, Bucketed]] = []
     for kind in ("gather", "reduce"):
@@ -121,10 +123,10 @@ def placements(draw: st.DrawFn, chain: Chain, *, legs: bool = False) -> Placemen
 
 
 def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
-    """Seconds and peak bytes of a schedule with whole seconds, one second at a time.
+    """Simulate a schedule with whole seconds, second by second; return seconds and peak bytes.
 
     The host's program is a list; the compute stream takes the next entry when it is idle, channels are queues of
-    remaining seconds. Memory is counted anew from the lists of what has been done.
+    remaining seconds. Memory is recounted from the lists of finished entries.
     """
     program: list[tuple[str, int]] = []
     for position in range(len(chain.seconds) + 1):
@@ -143,7 +145,7 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
     while todo or busy:
         while not busy and (todo or pending):
             action, index = pending or todo.pop(0)
-            if action == "send":  # of the model's own, by negative numbers; they need no memory here
+            if action == "send":  # a collective of the model, with a negative number; it needs no memory here
                 own = chain.own[-1 - index]
                 queues[own.channel].append([index, int(own.seconds)])
                 continue
@@ -213,12 +215,12 @@ def _copy(chain: Chain, link: Link, bucket: Bucketed, action: str) -> int:
 
 
 def _twice(chain: Chain, link: Link, bucket: Bucketed) -> int:
-    """Bytes of what was scattered."""
+    """Return the bytes of the scattered result."""
     return sum(m.num_bytes for m in _members(chain, bucket)) // link.num_shards
 
 
 def _bytes_at(chain: Chain, link: Link, placement: Placement, done: list[tuple[str, int]], now: tuple[str, int]) -> int:
-    """Bytes alive while an entry of the program runs, counted from what was done before."""
+    """Return the bytes alive while an entry of the program runs, counted from the entries before."""
     action, index = now
     items = sum(a == "item" for a, _ in done)
     last = len(chain.seconds) - 1
@@ -239,7 +241,7 @@ def _bytes_at(chain: Chain, link: Link, placement: Placement, done: list[tuple[s
 
 
 def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
-    """Seconds of the shortest schedule within a memory limit, from every sequence of events; infinity without one.
+    """Return the seconds of the shortest schedule within a memory limit over all sequences of events, or infinity.
 
     Equal states are continued once; nothing is pruned. A wait for a gather comes at its first use.
     """
@@ -258,9 +260,9 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
     def best(
         at: int, g: int, r: int, compute: float, channels: tuple[float, float], flying: tuple, sent: tuple = ()
     ) -> float:
-        """`flying` has (bucket, end, whether it was continued) for what is not waited for, in order of start.
+        """Search from a state. `flying` has (bucket, end, whether continued) of pending transfers, in order of start.
 
-        `sent` has the same of what the model itself communicates: (index, end).
+        `sent` has (index, end) of the model's pending collectives.
         """
         gathers = [f for f in flying if f[0].kind == "gather"]
         reductions = [f for f in flying if f[0].kind == "reduce" and not f[2]]
@@ -323,7 +325,7 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
                         continue
                     began = max(compute, channels[own.channel])
                     others = max(channels[1 - own.channel] - began, 0.0)
-                    # At once it is like compute: slower while the other channel is busy.
+                    # A blocking one is like compute: slower while the other channel is busy.
                     slower = min(own.seconds / (1 - link.contention), others) * link.contention
                     stop = began + own.seconds + (slower if own.until == at else 0.0)
                     channels = (stop, channels[1]) if own.channel == 0 else (channels[0], stop)
@@ -332,7 +334,7 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
                     else:
                         left_to_wait.append((index, stop))
                 sent = tuple(left_to_wait)
-                # Beside a busy channel it advances by (1 - contention) a second, after that by one.
+                # Next to a busy channel it advances by (1 - contention) a second, after that by one.
                 advanced = max(max(channels) - compute, 0.0) * (1 - link.contention)
                 left = chain.seconds[at] - advanced
                 after = max(channels) + left if 0 < advanced < chain.seconds[at] else None

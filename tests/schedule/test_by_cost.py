@@ -1,4 +1,4 @@
-"""The planner on captured programs: passes apply its plans, rules accept them, constraints and memory limits hold."""
+"""The cost-based planner on captured programs: passes apply its plans, and rules, constraints and limits hold."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ BATCHES = [(torch.randn(3, 16),), (torch.randn(3, 16),)]
 
 @pytest.fixture(scope="module")
 def partitioned() -> Program:
-    """Four units with two parameters each."""
+    """Partition four units with two parameters each."""
     return through(captured(Blocks(4, 16, bias=True), BATCHES[0]), "partition")
 
 
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("planner", [FREE, PlanByCost(COSTS), PlanByCost(COSTS, pack_below=0)])
 def test_numerics(planner: PlanByCost, reshard: bool | None) -> None:
-    """The rules hold after every pass, and gradients are those of one process."""
+    """Programs verify after every pass, and gradients equal one process."""
     torch.manual_seed(0)
     model = Blocks(4, 16, bias=True)
     program = through(captured(model, BATCHES[0], reshard_after_forward=reshard), "reorder", planner=planner)
@@ -55,14 +55,14 @@ def test_numerics_of_other_models(model: nn.Module, batch: torch.Tensor) -> None
     assert_gradients(program, model, [(batch,), (batch.flip(0),)])
 
 
-def test_mixed_precision_travels_in_its_dtypes() -> None:
+def test_mixed_precision_uses_the_policys_dtypes() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     program = through(captured(Blocks(4, 16), BATCHES[0], mp_policy=policy), "reorder", planner=FREE)
     sizes = {b.kind: b.num_bytes / len(b.members) for b in program.plan.buckets}
     assert sizes == {"gather": 2 * 16 * 16, "reduce": 4 * 16 * 16}
 
 
-def test_the_prediction_is_what_the_simulator_says(partitioned: Program) -> None:
+def test_the_prediction_matches_the_simulator(partitioned: Program) -> None:
     plan = FREE(partitioned)
     prediction = plan.prediction
     assert prediction.lower_bound <= prediction.step_seconds
@@ -77,7 +77,7 @@ def test_the_plan_is_the_same_every_time(partitioned: Program) -> None:
     assert PlanByCost(Costs(load_profile("a100")), exact_reductions=False)(again).hash != FREE(again).hash
 
 
-def test_a_memory_limit_holds_or_is_refused(partitioned: Program) -> None:
+def test_a_memory_limit_holds_or_is_infeasible(partitioned: Program) -> None:
     free = FREE(partitioned).prediction.peak_bytes
     with pytest.raises(
         InfeasibleError, match=r"no schedule fits in a memory_limit of 1,000 bytes\. The least"
@@ -96,8 +96,8 @@ def test_a_memory_limit_holds_or_is_refused(partitioned: Program) -> None:
         PlanByCost(COSTS, memory_limit=least - 1, exact_reductions=False)(partitioned)
 
 
-def test_reductions_on_the_cpu_are_those_of_fsdp2(partitioned: Program) -> None:
-    """The same members, packed in the same order: sums on gloo depend on it."""
+def test_reductions_on_the_cpu_match_fsdp2(partitioned: Program) -> None:
+    """The same members, packed in the same order, because sums on gloo depend on it."""
     ours, theirs = PlanByCost(COSTS)(partitioned), PlanByUnit()(partitioned)
     reductions = [sorted((b.packed, b.params) for b in p.buckets if b.kind == "reduce") for p in (ours, theirs)]
     assert reductions[0] == reductions[1]
@@ -119,7 +119,7 @@ def test_units_are_honoured(partitioned: Program) -> None:
 
 
 def test_prefetch_lists_are_honoured(partitioned: Program) -> None:
-    """The last layer starts where the first is used, in forward; the first but one where the last is, in backward."""
+    """Forward starts the last layer at the first; backward starts the second layer at the last one."""
     constraints = Constraints(
         forward_prefetch={"layers.0": ["layers.3"]}, backward_prefetch={"layers.3": ["layers.1", "layers.2"]}
     )
@@ -145,24 +145,26 @@ def test_inference_and_one_rank() -> None:
     assert alone.plan.buckets == ()
 
 
-def test_the_base_is_what_the_schedule_cannot_change(partitioned: Program) -> None:
-    """By hand: one layer of 4x4 in float32 on two ranks, inputs 3x4; a shard and each state are 32 bytes."""
+def test_base_memory(partitioned: Program) -> None:
+    """Hand-computed: one layer of 4x4 in float32 on two ranks, inputs 3x4; a shard and each state are 32 bytes."""
     program = through(captured(Blocks(1), (torch.ones(3, 4),), reshard_after_forward=True), "partition")
     forward, backward, optimizer = build(program, COSTS, Settings(exact_reductions=False)).problem.chains
     shard, state, value = 32, 64, 48
     assert [g.num_bytes for g in forward.gathers] == [64]
-    # The product and its ReLU, and the sum at last.
+    # The matmul and its ReLU, and the final sum.
     assert forward.base == (shard + state + value + 2 * value,)
     assert backward.gathers == ()
-    # Backward does not read the shard, which is there all the same. It has inputs, a mask of booleans, a tangent, and
-    # makes two values of it.
+    # Backward does not read the shard, which still exists. It has inputs, a boolean mask and a tangent, and makes two
+    # values from them.
     assert backward.base == (shard + state + 3 * value + 12 + 4,)
     assert [(r.num_bytes, r.at) for r in backward.reductions] == [(64, len(backward.seconds))]
     assert optimizer.base == (shard + state + shard,)
 
 
 class Logits(nn.Module):
-    """A block, and a root whose matrices travel alone; logits, and their gradients, are the largest of a step."""
+    """A block, and a root whose matrices are sent alone; logits, and their gradients, are the largest tensors of a
+    step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,22 +176,22 @@ class Logits(nn.Module):
         return self.head(self.layers[0](self.first(x)).relu()).log_softmax(-1).square().sum()
 
 
-def test_a_gradient_takes_no_room_before_it_is_made() -> None:
-    """That of the head comes behind those of the logits: the peak of the item that makes it is without it."""
+def test_a_gradient_takes_no_memory_before_it_is_computed() -> None:
+    """The head's gradient is computed after the logits' gradients: the peak of the producing item excludes it."""
     with torch.device("meta"):
         model = Logits()
     program = through(captured(model, (torch.empty(8192, 4096),), reshard_after_forward=True), "partition")
     backward = build(program, COSTS, Settings()).problem.chains[1]
     head = backward.reductions[0]
     assert (head.at, head.num_bytes) == (1, 4 * 4096 * 16384)
-    # In one transfer with the first matrix, it does not come out of the item of the logits.
+    # Packed with the first matrix, it is not counted at the item of the logits.
     of_units = build(program, COSTS, Settings(Constraints(units=True))).problem.chains[1]
     assert of_units.reductions[-1].num_bytes > head.num_bytes
     assert max(backward.least_memory) == max(of_units.least_memory)
 
 
 class Wide(nn.Module):
-    """One unit of matrices that are worth a collective each, and small ones between and behind them."""
+    """One unit of matrices large enough for separate collectives, with small ones between and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,8 +203,8 @@ class Wide(nn.Module):
         return x.sum()
 
 
-def test_large_parameters_travel_alone_and_small_ones_join_them() -> None:
-    """Cut where a transfer takes longer than a latency; every parameter is in one transfer of each kind."""
+def test_large_parameters_are_sent_alone_with_small_ones_packed() -> None:
+    """Buckets are cut where a transfer takes longer than a latency; each parameter has one transfer of each kind."""
     with torch.device("meta"):
         model = Wide()
     program = through(captured(model, (torch.empty(2, 4096),)), "partition")
@@ -216,7 +218,7 @@ def test_large_parameters_travel_alone_and_small_ones_join_them() -> None:
         assert len(found) == (2 if (phase, kind) == ("backward", "gather") else 3)
 
 
-def test_make_plan_takes_it() -> None:
+def test_make_plan_accepts_it() -> None:
     program = captured(Blocks(2), (torch.ones(3, 4),))
     for step in Pipeline().replace("plan", MakePlan(FREE)):
         run_pass(step, program)
@@ -226,8 +228,8 @@ def test_make_plan_takes_it() -> None:
     }
 
 
-def test_a_search_that_is_stopped_says_so(partitioned: Program) -> None:
-    """Without a step there is FSDP2's order at the least, and a bound; with some the plan is no longer."""
+def test_reports_a_stopped_search(partitioned: Program) -> None:
+    """Without steps the plan is at least FSDP2's order with a bound; with some it is no longer."""
     plans = [PlanByCost(COSTS, exact_reductions=False, steps=steps)(partitioned) for steps in (0, 2_000_000)]
     stopped, whole = (plan.prediction for plan in plans)
     assert stopped.stopped
@@ -239,8 +241,8 @@ def test_a_search_that_is_stopped_says_so(partitioned: Program) -> None:
         PlanByCost(COSTS, steps=-1)
 
 
-def test_it_is_no_longer_than_any_plan_by_unit(partitioned: Program) -> None:
-    """The planner looks for the best of all and for the best with units together, and takes the shorter one."""
+def test_at_least_as_short_as_plans_by_unit(partitioned: Program) -> None:
+    """The planner searches without and with whole units, and takes the shorter plan."""
     units = PlanByCost(COSTS, constraints=Constraints(units=True))(partitioned).prediction
     assert PlanByCost(COSTS)(partitioned).prediction.step_seconds <= units.step_seconds
 
@@ -252,8 +254,8 @@ def test_the_simulator_runs_a_program(partitioned: Program) -> None:
     assert (found.step_seconds, found.peak) == (solution.step_seconds, solution.peak)
 
 
-def test_what_may_be_packed_is_a_number_of_the_profile() -> None:
-    """On CPUs it is at least that."""
+def test_the_packing_limit_comes_from_the_profile() -> None:
+    """On CPUs this is the minimum."""
     program = through(captured(Blocks(2), (torch.ones(2, 4),)), "partition")
     profile = load_profile("h100")
     free = replace(profile.inside["gather"], tensor_seconds=0.0)
@@ -263,7 +265,7 @@ def test_what_may_be_packed_is_a_number_of_the_profile() -> None:
 
 
 def test_a_plan_sorts_the_nodes_of_a_phase_once(monkeypatch: pytest.MonkeyPatch, partitioned: Program) -> None:
-    """However many problems and solutions it compares."""
+    """For any number of problems and solutions that it compares."""
     sort, sorted_phases = CollectiveRegions.of, []
 
     def counted(phase: Phase) -> CollectiveRegions:

@@ -19,7 +19,7 @@ BATCH = (torch.ones(3, 4),)
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    """Four units with two parameters each, partitioned."""
+    """Partition four units with two parameters each."""
     return through(captured(Blocks(4, bias=True), BATCH), "partition")
 
 
@@ -28,7 +28,7 @@ def _text(plan: Plan, phase: str) -> str:
 
 
 def test_order_of_starts_and_waits() -> None:
-    """A layer forward is a product and a ReLU; backward reduces a layer's gradient while it computes the next."""
+    """A layer forward is a matmul and a ReLU; backward reduces a layer's gradient while it computes the next."""
     plan = COALESCED(through(captured(Blocks(3), BATCH), "partition"))
     assert_expected_inline(
         _text(plan, "forward"),
@@ -59,7 +59,7 @@ def test_order_of_starts_and_waits() -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_next_gather_starts_when_one_has_arrived(program: Program, phase: str) -> None:
+def test_the_next_gather_starts_after_a_wait(program: Program, phase: str) -> None:
     plan = COALESCED(program)
     gathers = [e for e in plan.events[phase] if plan.bucket(e.bucket).kind == "gather"]
     assert [e.action for e in gathers] == ["start", "wait"] * (len(gathers) // 2)
@@ -79,7 +79,7 @@ def test_a_reduction_is_waited_for_when_the_next_starts(program: Program) -> Non
 
 
 def _last_use(program: Program, bucket: Bucket) -> int:
-    """Position of the last compute that reads a gathered parameter of the bucket, or a view of one."""
+    """Return the position of the last compute that reads a gathered parameter of the bucket, or a view of one."""
     phase = program.phases[bucket.phase]
     gathers = [c for c in collectives(phase) if c.kind == "gather" and c.params[0] in bucket.members]
     gathered = {wait for c in gathers for wait in c.waits}
@@ -89,7 +89,7 @@ def _last_use(program: Program, bucket: Bucket) -> int:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_at_most_two_units_are_gathered_at_once(program: Program, phase: str) -> None:
-    """A unit is gathered from its start to its last use; when a third starts, the first is done with."""
+    """A unit is gathered from its start to its last use; when a third starts, the first is finished."""
     plan = COALESCED(program)
     gathers = {b.name: _last_use(program, b) for b in plan.buckets if b.kind == "gather" and b.phase == phase}
     started: list[str] = []
@@ -113,7 +113,7 @@ def test_parameters_of_a_bucket_are_in_registration_order(program: Program) -> N
     ("limit", "packed", "params"),
     [
         (0, (), ("weight", "bias")),
-        (9, (), ("weight", "bias")),  # one small tensor alone gains nothing from a buffer
+        (9, (), ("weight", "bias")),  # a buffer of a single small tensor saves nothing
         (33, ("weight", "bias"), ()),
     ],
 )
@@ -130,7 +130,7 @@ def test_small_tensors_are_packed(
 
 
 def test_defaults_by_device() -> None:
-    """NCCL packs what is small, gloo every reduction."""
+    """NCCL packs small tensors, gloo every reduction."""
     program = through(captured(nn.ModuleList([nn.Linear(256, 256)])[0], (torch.ones(1, 256),)), "partition")
     packed = {}
     for device in ("cuda", "cpu"):
@@ -152,7 +152,7 @@ class _TwoDtypes(nn.Module):
         return (x * self.w * self.v)[self.index]
 
 
-def test_dtypes_travel_apart() -> None:
+def test_dtypes_are_sent_separately() -> None:
     plan = PACKED(through(captured(_TwoDtypes(), (torch.ones(4),)), "partition"))
     assert [(b.name, b.members) for b in plan.buckets if b.phase == "forward"] == [
         ("gather (root) in forward", ("w", "v")),
@@ -161,7 +161,7 @@ def test_dtypes_travel_apart() -> None:
 
 
 def test_padding_counts() -> None:
-    """4 rows over 3 ranks travel as 6."""
+    """4 rows over 3 ranks are sent as 6."""
     program = through(captured(Scales(1), (torch.ones(4),), world_size=3), "partition")
     assert [b.num_bytes for b in COALESCED(program).buckets] == [24, 24]
 

@@ -1,4 +1,4 @@
-"""The graph of a timeline against the clock: what changes a step and a wait, by running the clock again."""
+"""The timeline's graph against simulation: critical path, slack and gains, checked by simulating changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wait(index: int, name: str = "") -> TimedWait:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TimedEvent]:
-    """Calls, launches on two links and waits in any order that an executor may have; whole seconds."""
+    """Draw calls, launches on two links and waits in any valid order, in whole seconds."""
     events: list[TimedEvent] = []
     pending: list[int] = []
     for _ in range(draw(st.integers(1, 14))):
@@ -50,18 +50,18 @@ def of(events: list[TimedEvent], contention: float = 0.0) -> tuple[TimelineDag, 
 
 
 def with_seconds(events: list[TimedEvent], index: int, seconds: float) -> list[TimedEvent]:
-    """The same with another length of one event."""
+    """Replace the length of one event."""
     assert isinstance(events[index], (TimedCall, Launch))
     return [replace(e, seconds=seconds) if i == index else e for i, e in enumerate(events)]  # type: ignore[call-arg]
 
 
 def timed(events: list[TimedEvent]) -> list[int]:
-    """Indices of what takes time."""
+    """Return the indices of events with a duration."""
     return [i for i, event in enumerate(events) if not isinstance(event, TimedWait)]
 
 
 def waited(events: list[TimedEvent], index: int) -> float:
-    """Seconds that compute waits at an event."""
+    """Return the seconds that compute waits at an event."""
     times = run(events, 0.0)
     return times.ends[index] - times.begins[index]
 
@@ -69,7 +69,7 @@ def waited(events: list[TimedEvent], index: int) -> float:
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from((0.0, 0.5)))
 def test_the_critical_path_is_the_step(events: list[TimedEvent], contention: float) -> None:
-    """Its events follow each other without a gap, from the begin to the end."""
+    """Its events follow each other without a gap, from the start to the end."""
     dag, times = of(events, contention)
     clock, path = 0.0, dag.critical_path
     for index in path:
@@ -83,8 +83,8 @@ def test_the_critical_path_is_the_step(events: list[TimedEvent], contention: flo
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_slack_is_what_a_bucket_can_be_longer(events: list[TimedEvent]) -> None:
-    """By its slack the step does not change, by more it does, and by exactly what is more; so says the clock."""
+def test_slack_is_the_harmless_delay(events: list[TimedEvent]) -> None:
+    """A delay within the slack does not change the step, a longer one by exactly the excess."""
     dag, times = of(events)
     for index in timed(events):
         as_long = events[index].seconds + dag.slack[index]  # type: ignore[attr-defined]
@@ -96,8 +96,8 @@ def test_slack_is_what_a_bucket_can_be_longer(events: list[TimedEvent]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_what_delays_a_wait(events: list[TimedEvent]) -> None:
-    """Without an item, as the clock runs then, a wait is shorter by what the graph says, and otherwise no shorter."""
+def test_causes_of_a_wait(events: list[TimedEvent]) -> None:
+    """Removing an item shortens a wait by the graph's number, or not at all."""
     dag, _ = of(events)
     for index, event in enumerate(events):
         if isinstance(event, TimedWait):
@@ -109,8 +109,8 @@ def test_what_delays_a_wait(events: list[TimedEvent]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_what_a_step_gains(events: list[TimedEvent]) -> None:
-    """Without an item a step is shorter by what the graph says."""
+def test_gains_of_a_step(events: list[TimedEvent]) -> None:
+    """Removing an item shortens the step by the graph's number."""
     dag, times = of(events)
     gains = dag.gains(dag.end) if dag.end >= 0 else {}
     for item in timed(events):
@@ -121,7 +121,7 @@ def test_what_a_step_gains(events: list[TimedEvent]) -> None:
 @settings(max_examples=100, deadline=None)
 @given(steps())
 def test_slack_where_communication_slows_compute_down(events: list[TimedEvent]) -> None:
-    """A bucket that is longer by its slack makes the step no longer than what it slows down beside it."""
+    """Lengthening a bucket by its slack lengthens the step only by the slowdown of overlapping compute."""
     dag, times = of(events, CONTENTION)
     step = times.step(events)
     for index in (i for i in timed(events) if isinstance(events[i], Launch)):
@@ -133,7 +133,7 @@ def test_slack_where_communication_slows_compute_down(events: list[TimedEvent]) 
 
 
 def test_a_queue() -> None:
-    """The second gather is waited for, and its wait is long because the first is before it on the link.
+    """The wait for the second gather is long because the first gather is before it on the link.
 
     link     aaaabbbbbccc
     compute      000  11111111112
@@ -150,7 +150,7 @@ def test_a_queue() -> None:
 
 
 def test_another_queue() -> None:
-    """A reduction that nobody waits for yet is before a gather that compute needs."""
+    """A reduction without a pending wait is before a gather that compute needs."""
     events = [call(1), launch(6, "reduce"), launch(2, "gather"), call(1), wait(2), call(1), wait(1)]
     dag, _ = of(events)
     assert dag.delays(4) == {1: 6.0, 2: 2.0}

@@ -1,4 +1,4 @@
-"""What is alive on a predicted timeline."""
+"""Memory on a predicted timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 
 def groups(memory: MemoryTimeline) -> Counter[str]:
-    """Bytes at the peak by what they are."""
+    """Return the bytes at the peak by kind."""
     found = Counter[str]()
     for value in memory.alive:
         found[value.what] += value.num_bytes
@@ -24,7 +24,7 @@ def groups(memory: MemoryTimeline) -> Counter[str]:
 
 
 def renamed(program: Program) -> Program:
-    """The same, with buckets whose names say nothing."""
+    """Rename the buckets to numbers."""
     assert program.plan is not None
     names = {bucket.name: f"{number}" for number, bucket in enumerate(program.plan.buckets)}
     for phase in program.phases.values():
@@ -35,8 +35,8 @@ def renamed(program: Program) -> Program:
     return replace(program, plan=replace(program.plan, buckets=buckets))
 
 
-def test_what_buckets_hold_is_read_from_their_kind() -> None:
-    """Gathered parameters and gradients, whatever the bucket is called; the peak is the sum of what is alive."""
+def test_kinds_of_live_tensors() -> None:
+    """Gathered parameters and gradients, independent of bucket names; the peak is the sum of live tensors."""
     found = graphshard.explain(meta_net(width=64), (8,), example_inputs=(TOKENS,), mp_policy=BF16)
     program, costs = found._program, Costs(graphshard.load_profile("h100"))
     memory = memory_of(program, estimate(program, costs))
@@ -63,8 +63,8 @@ def test_parameters_that_stay_gathered_are_alive_between_the_phases() -> None:
     assert read <= {tensor.name for tensor in alive if tensor.what == "shards"}
 
 
-def test_what_regions_allocate_inside() -> None:
-    """While a region runs its values are alive, too, more of them if each operator writes its own."""
+def test_intermediates_of_regions() -> None:
+    """A region's intermediates are alive while it runs, more of them if each operator writes its result."""
     sizes = {}
     for backend in ("inductor", "eager"):
         found = graphshard.explain(meta_net(width=64), (8,), example_inputs=(TOKENS,), mp_policy=BF16, backend=backend)
@@ -80,7 +80,7 @@ def test_what_regions_allocate_inside() -> None:
 
 
 def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
-    """Where a reduction is an exchange, they and its result are all there is of it."""
+    """A reduction by exchange needs only the gradients and its result."""
     net = {"example_inputs": (TOKENS,), "mp_policy": BF16}
     found = graphshard.explain(meta_net(), (8,), **net)  # wide enough that gradients are not packed
     ends = {tensor.name.split()[0]: tensor.end for tensor in tensors(found._program, found._timeline)}
@@ -96,13 +96,13 @@ def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
     assert any(bucket.exchanged for bucket in pair._program.plan.buckets)
     three = graphshard.explain(
         meta_net(width=64), (3,), hardware="cpu-gloo", **net
-    )  # gloo gathers into a buffer of its own
+    )  # gloo gathers into a separate buffer
     kinds = [{tensor.what for tensor in tensors(each._program, each._timeline)} for each in (found, pair, three)]
     assert ["communication buffers" in kind for kind in kinds] == [False, False, True]
 
 
-def test_what_is_gathered_at_once_is_let_go_of_one_by_one() -> None:
-    """Tensors that travel as one group have memory of their own, and the first layer does not wait for the last one."""
+def test_tensors_of_a_gather_are_freed_one_by_one() -> None:
+    """Tensors of a group have separate memory, and the first layer does not wait for the last one."""
     found = graphshard.explain(meta_net(), (8,), example_inputs=(TOKENS,), mp_policy=BF16)
     (root,) = (b for b in found._program.plan.buckets if b.phase == "forward" and "embed.weight" in b.members)
     assert len(root.members) > 1

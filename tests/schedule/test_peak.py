@@ -1,4 +1,4 @@
-"""Bytes counted of a plan on a program: for its own program no more than the plan predicts, and not much less."""
+"""Peak bytes of a plan on a program: for its own program at most the planned peak, and close to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.schedule.test_ways import PROGRAMS, _planner
 
 
 def _counted(program: Program, planner: PlanByCost) -> tuple[int, int]:
-    """Bytes, and what is predicted."""
+    """Return the bytes, and the planned peak."""
     plan = planner(program)
     keeping = copied(program)
     keep_gathered(keeping, plan.kept)
@@ -27,7 +27,7 @@ def _counted(program: Program, planner: PlanByCost) -> tuple[int, int]:
 
 @pytest.mark.parametrize("options", [{}, {"exact_reductions": True}, {"constraints": Constraints(keep=True)}], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_of_its_own_program(name: str, options: dict) -> None:
+def test_peak_of_the_planned_program(name: str, options: dict) -> None:
     program = PROGRAMS[name]
     planner = _planner(program, steps=2000, **options)
     with pytest.raises(InfeasibleError) as error:
@@ -38,8 +38,8 @@ def test_of_its_own_program(name: str, options: dict) -> None:
         assert 0.7 < counted / predicted <= 1
 
 
-def test_more_of_the_same_takes_more() -> None:
-    """The plan is another program's, as a rank with other sizes has it."""
+def test_peak_grows_with_sizes() -> None:
+    """The plan is from another program, like a rank's with other sizes."""
     small, large = (
         through(captured(Blocks(4, 16, bias=True), (torch.ones(rows, 16),)), "partition") for rows in (3, 300)
     )

@@ -1,4 +1,4 @@
-"""Searches end: with any budget there is a plan, the same everywhere, no longer than where it began, and a bound."""
+"""Searches end: any budget gives a plan, deterministic, no longer than the start, with a bound."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
 
 
 def least_of(*rates: Rate) -> Callable[[int, int], float]:
-    """What the fastest of several protocols costs: concave in the bytes, as the costs of profiles are."""
+    """Return the cost of the fastest of several protocols: concave in the bytes, like the costs of profiles."""
     return lambda num_bytes, num_tensors: min(rate(num_bytes, num_tensors) for rate in rates)
 
 
 @st.composite
 def protocols(draw: st.DrawFn) -> Link:
-    """Short messages have another protocol than long ones."""
+    """Draw a link with different protocols for short and long messages."""
     gather, reduce = (
         least_of(
             Rate(draw(st.integers(1, 2)), draw(st.integers(2, 4)), 1),
@@ -49,7 +49,7 @@ def protocols(draw: st.DrawFn) -> Link:
 
 
 def twelve() -> Problem:
-    """A forward of twelve matrices, four attentions and feed-forwards of MPT-7B's width, on 128 ranks."""
+    """Build a forward of twelve matrices, four attention and feed-forward layers of MPT-7B's width, on 128 ranks."""
     width = 4096
     many = [8 * width, width**2, width**2, width, width**2, 4 * width**2]
     many += [width, width**2, width, 3 * width**2, width**2, width**2]
@@ -63,12 +63,12 @@ def twelve() -> Problem:
 
 @functools.cache
 def planned() -> Solution:
-    """Twelve transfers with the whole budget."""
+    """Plan twelve transfers with the whole budget."""
     return Solver()(twelve())
 
 
 def check(problem: Problem, placements: tuple[Placement, ...]) -> None:
-    """Every transfer travels once, in order, with its group, packed as it must be, when it may."""
+    """Check that every transfer is sent once, in order, in its group, packed if required, and not too early."""
     for chain, placement in zip(problem.chains, placements, strict=True):
         for kind in KINDS:
             buckets = [(i, b) for i, b in enumerate(placement.buckets) if b.kind == kind]
@@ -82,7 +82,7 @@ def check(problem: Problem, placements: tuple[Placement, ...]) -> None:
                 assert at["wait"] <= members[0].at if kind == "gather" else at["wait"] >= at["start"]
 
 
-def test_a_phase_that_was_searched_without_end_is_planned_within_its_budget() -> None:
+def test_a_large_search_ends_within_its_budget() -> None:
     problem = twelve()
     (chain,) = problem.chains
     budget = Budget(STEPS)
@@ -93,7 +93,7 @@ def test_a_phase_that_was_searched_without_end_is_planned_within_its_budget() ->
 
 
 @pytest.mark.parametrize("steps", [0, 1000, 30_000])
-def test_a_search_that_is_stopped_says_so_and_bounds_what_it_left(steps: int) -> None:
+def test_a_stopped_search_is_reported_with_a_bound(steps: int) -> None:
     (chain,), link = twelve().chains, twelve().link
     budget = Budget(steps)
     found = search_exactly(chain, link, budget, math.inf, math.inf)
@@ -108,7 +108,7 @@ def test_a_search_that_is_stopped_says_so_and_bounds_what_it_left(steps: int) ->
 @settings(max_examples=60, deadline=None)
 @given(chains(layers=6, reductions=True), st.one_of(links(), protocols()), LIMITS, st.integers(0, 4000))
 def test_any_budget_has_a_plan(chain: Chain, link: Link, limit: float, steps: int) -> None:
-    """It is valid, keeps to memory, is no longer than FSDP2's order where that fits, and is found again."""
+    """It is valid, within memory, at most as long as FSDP2's order if that fits, and deterministic."""
     problem = Problem((chain,), link)
     try:
         found = Solver(limit, steps=steps)(problem)
@@ -136,8 +136,8 @@ def test_no_schedule_beats_the_bound_of_a_stopped_search(chain: Chain, link: Lin
 
 @settings(max_examples=80, deadline=None)
 @given(chains(layers=6, reductions=False, small=False), protocols())
-def test_the_bound_of_gathers_is_what_the_best_schedule_takes(chain: Chain, link: Link) -> None:
-    """With one rate for each message, and transfers of one group: what the oracle finds, not less."""
+def test_the_bound_of_gathers_equals_the_best_schedule(chain: Chain, link: Link) -> None:
+    """With one rate for all messages, and transfers of one group, it equals exhaustive search."""
     chain = replace(chain, gathers=tuple(replace(g, group="") for g in chain.gathers))
     assert chain_bound(chain, link) == pytest.approx(exhaustive(chain, link), rel=1e-6)
 
@@ -157,7 +157,7 @@ def test_the_proof_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
 def test_under_contention_the_best_is_found_and_no_bound_is_above_it(
     chain: Chain, link: Link, contention: float, limit: float
 ) -> None:
-    """Small phases are searched with what collectives take from compute."""
+    """Small phases are searched with the slowdown of compute."""
     link = replace(link, contention=contention)
     best = exhaustive(chain, link, limit)
     assume(best < math.inf)
@@ -178,8 +178,8 @@ def test_the_proof_holds_under_contention(chain: Chain, link: Link, contention: 
     assert chain_bound(chain, link) * (1 - 1e-9) <= found[0] <= best * (1 + 1e-9)
 
 
-def test_the_bound_knows_waits_and_slower_compute_together() -> None:
-    """36 s of compute wait 4 s for the first gather and 4 s for the reduction; 32 s of gathers lie beside them."""
+def test_the_bound_combines_waits_and_contention() -> None:
+    """36 s of compute wait 4 s for the first gather and 4 s for the reduction, and overlap 32 s of gathers."""
     gathers = tuple(Transfer(f"w{i}", 4, i, i) for i in range(9))
     chain = Chain("backward", (4.0,) * 9, (0,) * 9, gathers, (Transfer("w0", 4, 9),))
     link = Link(Rate(0, 1), Rate(0, 1), halves, 2, contention=0.1)
@@ -198,8 +198,8 @@ def test_the_least_work_that_meets_deadlines() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 20, 300])
-def test_planning_that_is_interrupted_leaves_nothing(calls: int) -> None:
-    """Ctrl-C while costs are asked for: it ends at once, and the next call plans as if nothing had been."""
+def test_interrupted_planning_has_no_lasting_effect(calls: int) -> None:
+    """Ctrl-C during a cost query ends the search at once, and the next call plans as usual."""
     problem = twelve()
     left = calls
 

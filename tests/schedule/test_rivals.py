@@ -1,4 +1,4 @@
-"""No plan is longer than what others do with the same model on the same machine: random shapes and machines."""
+"""Plans are at most as long as other systems' for the same model and machine: random shapes and machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RIVALS = {
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Up to four layers of any width."""
+    """Draw up to four layers of any width."""
     heads = draw(st.sampled_from((4, 12, 32)))
     dim = heads * draw(st.sampled_from((32, 64, 128)))
     return Shape(
@@ -45,7 +45,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A step of a random shape on a random machine: a profile, a network, ranks, contention, one link or two."""
+    """Draw a step of a random shape on a random machine: profile, network, ranks, contention, one link or two."""
     profile = load_profile(draw(st.sampled_from(("a100", "h100", "b200"))))
     profile = replace(profile, contention=draw(st.sampled_from((0.0, 0.0, 0.1))))
     costs = Costs(profile, draw(st.sampled_from(("isolated", "in-training"))))
@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def seconds_of(fine: Problem, **how: bool) -> float:
-    """The step of a rival's schedule."""
+    """Return the step time of another system's schedule."""
     chains = [rivals.fsdp2(chain, **how) for chain in fine.chains]
     return sum(simulate(Problem((chain,), fine.link), Schedule((p,))).step_seconds for chain, p in chains)
 

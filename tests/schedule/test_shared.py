@@ -1,4 +1,4 @@
-"""Which values have the memory of others."""
+"""Values that share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import captured, through
 
 
 class Attend(nn.Module):
-    """Backward reads the result of attention twice: for attention itself, and for the product behind it."""
+    """Backward reads the result of attention twice: for attention itself, and for the next matmul."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attend(nn.Module):
 
 
 class Gated(nn.Module):
-    """Backward reads both products for their own gradients and for that of what is made of them."""
+    """Backward reads both matmul results for their gradients and for the gradient of their combination."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def explained(model: nn.Module, **options: object) -> graphshard.Explanation:
 
 
 def saved_names(program: Program) -> dict[str, list[str]]:
-    """What is saved, by the first that has the same memory."""
+    """Group the saved values that share memory under the first one."""
     found: dict[str, list[str]] = {}
     for slot, saved in saved_memory(program).items():
         found.setdefault(saved.slot.name, []).append(slot.name)
@@ -58,7 +58,7 @@ def saved_names(program: Program) -> dict[str, list[str]]:
 
 
 def test_values_that_forward_saves() -> None:
-    """Two views of one value, the parts of one product, a view of the input, which is there anyway."""
+    """Two views of one value, the parts of one matmul, and a view of the input, which exists anyway."""
     program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")
     forward = program.phases["forward"]
     made = dict(zip((slot.name for slot in forward.outputs), forward.results))
@@ -75,8 +75,10 @@ def test_values_that_forward_saves() -> None:
         assert saved_memory(replace(program, phases={name: phase})) == {}
 
 
-def test_what_units_save_is_counted_once() -> None:
-    """In the table by unit: the result of attention is one value, and the product that q, k and v are of."""
+def test_saved_memory_of_units_is_counted_once() -> None:
+    """In the table by unit, the result of attention is one value, and the matmul that q, k and v come from is
+    another.
+    """
     program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "plan")
     held = {memory.slot: memory.num_bytes for memory in saved_memory(program).values()}
     assert sum(row.saved_bytes for row in saved_by_unit(program)) == sum(held.values())
@@ -84,7 +86,7 @@ def test_what_units_save_is_counted_once() -> None:
 
 
 def test_backward_counts_memory_once() -> None:
-    """From operator to operator, as the planner does, and on the timeline: nothing is added between the phases."""
+    """The planner, the operators and the timeline agree: nothing is added between the phases."""
     program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")
     backward = program.phases["backward"]
     layout, saved = CollectiveRegions.of(backward), saved_memory(program)
@@ -106,8 +108,8 @@ def test_backward_counts_memory_once() -> None:
     assert all(t.start < began < t.end for t in kept), "forward has made it"
 
 
-def test_what_a_region_returns_of_what_it_was_given() -> None:
-    """A product that is saved, and read by two regions of backward, is there once, and not let go of by the first."""
+def test_regions_that_share_a_saved_value() -> None:
+    """A saved matmul result read by two backward regions exists once, and the first region does not free it."""
     found = explained(nn.Sequential(Gated(16), Gated(16)), activation=[torch.ops.aten.mm.default])
     program = found._program
     backward = program.phases["backward"]
@@ -126,7 +128,7 @@ def test_what_a_region_returns_of_what_it_was_given() -> None:
 
 
 def test_nodes_of_a_phase() -> None:
-    """A view has the memory of what it shows; a part of a region has its own."""
+    """A view shares the memory of its base; a part of a region has separate memory."""
     program = explained(nn.Sequential(Attend(16), Attend(16)))._program
     owner = owners(program, program.phases["forward"])
     results = [node for node in program.phases["forward"].results if isinstance(node, Node)]

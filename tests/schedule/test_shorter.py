@@ -1,4 +1,4 @@
-"""A problem with fewer of many equal blocks is that of as many, and says whether a search of all of them pays."""
+"""A problem of many equal blocks is reduced to few blocks, which tell whether a full search pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = Link(Rate(5.0, 0.5), Rate(5.0, 0.7), halves, 8)
 
 
 def stack(layers: int, *, seconds: float = 60.0) -> Problem:
-    """Forward and backward of equal layers between an embedding and a head; what is saved grows layer by layer."""
+    """Build forward and backward of equal layers between an embedding and a head; saved memory grows layer by layer."""
     size, end = 2 * layers + 1, 2 * layers + 2
     first, last = Transfer("embed", 40, 0, size), Transfer("head", 60, size, size)
     layer = [Transfer(f"w{i}", 100, 2 * i + 1, 2 * i + 2) for i in range(layers)]
@@ -28,8 +28,8 @@ def stack(layers: int, *, seconds: float = 60.0) -> Problem:
     return Problem((forward, backward, Chain("optimizer", (3.0,), (10,))), LINK)
 
 
-def test_what_is_left_is_the_problem_of_fewer_layers() -> None:
-    """Times, transfers and what they gate are; memory stays that of the first and of the last layers."""
+def test_the_reduced_problem_has_fewer_layers() -> None:
+    """Times and transfers are equal; memory comes from the first and last layers."""
     found = reduced(stack(40))
     assert found is not None
     assert found.share == BLOCKS / (BLOCKS + found.gone["forward"])
@@ -44,7 +44,7 @@ def test_what_is_left_is_the_problem_of_fewer_layers() -> None:
 
 
 @pytest.mark.parametrize("problem", [stack(2 * BLOCKS - 3), replace(stack(40), keepable=frozenset({"w1"}))])
-def test_problems_that_stay_as_they_are(problem: Problem) -> None:
+def test_problems_that_are_not_reduced(problem: Problem) -> None:
     assert reduced(problem) is None
 
 
@@ -59,8 +59,8 @@ def test_a_layer_that_differs_stays() -> None:
 
 @pytest.mark.parametrize("layers", [12, 40])
 @pytest.mark.parametrize("seconds", [30.0, 60.0, 200.0])
-def test_what_gains_is_looked_for(layers: int, seconds: float) -> None:
-    """Where a search of all layers finds a step that is so much shorter, one of few layers says so."""
+def test_searches_if_it_may_gain(layers: int, seconds: float) -> None:
+    """If a search of all layers finds a shorter step, the reduced problem predicts it."""
     problem = stack(layers, seconds=seconds)
     first = fsdp2_solution(problem)
     best = Solver(first.peak)(problem).step_seconds
@@ -72,7 +72,7 @@ def test_what_gains_is_looked_for(layers: int, seconds: float) -> None:
             assert Solver(first.peak, below=below)(problem).step_seconds < below
 
 
-def test_what_cannot_gain_is_not_looked_for() -> None:
+def test_skips_a_search_that_cannot_gain() -> None:
     problem = stack(40, seconds=500.0)
     first = fsdp2_solution(problem)
     assert not _may_gain(problem, problem, 0.2 * first.step_seconds, Solver(first.peak))

@@ -1,4 +1,4 @@
-"""The simulator against one that counts seconds, and what it says about waits and memory."""
+"""The simulator against one that counts ticks, and its reports of waits and memory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_communication_slows_compute_while_it_is_under_way(data: st.DataObject) -> None:
-    """An item advances by its contention slower as long as a channel is busy, and no bound is above the result."""
+def test_contention_slows_compute(data: st.DataObject) -> None:
+    """An item advances slower by its contention while a channel is busy, and no bound is above the result."""
     chain, contention = data.draw(chains()), data.draw(st.sampled_from((0.25, 0.5, 0.75)))
     link = replace(data.draw(links()), contention=contention)
     run = ChainRun(chain, link, data.draw(placements(chain)))
@@ -59,13 +59,13 @@ def test_communication_slows_compute_while_it_is_under_way(data: st.DataObject) 
 
 
 def three_layers() -> Chain:
-    """Two seconds each; gathers of 4, 9 and 1 bytes, the gradient of the last."""
+    """Build a chain of two seconds each; gathers of 4, 9 and 1 bytes, and the gradient of the last."""
     gathers = tuple(Transfer(f"w{i}", size, i, i) for i, size in enumerate((4, 9, 1)))
     return Chain("backward", (2.0, 2.0, 2.0), (10, 10, 10), gathers, (Transfer("w0", 3, 3),))
 
 
 def eager() -> Placement:
-    """All gathers at the start, each by itself."""
+    """Start all gathers at the beginning, separately."""
     buckets = tuple(Bucketed("gather", i, i + 1) for i in range(3))
     starts = tuple(Occurrence("start", i, 0) for i in range(3))
     waits = tuple(Occurrence("wait", i, i) for i in range(3))
@@ -74,7 +74,7 @@ def eager() -> Placement:
 
 
 def test_compute_waits_for_what_it_needs() -> None:
-    """The first gather has nothing to hide behind, the others queue for the link, the reduction ends the phase.
+    """The first gather overlaps nothing, the others queue for the link, the reduction ends the phase.
 
     link     aaaaa bbbbbbbbbb cc            dddd
     compute        00         11 22
@@ -84,7 +84,7 @@ def test_compute_waits_for_what_it_needs() -> None:
     assert run.seconds == 23.0
 
 
-def test_what_is_alive_at_the_peak() -> None:
+def test_live_tensors_at_the_peak() -> None:
     run = ChainRun(three_layers(), LINK, eager(), explain=True)
     assert run.alive == {"": 10, "gathered w0": 4, "gathered w1": 9, "gathered w2": 1}
     assert run.peak == 24

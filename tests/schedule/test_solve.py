@@ -1,4 +1,4 @@
-"""The planner's core against exhaustive search: optimal where it promises to be, within memory, above its bound."""
+"""The solver against exhaustive search: optimal where promised, within memory, above its bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
 
 
 def solved(problem: Problem, solver: Solver) -> Solution | None:
-    """The solution, checked by the simulator; None if nothing fits in the limit."""
+    """Solve and check with the simulator; return None if nothing fits in the limit."""
     try:
         found = solver(problem)
     except InfeasibleError as error:
@@ -38,7 +38,7 @@ def solved(problem: Problem, solver: Solver) -> Solution | None:
 @settings(max_examples=150, deadline=None)
 @given(chains(reductions=False), links(), LIMITS)
 def test_forward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
-    """Up to six layers, packed or not, tensors that live longer than one item."""
+    """Up to six layers, packed or not, with tensors that outlive one item."""
     found = solved(Problem((chain,), link), Solver(limit))
     best = exhaustive(chain, link, limit)
     assert (found.step_seconds if found else math.inf) == best
@@ -63,8 +63,8 @@ def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, l
 
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=3, reductions=True), links(), LIMITS)
-def test_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
-    """It queues with gathers and reductions, or has a channel of its own; the bound is never above."""
+def test_with_collectives_of_the_model(chain: Chain, link: Link, limit: float) -> None:
+    """They queue with gathers and reductions, or use a separate channel; the bound is never above."""
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
     found = solved(Problem((chain,), link), Solver(limit))
     best = exhaustive(chain, link, limit)
@@ -74,7 +74,7 @@ def test_beside_what_the_model_communicates(chain: Chain, link: Link, limit: flo
 
 @settings(max_examples=60, deadline=None)
 @given(communicating(layers=3, reductions=True), links(), st.sampled_from([0.125, 0.25]))
-def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) -> None:
+def test_with_collectives_of_the_model_and_contention(chain: Chain, link: Link, contention: float) -> None:
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
     link = replace(link, contention=contention)
     found = solved(Problem((chain,), link), Solver())
@@ -84,7 +84,7 @@ def test_beside_it_with_contention(chain: Chain, link: Link, contention: float) 
     assert chain_bound(chain, link) <= best * (1 + 1e-9)
 
 
-def test_a_phase_in_which_only_the_model_communicates() -> None:
+def test_a_phase_with_only_collectives_of_the_model() -> None:
     chain = Chain("forward", (1.0, 0.0), (0, 0), own=(Own(0, 1, 1.0, 0, "sent"),))
     rate = Rate(latency=0, per_byte=0)
     link = Link(rate, rate, lambda _: 0.0, 2, contention=0.125)
@@ -93,15 +93,15 @@ def test_a_phase_in_which_only_the_model_communicates() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
-def test_searches_beside_what_the_model_communicates(chain: Chain, link: Link, limit: float) -> None:
-    """Searches that are not exact find schedules that the simulator agrees with, above the bound."""
+def test_heuristic_with_collectives_of_the_model(chain: Chain, link: Link, limit: float) -> None:
+    """Heuristic searches find schedules that the simulator confirms, above the bound."""
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.booleans().flatmap(lambda legs: of_experts(layers=3, reductions=True, legs=legs)), LIMITS)
 def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> None:
-    """Those of experts have costs of their own, and never share a bucket with others; the bound is never above."""
+    """Transfers of experts have separate costs and separate buckets; the bound is never above."""
     chain, link = both
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
     found = solved(Problem((chain,), link), Solver(limit))
@@ -111,13 +111,13 @@ def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> No
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
-def test_a_gather_goes_behind_an_all_reduce_that_it_would_hold_up() -> None:
-    """What is needed late is not launched just before the model's own collective, on the same link."""
+def test_a_gather_follows_an_all_reduce_that_it_would_delay() -> None:
+    """A gather that is needed late must not be launched just before the model's collective on the same link."""
     gathers = (Transfer("a", 1, at=0, last=0), Transfer("b", 10, at=3, last=3))
     chain = Chain("forward", (2.0, 0.0, 12.0, 1.0), (0,) * 4, gathers, own=(Own(1, 1, 3.0, name="reduced over tp"),))
     link = Link(Rate(0, 1), Rate(0, 1), halves, num_shards=2)
     found = Solver()(Problem((chain,), link))
-    # 1 for the first gather, 2 and 3 until the all-reduce has ended, then 12 beside the second gather, and 1.
+    # 1 for the first gather, 2 and 3 until the all-reduce ends, then 12 next to the second gather, and 1.
     assert found.step_seconds == found.lower_bound == exhaustive(chain, link) == 19
     ((start,),) = ([e.at for e in p.events if (e.action, e.bucket) == ("start", 1)] for p in found.schedule.placements)
     assert start == 2
@@ -139,8 +139,10 @@ def test_two_legs_equal_exhaustive_search(chain: Chain, link: Link, limit: float
     assert chain_bound(chain, link) <= best * (1 + 1e-9)
 
 
-def test_a_second_leg_waits_for_a_gather_that_is_urgent() -> None:
-    """By hand: the second gather fits when the first is read, at 5; the first leg has ended at 4. Gather first: 16."""
+def test_an_urgent_gather_precedes_a_second_stage() -> None:
+    """Hand-computed: the second gather fits at 5, when the first is read; the first stage ended at 4. Gather
+    first: 16.
+    """
     gathers = Transfer("w0", 4, 0, 1), Transfer("w1", 4, 2, 2)
     chain = Chain("backward", (2.0, 2.0, 5.0), (0, 0, 0), gathers, (Transfer("w0", 2, 1),))
     link = Link(Rate(1, 0), Rate(1, 0), halves, num_shards=2, all_reduce=Rate(10, 0))
@@ -157,7 +159,7 @@ def test_deep_chains_of_two_legs_keep_to_memory_and_bound(chain: Chain, link: Li
 @settings(max_examples=100, deadline=None)
 @given(chains(reductions=False, small=False), links())
 def test_the_dynamic_program_is_exact_for_gathers(chain: Chain, link: Link) -> None:
-    """Without copies and without a limit the search has nothing left to find."""
+    """Without copies and a limit the search cannot improve it."""
     assert HEURISTIC(Problem((chain,), link)).step_seconds == Solver()(Problem((chain,), link)).step_seconds
 
 
@@ -170,12 +172,12 @@ def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link)
 @settings(max_examples=100, deadline=None)
 @given(chains(layers=12, reductions=True), links(), LIMITS)
 def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
-    """What is not searched exactly is feasible whenever something is."""
+    """Heuristic searches are feasible whenever a feasible schedule exists."""
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
 def test_the_buffers_of_the_last_reductions_fit_too() -> None:
-    """A packed bucket behind the last item waits for room for its buffer, and is given up if there is none."""
+    """A packed bucket after the last item waits for memory for its buffer, and is dropped if there is none."""
     gradients = tuple(Transfer(f"g{i}", 4, 1, group=f"{i}", num_tensors=2, num_small=2, small_bytes=2) for i in (0, 1))
     chain, link = Chain("backward", (1.0,), (0,), (), gradients), Link(Rate(1, 1), Rate(1, 1), halves, 2)
     first, second = Bucketed("reduce", 0, 1), Bucketed("reduce", 1, 2, packed=True)
@@ -186,7 +188,7 @@ def test_the_buffers_of_the_last_reductions_fit_too() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Problem:
-    """Forward and backward of up to three layers, all of which may stay gathered."""
+    """Draw forward and backward of up to three layers, all of which may stay gathered."""
     num = draw(st.integers(1, 3))
     sizes = [draw(st.integers(1, 9)) for _ in range(num)]
 
@@ -203,7 +205,7 @@ def steps(draw: st.DrawFn) -> Problem:
 
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.integers(8, 60))
-def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> None:
+def test_kept_parameters_are_optimal(problem: Problem, limit: int) -> None:
     names = sorted(problem.keepable)
     subsets = [frozenset(n for i, n in enumerate(names) if bits >> i & 1) for bits in range(1 << len(names))]
     best = min(sum(exhaustive(chain, problem.link, limit) for chain in problem.keep(kept).chains) for kept in subsets)
@@ -212,8 +214,8 @@ def test_what_stays_gathered_is_chosen_best(problem: Problem, limit: int) -> Non
     assert lower_bound(problem, limit=limit) <= best
 
 
-def test_what_backward_needs_first_stays_gathered_first() -> None:
-    """A root is gathered first in both phases. What the last block of forward keeps would not fit beside it."""
+def test_keeps_parameters_that_backward_needs_first() -> None:
+    """Both phases gather the root first. The last block's saved values would not fit next to it."""
 
     def gathers(last: int) -> tuple[Transfer, ...]:
         return Transfer("root", 4, at=0, last=last), Transfer("block", 4, at=1, last=1)
@@ -233,8 +235,8 @@ def test_the_bound_holds_for_a_given_choice(problem: Problem, keep: bool) -> Non
 
 
 @pytest.mark.parametrize(("room", "spared"), [(9, 0), (15, 15), (30, 30), (40, 40)])
-def test_the_bound_keeps_what_the_base_leaves_room_for(room: int, spared: int) -> None:
-    """Of the limit, backward's base is taken: only what is left of it can hold parameters that stay gathered."""
+def test_the_bound_subtracts_the_base(room: int, spared: int) -> None:
+    """Only the limit minus backward's base can hold parameters that stay gathered."""
     link = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, num_shards=2)
     sizes = (10, 10, 20)
     forward = Chain("forward", (1.0,) * 3, (100,) * 3, tuple(Transfer(f"w{i}", n, i, i) for i, n in enumerate(sizes)))
@@ -246,7 +248,7 @@ def test_the_bound_keeps_what_the_base_leaves_room_for(room: int, spared: int) -
 
 
 def test_the_bound_contains_the_closed_forms() -> None:
-    """Head, compute and tail; the link's work; on a chain where each of them is what limits."""
+    """Head, compute and tail; the link's work; on a chain limited by each of them."""
     link = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, 2)
     for seconds, expected in ((100.0, 300 + 5 + 5), (0.0, 2 * 1 + 6 * 4)):
         gathers = tuple(Transfer(f"w{i}", 4, i, i) for i in range(3))
@@ -259,7 +261,7 @@ LAYERS = 126
 
 
 def deep(layers: int) -> Problem:
-    """A backward pass of equal layers, limited by the link in part."""
+    """Build a backward pass of equal layers, partly limited by the link."""
     gathers = tuple(Transfer(f"w{i}", 100 + i % 2, 2 * i, 2 * i + 1) for i in range(layers))
     reductions = tuple(Transfer(f"w{i}", 100 + i % 2, 2 * i + 2) for i in range(layers))
     chain = Chain("backward", (70.0, 90.0) * layers, (1000,) * 2 * layers, gathers, reductions)
@@ -278,8 +280,8 @@ def test_two_layers_of_memory_are_enough_for_equal_layers() -> None:
     assert tight.step_seconds <= free.step_seconds * 1.01
 
 
-def test_memory_is_not_held_longer_than_it_pays() -> None:
-    """Where compute is what limits, a gather starts shortly before it is needed though memory is free."""
+def test_gathers_start_late_if_compute_is_the_limit() -> None:
+    """If compute is the limit, a gather starts shortly before its use although memory is free."""
     link = Link(Rate(5.0, 0.1), Rate(5.0, 0.1), halves, 8)
     problem = replace(deep(LAYERS), link=link)
     found = solved(problem, Solver())
@@ -293,7 +295,7 @@ def test_memory_is_not_held_longer_than_it_pays() -> None:
     assert found.peak <= 1000 + 4 * 101 < eager.peak
 
 
-def test_infeasible_says_the_least_memory_and_what_it_is_for() -> None:
+def test_infeasible_names_the_least_memory_and_its_use() -> None:
     problem = deep(4)
     with pytest.raises(
         ArgumentError, match=r"memory_limit of 1,100 bytes\. The least possible is 1,202 bytes"
@@ -327,10 +329,8 @@ def test_an_empty_problem() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(chains(layers=3, reductions=True), links(), LIMITS, st.floats(0.5, 1.5))
-def test_a_step_below_what_is_asked_for_is_found_if_there_is_one(
-    chain: Chain, link: Link, limit: float, share: float
-) -> None:
-    """The bound is one of all schedules that are so short; what is found besides is a schedule, too."""
+def test_finds_a_step_below_the_target_if_possible(chain: Chain, link: Link, limit: float, share: float) -> None:
+    """The bound holds for all schedules of that length; any other result is also a valid schedule."""
     best = exhaustive(chain, link, limit)
     assume(best < math.inf)
     below = best * share

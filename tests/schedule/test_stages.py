@@ -1,4 +1,4 @@
-"""The schedules of pipelines: torch's orders, the known formulas, and what transfers and gathers add."""
+"""Pipeline schedules: torch's orders, known formulas, and the effect of transfers and gathers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 def ran(
     schedule: PipelineSchedule, ranks: int, microbatches: int, per_rank: int = 1, sending: float = 0.0
 ) -> tuple[list[list[Turn]], float]:
-    """Equal stages, and when the last one is done."""
+    """Run equal stages; return the turns and the end time."""
     turns = [turns_of(schedule, rank, ranks, microbatches, per_rank) for rank in range(ranks)]
     stages = ranks * per_rank
     one = StageSeconds(FORWARD / per_rank, FORWARD / per_rank, BACKWARD / per_rank, BACKWARD / per_rank)
@@ -34,7 +34,7 @@ def ran(
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product((1, 2, 4, 8), (8, 16, 32))))
-def test_the_bubble_is_that_of_the_papers(ranks: int, microbatches: int) -> None:
+def test_the_bubble_matches_the_papers(ranks: int, microbatches: int) -> None:
     """(ranks - 1) (forward + backward), divided by the stages of a rank (Megatron-LM, section 2.2)."""
     for schedule, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 4)):
         turns, end = ran(schedule, ranks, microbatches, per_rank)
@@ -66,8 +66,8 @@ def test_interleaved_stages_have_the_order_of_torch(ranks: int, microbatches: in
         assert [turn.backward for turn in ours] == [action.computation_type.name != "FORWARD" for action in order]
 
 
-def test_what_is_alive() -> None:
-    """Of 1F1B as many microbatches as there are stages from here to the end; of GPipe all."""
+def test_live_microbatches() -> None:
+    """With 1F1B one microbatch per remaining stage; with GPipe all."""
     for rank in range(4):
         for schedule, alive in (("1f1b", 4 - rank), ("gpipe", 8)):
             turns = turns_of(schedule, rank, 4, 8)
@@ -75,8 +75,8 @@ def test_what_is_alive() -> None:
     assert most_alive(turns_of("1f1b", 0, 4, 2), {0: 10}, {0: 10})[2] == 2
 
 
-def test_transfers_and_what_is_done_once() -> None:
-    """By hand: two stages, two microbatches; gathers take 5 more, reductions 7, adding up 1, a transfer 3."""
+def test_transfers_and_work_done_once() -> None:
+    """Hand-computed: two stages, two microbatches; gathers take 5, reductions 7, accumulation 1, a transfer 3."""
     turns = [turns_of("1f1b", rank, 2, 2) for rank in range(2)]
     stage = StageSeconds(6.0, 1.0, 2.0, 9.0, added=1.0)
     times = run_stages(turns, [stage, stage], [(3.0, 4.0)], 2)
@@ -94,7 +94,7 @@ def test_transfers_and_what_is_done_once() -> None:
 
 
 def test_transfers_queue_for_their_border() -> None:
-    """Where sending takes longer than a forward, the next stage waits for one after the other."""
+    """If sending takes longer than a forward, the next stage waits for each transfer."""
     turns = [turns_of("gpipe", rank, 2, 3) for rank in range(2)]
     times = run_stages(turns, [StageSeconds(1.0, 1.0, 1.0, 1.0)] * 2, [(5.0, 0.0)], 3)
     assert [times.ends[Turn(1, index, False)] for index in range(3)] == [7, 12, 17]

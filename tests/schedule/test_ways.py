@@ -1,4 +1,4 @@
-"""Plans by cost where collectives run over several axes: replicas, neighbours that gather again, a tensor axis."""
+"""Cost-based plans for collectives over several axes: replicas, regather among neighbors, a tensor axis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _replicated(shape: tuple[int, int]) -> Program:
 
 
 def _regathered() -> Program:
-    """32 ranks, of which eight on a node gather again."""
+    """Partition for 32 ranks, of which eight on a node gather again."""
     program = captured(Blocks(4, 16, bias=True), BATCH, world_size=32, reshard_after_forward=True)
     program = through(replace(program, mesh=Mesh.of_shape(32).with_regather(8)), "partition")
     run_pass(RegatherInSubgroup(), program)
@@ -52,7 +52,7 @@ def _planner(program: Program, **options: object) -> PlanByCost:
 
 
 def _check(plan: Plan) -> None:
-    """Every bucket is started once and waited for once, the second leg of a reduction where the first has ended."""
+    """Check that each bucket has one start and one wait, and that second stages start when the first end."""
     for phase, events in plan.events.items():
         names = [bucket.name for bucket in plan.buckets if bucket.phase == phase]
         assert sorted((e.bucket, e.action) for e in events) == sorted(itertools.product(names, ("start", "wait")))
@@ -64,7 +64,7 @@ def _check(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_passes_and_rules_take_the_plan(name: str) -> None:
+def test_passes_and_rules_accept_the_plan(name: str) -> None:
     program = PROGRAMS[name]
     plan = through(copied(program), "reorder", planner=_planner(program)).plan
     _check(plan)
@@ -76,7 +76,7 @@ def test_passes_and_rules_take_the_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_memory_limit_holds_or_is_refused(name: str) -> None:
+def test_a_memory_limit_holds_or_is_infeasible(name: str) -> None:
     program = PROGRAMS[name]
     free = _planner(program)(program).prediction.peak_bytes
     with pytest.raises(InfeasibleError, match=r"no schedule fits in a memory_limit of 1,000 bytes\. The l") as error:
@@ -92,10 +92,10 @@ def test_a_memory_limit_holds_or_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "replicas only"])
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_order_of_fsdp2_is_the_plan_by_unit(name: str, *, exact: bool) -> None:
-    """Where nothing is worth a departure, buckets and events are those of the planner that knows no costs.
+def test_fsdp2s_order_equals_the_plan_by_unit(name: str, *, exact: bool) -> None:
+    """If no deviation pays, buckets and events equal the plan of the planner without costs.
 
-    Where parameters are replicated only, ours waits for an all-reduce when the next one starts.
+    With replicas only, the wait for an all-reduce is at the start of the next one.
     """
     program = PROGRAMS[name]
     ours = _planner(program, worth=math.inf, exact_reductions=exact)(program)
@@ -112,7 +112,7 @@ def test_the_order_of_fsdp2_is_the_plan_by_unit(name: str, *, exact: bool) -> No
 
 
 def test_each_phase_has_the_link_of_its_axes() -> None:
-    """Gathers again run within a node, beside reductions between nodes; second legs by the link of the replicas."""
+    """Regathers run within a node, next to reductions between nodes; second stages use the link of the replicas."""
     program = PROGRAMS["neighbours gather again"]
     problem = build(program, Costs(H100, mesh=program.mesh), Settings()).problem
     forward, backward, _ = problem.chains
@@ -134,8 +134,8 @@ def test_each_phase_has_the_link_of_its_axes() -> None:
     }
 
 
-def test_what_neighbours_gather_again_is_there_in_pieces() -> None:
-    """By hand: forward leaves an eighth of what it gathered of each parameter, of those that backward gathers."""
+def test_kept_parts_for_the_regather() -> None:
+    """Hand-computed: forward keeps an eighth of each gathered parameter that backward gathers."""
     plain = captured(Blocks(4, 16, bias=True), BATCH, world_size=32, reshard_after_forward=True)
     programs = PROGRAMS["neighbours gather again"], through(plain, "partition")
     with_pieces, without = (build(program, Costs(H100), Settings()).problem.chains for program in programs)
