@@ -1,9 +1,9 @@
-"""What it costs that ranks compare their programs: bytes, requests and seconds against the number of ranks.
+"""Cost of comparing programs between ranks: bytes, requests and seconds against the number of ranks.
 
     python -m benchmarks.agreement [--ranks 8 64 512 1024 4096] [--text-bytes 200000]
 
-Each of up to 64 threads, with a connection of its own to one real TCPStore, stands for several ranks, which all come
-before they wait. They meet once with equal texts and once with one rank that differs. `all texts` is what travels if
+Up to 64 threads, each with its own connection to one real TCPStore, stand for several ranks each, which all arrive
+before they wait. They meet once with equal texts and once with one rank that differs. `all texts` is the traffic if
 every rank reads the text of every other one.
 """
 
@@ -27,7 +27,7 @@ HEADER = ("ranks", "differs", "seconds", "bytes sent", "bytes read", "requests/r
 
 @dataclass
 class Counted:
-    """A connection to a store that counts what travels; of keys and values, without TCP's part."""
+    """Connection to a store that counts the traffic of keys and values, without TCP's overhead."""
 
     store: Any
     sent: int = 0
@@ -71,7 +71,7 @@ def tell(first: int, theirs: str, mine: str) -> str:
 
 
 def meet(counted: Sequence[Counted], texts: Sequence[str]) -> tuple[float, list[End]]:
-    """Let a rank for each text meet the others; the seconds until the last one knows."""
+    """Let a rank for each text meet the others, and return the seconds until the last one knows."""
     ends: list[End] = []
     start = threading.Barrier(len(counted) + 1)
 

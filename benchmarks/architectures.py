@@ -1,4 +1,4 @@
-"""Which architectures of transformers are captured, and whether they train as FSDP2 trains them.
+"""Capture every architecture of transformers, and compare its training with FSDP2.
 
     python -m benchmarks.architectures                                    all of them
     python -m benchmarks.architectures llama clip 'qwen*'                 these
@@ -10,13 +10,13 @@
 Every model has random weights and small sizes (`tiny_models.py`). Plain torch trains it for two steps on one batch per
 rank; a model that it cannot train is skipped, with the reason. Then graphshard (`backend="eager"`) and FSDP2 train
 copies of it on two gloo ranks. Losses, gradients and parameters are compared bit by bit. FSDP2 refuses scalar
-parameters: it is told to ignore them, and their gradients are averaged by hand.
+parameters, so it ignores them and their gradients are averaged separately.
 
 Results: `equal` bits, `rounding` (a relative difference below 1e-4), `WRONG` (a larger one), `refused` (an error of
 graphshard), `failed` (another error), `crashed` (a rank died, or took too long). A model with a graph break is split:
-the column `split` has the reason, and the result is of the split model.
+the column `split` has the reason, and the result is for the split model.
 
-The ranks are kept alive from model to model. One that dies or takes too long is started again.
+The ranks stay alive between models. A rank that dies or takes too long is restarted.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _line(result: dict[str, Any]) -> str:
 
 
 def _measured(pool: RankPool, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks found, or how they ended."""
+    """Return the results of the ranks, or how they ended."""
     changes = {"use_cache": False} if args.without_cache else {}
     try:
         run = functools.partial(compare, padding=args.padding)
@@ -147,7 +147,7 @@ def compare(
 
 
 def _batches(model: Any, task: str, rank: int, *, padding: bool) -> Callable[[int], dict[str, Any]]:
-    """The batch of a step; as many tokens stand for an image as the model asks for."""
+    """Return a function that makes the batch of a step, with the number of image tokens that the model expects."""
 
     def make(step: int, image_tokens: int) -> dict[str, Any]:
         torch.manual_seed(1000 * step + rank)
@@ -200,7 +200,7 @@ def _with_graphshard(
     try:
         try:
             sharded = compiled(fullgraph=True)
-        except Exception as error:  # of forward, or what the tracer takes for one
+        except Exception as error:  # of forward, or something that the tracer treats as one
             split["split"] = _reason(error)
             sharded = compiled(fullgraph=False)
         capture_s, capture_cpu_s = round(time.perf_counter() - begin, 2), round(time.process_time() - cpu, 2)
@@ -222,7 +222,7 @@ def _with_graphshard(
 def _trained(
     model: nn.Module, make: Callable[[int], dict[str, Any]], averaged: list[nn.Parameter] = ()
 ) -> dict[str, Tensor]:
-    """Losses, gradients and parameters of some steps; gradients in `averaged` are averaged over the ranks here."""
+    """Return losses, gradients and parameters of some steps; gradients in `averaged` are averaged over the ranks."""
     found: dict[str, Tensor] = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -246,10 +246,10 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference, relative to the largest value of the tensor, and where it is.
+    """Return the largest difference, relative to the largest value of the tensor, and its tensor.
 
-    Some gradients are zero but for rounding, such as those of a bias in front of a norm: what is a thousandth of the
-    largest gradient or less is compared with that.
+    Some gradients are zero up to rounding, such as the gradient of a bias before a norm. A tensor that is at most a
+    thousandth of the largest gradient is compared with that.
     """
     largest, where = 0.0, ""
     least = 1e-3 * max(
@@ -257,7 +257,7 @@ def _difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[flo
     )
     for name in ours | theirs:
         if name not in ours or name not in theirs:
-            # Who gives no gradient where another gives zeros trains alike.
+            # No gradient and a gradient of zeros train alike.
             one = ours.get(name, theirs.get(name))
             assert one is not None
             difference = float("inf") if one.any() else 0.0

@@ -1,13 +1,13 @@
-"""Graphs that AutoParallel captures and cuts, before and after `schedule_graph`; its source is not part of this.
+"""Graphs captured and partitioned by AutoParallel, before and after `schedule_graph`; needs AutoParallel's source.
 
     git clone https://github.com/meta-pytorch/autoparallel && pip install pulp
     export PYTHONPATH=$PWD:autoparallel
     python benchmarks/autoparallel_graphs.py --mesh 64 --mesh 8 8 [--dim 4096] [--tokens 8192]
     torchrun --nproc-per-node 4 benchmarks/autoparallel_graphs.py --mesh 2 2 --dim 64 --tokens 64
 
-AutoParallel places each value of forward and backward on the mesh, and writes the collectives that follow. The first
-command predicts a step of one rank of ranks that need not exist, as the graph is and as `schedule_graph` leaves it. The
-second also runs both graphs on as many gloo ranks, and compares every output bit for bit.
+AutoParallel places each value of forward and backward on the mesh and inserts the resulting collectives. The first
+command predicts a step of one rank, for ranks that need not exist, with the original graph and with the result of
+`schedule_graph`. The second also runs both graphs on that number of gloo ranks, and compares every output bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEQUENCE = 256
 
 
 class Block(nn.Module):
-    """Attention and two layers. The attention is spelled out: AutoParallel has no rule for the CPU's operator."""
+    """Attention and two layers. The attention is written out: AutoParallel has no rule for the CPU's operator."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, sequence, dim]` in and out."""
+        """Map `[batch, sequence, dim]` to the same shape."""
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         weights = torch.softmax(q @ k.transpose(-1, -2) * (x.shape[-1] // self.heads) ** -0.5, -1)
         x = x + self.o((weights @ v).transpose(1, 2).flatten(-2))
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 def capture(mesh: DeviceMesh, dim: int, layers: int, tokens: int) -> GraphModule:
-    """Forward and backward of one rank, with the placements that AutoParallel finds best.
+    """Return forward and backward of one rank, with the placements that AutoParallel chooses.
 
     Args:
         tokens: of one rank of the first axis.
@@ -65,7 +65,7 @@ def capture(mesh: DeviceMesh, dim: int, layers: int, tokens: int) -> GraphModule
         model = nn.Sequential(*(Block(dim, max(dim // 128, 4)) for _ in range(layers)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     placed = (Shard(0), *[Replicate()] * (mesh.ndim - 1))
-    # Its costs are those of a GPU that it asks for by name.
+    # AutoParallel's costs are those of a GPU that it queries by name.
     name = mock.patch.object(torch.cpu, "get_device_name", create=True, return_value="NVIDIA H100")
     with name, AutoParallel(model, lambda: torch.rand(batch, min(tokens, SEQUENCE), dim), mesh, policy) as auto:
         auto.add_parameter_memory_constraint(low=None, high=None)
@@ -76,7 +76,7 @@ def capture(mesh: DeviceMesh, dim: int, layers: int, tokens: int) -> GraphModule
 
 
 def outputs(module: GraphModule) -> list[torch.Tensor]:
-    """What it returns for values that depend on the rank alone."""
+    """Run the graph on values that depend only on the rank, and return its outputs."""
     torch.manual_seed(dist.get_rank())
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     inputs = [torch.randn(value.shape, dtype=value.dtype) if torch.is_tensor(value) else value for value in values]
@@ -86,7 +86,7 @@ def outputs(module: GraphModule) -> list[torch.Tensor]:
 
 
 def agree(gm: GraphModule, found: ScheduledGraph) -> None:
-    """Raise RuntimeError where ranks would wait for each other: AutoParallel's solver may choose otherwise on each."""
+    """Raise RuntimeError if ranks would wait for each other: AutoParallel's solver may choose differently on each."""
     for name, module in (("AutoParallel", gm), ("schedule_graph", found.module)):
         launches = [
             (str(n.target), str(n.args[1:-1])) for n in module.graph.nodes if "_c10d_functional" in str(n.target)
@@ -98,7 +98,7 @@ def agree(gm: GraphModule, found: ScheduledGraph) -> None:
 
 
 def line(name: str, gm: GraphModule, found: ScheduledGraph) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     sent = sum(len(bucket.members) for bucket in found.buckets)
     seconds = found.seconds_before, found.seconds_after, found.lower_bound
     numbers = " | ".join(f"{1e3 * value:.2f}" for value in seconds)
@@ -107,7 +107,7 @@ def line(name: str, gm: GraphModule, found: ScheduledGraph) -> str:
 
 
 def main() -> None:
-    """One row for each mesh."""
+    """Print one row for each mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", type=int, nargs="+", action="append", required=True, help="sizes of its axes")
     parser.add_argument("--dim", type=int, default=4096)

@@ -1,10 +1,10 @@
-"""What checkpoints cost a training step: saved at once, and while training goes on.
+"""Cost of checkpoints for a training step: synchronous, and while training goes on.
 
     python -m benchmarks.checkpoints                    # 5 MB of parameters, 16 MB of state, on two ranks
     python -m benchmarks.checkpoints --width 2048 --rounds 5
 
-In each round the same steps are trained without saving, with one `save_checkpoint`, and with one
-`async_save_checkpoint`, in turn. Prints medians: how long the call takes, and the steps after it.
+Each round trains the same steps without saving, with one `save_checkpoint`, and with one `async_save_checkpoint`, in
+turn. Prints median times of the call and of the steps after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 12
 
 
 def cost(rank: int, world_size: int, width: int, rounds: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of the calls, of the steps behind them, and until all is written, by name."""
+    """Return the seconds of the calls, of the steps after them, and until everything is written, by name."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(9) for layer in (nn.Linear(width, width), nn.Tanh())))
@@ -73,7 +73,7 @@ def cost(rank: int, world_size: int, width: int, rounds: int, folder: Path) -> d
 
 
 def _done(future: Any) -> bool:
-    """On all ranks, so that they make the same number of steps."""
+    """Decide on all ranks together, so that they make the same number of steps."""
     done = torch.tensor(int(future.done()))
     dist.all_reduce(done, dist.ReduceOp.MIN)
     return bool(done)

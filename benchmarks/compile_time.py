@@ -1,15 +1,15 @@
-"""Seconds to compile the example model, by depth: graphshard by region beside torch.compile of the whole model.
+"""Seconds to compile the example model, by depth: graphshard by region, and torch.compile of the whole model.
 
     python benchmarks/compile_time.py [--layers 4 8 16 32] [--dim 256] [--seq 128] [--batch 4] [--json FILE]
     python benchmarks/compile_time.py --stages --layers 4 32 126 [--repeat 5]
 
-Every measurement is a process of its own with an empty Inductor cache, so everything is compiled from nothing. Both
-compile forward and backward. graphshard compiles for a fake world of 8 ranks; torch.compile has no sharding to do.
+Every measurement is a separate process with an empty Inductor cache, so nothing is reused. Both compile forward and
+backward. graphshard compiles for a fake world of 8 ranks; torch.compile does no sharding.
 
-`--stages` leaves code of kernels out (`backend="eager"`). It prints CPU seconds of a process, which a machine that
-others use inflates less: by stage with few of the equal blocks captured, and in all, by GRAPHSHARD_EVERY_BLOCK=1, with
-every block. "stages" are the three before it; "all" has what is verified and printed between them, sharding, and the
-rest of `compile`. Repeated runs take turns, and medians are printed.
+`--stages` skips code generation (`backend="eager"`). It prints CPU seconds of a process, which a busy machine inflates
+less: by stage with few of the equal blocks captured, and in total with every block (GRAPHSHARD_EVERY_BLOCK=1). "stages"
+is the sum of the three columns before it; "all" adds verification and printing between them, sharding, and the rest of
+`compile`. Repeated runs are interleaved, and medians are printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAYS = ("few blocks", "every block")
 
 
 def main() -> None:
-    """Measure each depth in fresh processes and print one table."""
+    """Measure each depth in new processes and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--dim", type=int, default=256)
@@ -88,7 +88,7 @@ def print_stages(args: argparse.Namespace) -> None:
 
 
 def fresh_process(what: str, layers: int, args: argparse.Namespace) -> dict[str, float]:
-    """Medians over processes that start with an empty cache."""
+    """Return medians over processes that start with an empty cache."""
     sizes = ["--layers", layers, "--dim", args.dim, "--seq", args.seq, "--batch", args.batch]
     runs = []
     for _ in range(args.repeat):

@@ -3,7 +3,7 @@
     python benchmarks/explain.py [--shape 405b] [--layers 126] [--ranks 1024] [--seq 8192] [--hardware h100]
         [--every-block] [--one-network] [--grid]
 
-Prints the time of each step (wall clock and this process's CPU time, which a shared machine inflates less), and the
+Prints the time of each step (wall clock, and this process's CPU time, which a busy machine inflates less) and the
 prediction. With `--grid` it is one table of 24: four settings on three meshes, of two machines.
 """
 

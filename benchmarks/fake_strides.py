@@ -1,12 +1,12 @@
-"""Find the operators of which a trace believes other strides than the kernels of this machine make.
+"""Find operators whose fake strides differ from the strides of this machine's kernels.
 
     python -m benchmarks.fake_strides                        torch's own examples of all functions, float32
     python -m benchmarks.fake_strides --dtype bfloat16 log_softmax nn.functional.layer_norm
     python -m benchmarks.fake_strides --torch                with torch's own rules alone
 
-Forward and backward of each example run with several memory layouts of inputs and gradients. Every operator runs on
-fake copies of its arguments, too, and a line is printed for one whose results have another shape, dtype or strides.
-Takes about 20 minutes.
+Forward and backward of each example run with several memory layouts of inputs and gradients. Every operator also runs
+on fake copies of its arguments. If its results have another shape, dtype or strides, a line is printed. Takes about 20
+minutes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ EXAMPLES = 12
 
 
 class Differing(TorchDispatchMode):
-    """Runs operators on fake copies of their arguments, too.
+    """Dispatch mode that also runs operators on fake copies of their arguments.
 
     Attributes:
-        found: of each operator that differs, what does first.
+        found: the first difference of each operator.
     """
 
     def __init__(self, new_mode: Callable[[], FakeTensorMode] = new_tracing_mode) -> None:
@@ -50,7 +50,7 @@ class Differing(TorchDispatchMode):
             )
             with mode:
                 traced = func(*fakes[0], **fakes[1])
-        except Exception:  # sizes that depend on values, operators that cannot be traced
+        except Exception:  # data-dependent sizes, operators that cannot be traced
             return func(*args, **kwargs)
         inputs = [_layout(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         result = func(*args, **kwargs)
@@ -63,7 +63,7 @@ class Differing(TorchDispatchMode):
 def _layout(tensor: Tensor) -> str:
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
-    # Strides of dims of size 1 mean nothing, nor do any of an empty tensor.
+    # Strides of dims of size 1 have no meaning, nor do strides of an empty tensor.
     strides = [s if n != 1 else "-" for n, s in zip(tensor.shape, tensor.stride())] if tensor.numel() else "-"
     return f"{list(tensor.shape)}{strides} {tensor.dtype}"
 
@@ -91,7 +91,7 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def run(function: Callable[..., Any], args: Any, kwargs: Any, differing: Differing) -> None:
-    """Forward and backward of one call, with every layout of its arguments and of the gradients."""
+    """Run forward and backward of one call, with every layout of its arguments and of the gradients."""
     for layout in LAYOUTS:
         given = pytree.tree_map_only(Tensor, layout, (args, kwargs))
         inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and t.requires_grad]
@@ -111,7 +111,7 @@ def _examples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def main() -> int:
-    """Run the command; the number of operators that differ."""
+    """Run the command and return the number of operators that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of functions, as torch's tests name them")
     parser.add_argument("--dtype", default="float32", help="such as bfloat16")

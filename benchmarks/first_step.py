@@ -2,10 +2,10 @@
 
     python -m benchmarks.first_step [--layers 4] [--variants graphshard fsdp2-blocks] [--repeats 1] [--json FILE]
 
-"cold" starts with empty caches: neither a kernel nor a precompiled header nor what Inductor knows of the CPU is there.
-"warm" runs the same again in new processes. Variants take turns, so that the load of a shared machine meets all alike.
-Importing torch and graphshard, making the model and joining the process group are not counted. "seconds" are those of
-the slower rank, "CPU s" are user and system time of all processes, compilers and imports included.
+"cold" starts with empty caches, without kernels, precompiled headers or Inductor's probes of the CPU. "warm" runs the
+same again in new processes. Variants are interleaved, so that the load of a shared machine affects all alike. Importing
+torch and graphshard, creating the model and joining the process group are excluded. "seconds" is the time of the slower
+rank, "CPU s" user and system time of all processes, including compilers and imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = ("compile", "capture", "passes", "lower", "rest")
 
 
 def main() -> None:
-    """Measure all variants in turns and print one table."""
+    """Measure all variants interleaved and print one table."""
     args = _parse_args()
     if args.child:
         print(json.dumps(_child(args)))
@@ -50,11 +50,11 @@ def main() -> None:
 
 
 def _ranks(variant: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """The numbers of one launch: seconds of the slower rank, those of its phases, and CPU seconds of all processes."""
+    """Measure one launch: seconds of the slower rank and of its phases, and CPU seconds of all processes."""
     before = _cpu_seconds()
     environment = {
         **os.environ,
-        "TMPDIR": str(folder),  # precompiled headers lie here, whatever TORCHINDUCTOR_CACHE_DIR says
+        "TMPDIR": str(folder),  # precompiled headers are here, regardless of TORCHINDUCTOR_CACHE_DIR
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "GRAPHSHARD_CACHE": "off",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.ranks)),
@@ -92,7 +92,7 @@ def _cpu_seconds() -> float:
 
 
 def _child(args: argparse.Namespace) -> dict[str, float]:
-    """One rank, timed from `compile`, or `fully_shard`, to the end of the first step."""
+    """Run one rank, timed from `compile`, or `fully_shard`, to the end of the first step."""
     import torch
     import torch.distributed as dist
     from llama import Llama, LlamaConfig
@@ -108,7 +108,7 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
     model = Llama(LlamaConfig(layers=args.layers, dim=args.dim, seq=args.seq))
     torch.manual_seed(rank)
     tokens = torch.randint(256, (args.batch, args.seq))
-    _ = graphshard.compile  # what it needs is imported
+    _ = graphshard.compile  # imports its dependencies
     dist.barrier()
     start = time.perf_counter()
     if args.child == "graphshard":
@@ -142,7 +142,7 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _regions_compiled() -> int:
-    """How many graphs Inductor made code of in this process, and did not find in its cache."""
+    """Return the number of graphs that Inductor compiled in this process without finding them in its cache."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_miss"]

@@ -1,10 +1,10 @@
-"""Kernels and bytes of models' regions: by the rules about fusion, and as Inductor's scheduler has them for an H100.
+"""Kernels and bytes of models' regions: by the fusion rules, and by Inductor's scheduler for an H100.
 
     python -m benchmarks.fusion [--models llama-8b gpt2] [--regions]
 
-"rules" is what `explain` takes without `device="cuda"`. Bytes are read and written in a step, each region as often as
-it is called; of generated kernels alone, since matrix products and attention are the same. Seconds are CPU time of
-the scheduler for all regions that differ.
+"rules" is what `explain` uses without `device="cuda"`. Bytes are read and written in a step, counted for each call of a
+region. They cover generated kernels only, because matrix products and attention are the same. Seconds are CPU time of
+the scheduler for all distinct regions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# The model, and the arguments of a call of it.
+# Model and arguments of a call.
 Given = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[], Given]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """A region both ways, and how often it is called."""
+    """Region predicted both ways, and the number of its calls."""
 
     name: str
     calls: int
@@ -71,7 +71,7 @@ class Compared:
 
 
 def compared(program: Program, costs: Costs) -> Iterator[Compared]:
-    """Regions that the scheduler has kernels of."""
+    """Yield the regions for which the scheduler has kernels."""
     calls = Counter(program.region_calls)
     for name, key in program.region_names.items():
         if key in costs.scheduled:
@@ -80,7 +80,7 @@ def compared(program: Program, costs: Costs) -> Iterator[Compared]:
 
 
 def generated(works: Sequence[Work]) -> tuple[int, int]:
-    """How many kernels of a region are generated code, and their bytes."""
+    """Return the number of generated kernels of a region, and their bytes."""
     own = [work for work in works if work.kind == "pointwise"]
     return len(own), sum(int(work.num_bytes) for work in own)
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 class Watch:
-    """Told what is being done; CPU seconds while kernels are scheduled."""
+    """Progress listener that measures CPU seconds while kernels are scheduled."""
 
     def __init__(self) -> None:
         self.spent, self._began, self._doing = 0.0, 0.0, ""

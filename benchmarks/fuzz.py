@@ -3,10 +3,10 @@
     python -m benchmarks.fuzz --programs 1000 --seed 0       # seeds 0 to 999
     python -m benchmarks.fuzz --replay '{"blocks":[...]}'    # one program, as a failure prints it
 
-Every program is three steps of AdamW on 2 or 3 ranks of this machine; with `backend="eager"` losses, gradients,
+Every program is three steps of AdamW on 2 or 3 ranks of this machine; with `backend="eager"`, losses, gradients,
 parameters and buffers must have the same bits. One of `--inductor-every` programs is compiled by Inductor instead, and
-must be close. A failure is made smaller while it still fails in the same way, and printed as a line that replays it.
-Seeds are independent, so a range can be cut anywhere: after Ctrl-C, go on with `--seed`.
+must be close. A failure is shrunk while it still fails in the same way, and printed as a line that replays it. Seeds
+are independent, so after Ctrl-C you can continue anywhere with `--seed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.ranks import RankError, RankPool
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the number of programs that differ."""
+    """Run the command and return the number of programs that differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
@@ -62,7 +62,7 @@ def _run(pool: RankPool, options: argparse.Namespace) -> int:
 
 
 def outcome(pool: RankPool, program: Program) -> str:
-    """What `differences` says of a program on ranks, or the error that ended it; "" if all is equal."""
+    """Return the `differences` of a program on ranks, or the error that ended it; "" if all is equal."""
     try:
         found = pool.run(program.world_size, differences, program, timeout=240.0, grace=5.0)
     except RankError as error:
@@ -71,7 +71,7 @@ def outcome(pool: RankPool, program: Program) -> str:
 
 
 def _report(pool: RankPool, program: Program, *, shrink: bool, found: str = "") -> bool:
-    """Print a program that differs, made smaller; False if it does not differ."""
+    """Print a program that differs, shrunk; return False if it does not differ."""
     found = found or outcome(pool, program)
     if not found:
         print("no difference")
@@ -85,7 +85,7 @@ def _report(pool: RankPool, program: Program, *, shrink: bool, found: str = "") 
 
 
 def shrunk(program: Program, found: str, run: Callable[[Program], str]) -> Program:
-    """The program with as much left out as leaves it failing in the same way."""
+    """Shrink the program while it fails in the same way."""
     sort = _sort(found)
     before = None
     while before != program:
@@ -94,14 +94,14 @@ def shrunk(program: Program, found: str, run: Callable[[Program], str]) -> Progr
         while index < len(candidates):
             if _sort(run(candidates[index])) == sort:
                 program = candidates[index]
-                candidates = list(smaller(program))  # the next is at the same place
+                candidates = list(smaller(program))  # the next one takes the same index
             else:
                 index += 1
     return program
 
 
 def _sort(found: str) -> str:
-    """What failures have in common that are one: the error, or that values differ."""
+    """Return the kind of a failure: its error, or that values differ."""
     if found.startswith(("raises", "ranks", "FSDP2")):
         return re.sub(r"\d+", "", found)[:60]
     return "differs" if found else ""

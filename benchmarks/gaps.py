@@ -1,14 +1,15 @@
-"""How close plans are to their bound, and to others' schedules: 20 shapes, three machines, four sizes of mesh.
+"""Gaps of plans to their bound, and to other schedules: 20 shapes, three machines, four sizes of mesh.
 
     python -m benchmarks.gaps [--json FILE] [--models 8B GPT] [--shards 8]
 
-One Markdown row for each shape and machine: the gap at 8, 64, 256 and 1,024 ranks with 2,048 tokens each on an isolated
-network, where communication and compute are most alike and gaps are largest; "*" marks gaps that are left as the search
-was stopped. Then the least ratio of another schedule to ours (`benchmarks.rivals`), and the longest planning in CPU
-seconds.
+Prints one Markdown row for each shape and machine: the gap at 8, 64, 256 and 1,024 ranks with 2,048 tokens each on an
+isolated network, where communication and compute are most alike and gaps are largest; "*" marks searches that ended at
+their budget. Then come the least ratio of another schedule to graphshard's (`benchmarks.rivals`), and the longest
+planning in CPU seconds.
 
-With --shards parameters are sharded over so many ranks and replicated over the others (HSDP), and no others' schedules
-are compared. A row whose tokens no machine could hold is no less a problem of scheduling, so memory is not looked at.
+With --shards, parameters are sharded over this number of ranks and replicated over the others (HSDP), without a
+comparison with other schedules. Memory is ignored, because a row that fits no machine is still a valid scheduling
+problem.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def replicated(shape: Shape, machine: str, ranks: int, shards: int) -> dict:
-    """One row of a mesh with replicas: our step and bound in seconds, and CPU seconds of planning."""
+    """Return a row of a mesh with replicas: graphshard's step and bound in seconds, and CPU seconds of planning."""
     mesh = Mesh.of_shape({"replicate": ranks // shards, "shard": shards})
     costs = Costs(load_profile(machine), mesh=mesh)
     link = link_of(costs, Ways(mesh.shard, mesh.shard, mesh.replicate))

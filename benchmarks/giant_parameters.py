@@ -2,12 +2,12 @@
 
     python -m benchmarks.giant_parameters [--vocab 50257] [--dim 256] [--layers 2] [--rows 2048] [--steps 5]
 
-Two gloo ranks train the example's Llama, whose embedding and head are most of it. Each variant has processes of its
-own, one after the other. Memory is the most that a rank's process has resident during a step (VmHWM), over what it has
-before one (SGD, so that there is no state of an optimizer). Seconds are CPU time of a rank, which other work on the
+Two gloo ranks train the example's Llama, most of which is embedding and head. Each variant runs in separate processes,
+one after the other. Memory is the peak resident memory of a rank's process during a step (VmHWM), above its memory
+before the step (with SGD, which has no optimizer state). Seconds are CPU time of a rank, which other work on the
 machine hardly changes; medians of the steps after the first two.
 
-With `--explain` it prints what `explain` predicts for four layers of Llama 8B on 64 H100s instead.
+With `--explain` it prints the prediction of `explain` for four layers of Llama 8B on 64 H100s instead.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _explain() -> None:
-    """A line of the predicted step for each pipeline, as a table."""
+    """Print a line of the predicted step for each pipeline, as a table."""
     llama = load_example("llama")
     config = llama.LlamaConfig(layers=4, dim=4096, heads=32, kv_heads=8, hidden=14336, seq=4096, vocab=128256)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -118,7 +118,7 @@ def _rank(rank: int, variant: str, args: argparse.Namespace) -> None:
 
 
 def reset_peak() -> int:
-    """Forget the most so far; bytes that are resident."""
+    """Reset the peak, and return the resident bytes."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")

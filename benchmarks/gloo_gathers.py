@@ -1,11 +1,11 @@
-"""Functional all-gathers on gloo corrupt the heap while several are under way; needs torch alone, to be reported to it.
+"""Reproduce a heap corruption: several functional all-gathers in flight on gloo. Needs torch alone, for a bug report.
 
     python benchmarks/gloo_gathers.py [--runs 10] [--rounds 1500]
 
-Each run is two fresh processes that gather seven tensors at once, again and again. With the functional operator
-(`_c10d_functional.all_gather_into_tensor`) some runs die, of SIGSEGV, or of SIGABRT with "malloc(): unaligned tcache
-chunk detected" and the like; with `torch.distributed.all_gather_into_tensor`, called with the same tensors, none does.
-graphshard launches the latter on gloo (`graphshard/runtime/gloo.py`).
+Each run is two new processes that repeatedly gather seven tensors at once. With the functional operator
+(`_c10d_functional.all_gather_into_tensor`) some runs die of SIGSEGV, or of SIGABRT with "malloc(): unaligned tcache
+chunk detected" and the like; with `torch.distributed.all_gather_into_tensor` on the same tensors, none does. graphshard
+launches the latter on gloo (`graphshard/runtime/gloo.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def functional(shard: torch.Tensor) -> Wait:
 
 
 def plain(shard: torch.Tensor) -> Wait:
-    """Launch what FSDP2 calls."""
+    """Launch the collective that FSDP2 calls."""
     full = shard.new_empty(WORLD_SIZE * len(shard))
     work = dist.all_gather_into_tensor(full, shard, async_op=True)
     return lambda: (work.wait(), full)
@@ -41,7 +41,7 @@ LAUNCHES = {"_c10d_functional": functional, "torch.distributed": plain}
 
 
 def run(rank: int, name: str, rounds: int, store: str) -> None:
-    """One rank: gathers of all sizes under way at once, then all waits."""
+    """Run one rank: gathers of all sizes in flight at once, then all waits."""
     warnings.simplefilter("ignore", FutureWarning)  # newer names of the same function
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
@@ -56,7 +56,7 @@ def run(rank: int, name: str, rounds: int, store: str) -> None:
 
 
 def main() -> None:
-    """All runs, in turns."""
+    """Run all variants, interleaved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=1500)

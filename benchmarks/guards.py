@@ -1,12 +1,12 @@
-"""Microseconds that each call takes to find its program, and to check what that was captured for.
+"""Microseconds per call to find its program and to evaluate the guards.
 
-guards      what forward read: attributes, hooks, globals, inputs
-modes       whether each submodule is in training
-signature   what programs are found by besides: modes, dtypes of parameters and others
+guards      state that forward read: attributes, hooks, globals, inputs
+modes       training mode of each submodule
+signature   the other keys of a program: modes, dtypes of parameters and others
 
     python -m benchmarks.guards [--layers 2 32]
 
-The example's Llama on one rank; the median of many looks at a model that has not changed, as in training.
+The example's Llama on one rank; the median of many checks of an unchanged model, as in training.
 """
 
 from __future__ import annotations

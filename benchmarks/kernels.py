@@ -1,14 +1,14 @@
-"""Which kernels are made for GPUs of models, forward and backward, and what they take; no GPU takes part.
+"""GPU kernels of models, forward and backward, and their resources; needs no GPU.
 
-    python -m benchmarks.kernels                      all models, bf16 and fp32, or what a file of results still lacks
+    python -m benchmarks.kernels                      all models, bf16 and fp32, or those that the result file lacks
     python -m benchmarks.kernels llama gpt2 --dtype bf16      these, again
-    python -m benchmarks.kernels --show                       the table of what was measured, and why regions have none
+    python -m benchmarks.kernels --show                       the table of the results, and why regions have no kernels
 
-Models have random weights and small sizes (`tiny_models.py`), but for one block of the example at the width of Llama 3
-8B. Parameters are float32, as FSDP2 wants them; bf16 is a `MixedPrecisionPolicy`. Kernels are compiled as `export`
-compiles them, with Inductor and Triton, and read from the file: registers of a thread, bytes of a thread's own memory
-that registers are spilled to, bytes of shared memory of a block; the most of all kernels. Seconds are CPU time
-of Inductor, Triton and ptxas with empty caches.
+Models have random weights and small sizes (`tiny_models.py`), except one block of the example at the width of Llama 3
+8B. Parameters are float32, as FSDP2 requires; bf16 is a `MixedPrecisionPolicy`. Kernels are compiled as in `export`,
+with Inductor and Triton, and read from the file: registers of a thread, bytes spilled per thread, bytes of shared
+memory of a block, each the maximum over all kernels. Seconds are CPU time of Inductor, Triton and ptxas with empty
+caches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.program import Region
 from graphshard.store.artifact_file import read_artifact
 
-# A model, and the arguments of a call of it.
+# Model and arguments of a call.
 Given = tuple[nn.Module, dict[str, Any]]
 
 POLICIES: dict[str, MixedPrecisionPolicy | None] = {
@@ -55,7 +55,7 @@ POLICIES: dict[str, MixedPrecisionPolicy | None] = {
 
 def main() -> None:
     args = _parse_args()
-    logging.getLogger("graphshard").setLevel(logging.ERROR)  # what has no kernels is in the table
+    logging.getLogger("graphshard").setLevel(logging.ERROR)  # the table shows regions without kernels
     path = Path(args.results)
     results: dict[str, list[dict[str, Any]]] = json.loads(path.read_text()) if path.exists() else {}
     for name, dtype in itertools.product(args.names or MODELS, args.dtype):
@@ -81,7 +81,7 @@ def _parse_args() -> argparse.Namespace:
 
 
 def measured(name: str, dtype: str) -> list[dict[str, Any]]:
-    """A model's regions and kernels, for each kind of GPU."""
+    """Return a model's regions and kernels, for each kind of GPU."""
     model, kwargs = MODELS[name]()
     seconds: Counter[Capability] = Counter()
 
@@ -115,13 +115,13 @@ def measured(name: str, dtype: str) -> list[dict[str, Any]]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has started."""
+    """Return the CPU seconds of this process and its children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def taken(regions: Mapping[str, Any], capability: Capability) -> dict[str, Any]:
-    """What the regions of a file come to on one kind of GPU, by its manifest."""
+    """Summarize the regions of a file on one kind of GPU, from its manifest."""
     kernels = [kernel for row in regions.values() for kernel in row.gpus.get(dotted(capability), [])]
     why = Counter(row.why for row in regions.values() if row.code != "gpu")
     return {

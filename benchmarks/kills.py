@@ -1,12 +1,12 @@
-"""Kill ranks that save checkpoints, at random moments, and look whether anything is lost.
+"""Kill ranks that save checkpoints, at random moments, and check that nothing is lost.
 
     python -m benchmarks.kills                 # 200 kills
     python -m benchmarks.kills --kills 20 --seed 7
 
-Two ranks train and save after every step, in turn with `save_checkpoint` and `async_save_checkpoint`. One of them, or
+Two ranks train and save after every step, alternating `save_checkpoint` and `async_save_checkpoint`. One of them, or
 both, are killed (SIGKILL) after a random time; the survivor must end by itself. The next two load the newest checkpoint
-and go on. Nothing is lost if every step leaves the same parameters, in whichever run it is trained or loaded, and if
-the newest checkpoint is never older than one of which a rank has been told that it is complete.
+and continue. Nothing is lost if every step has the same parameters in each run that trains or loads it, and if the
+newest checkpoint is never older than one reported as complete to a rank.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _UNTIL_ENDED = 60.0
 
 @dataclass
 class Found:
-    """What became of the runs.
+    """Outcome of the runs.
 
     Attributes:
-        kills: how many runs were ended by one.
-        faults: what was lost, in words.
-        partial: how often a checkpoint that was not complete lay there.
-        complete: the last step of which a rank was told that it is saved.
+        kills: number of runs that a kill ended.
+        faults: descriptions of what was lost.
+        partial: number of incomplete checkpoints found.
+        complete: the last step reported as saved to a rank.
         ended: seconds until a survivor ended.
         digests: of the parameters after each step.
     """
@@ -61,7 +61,7 @@ class Found:
     digests: dict[int, str] = field(default_factory=dict)
 
     def read(self, told: Path) -> None:
-        """What a run wrote: lines of "loaded", "trained" or "saved", a step, and a digest."""
+        """Read the output of a run: lines of "loaded", "trained" or "saved", a step, and a digest."""
         for line in told.read_text().splitlines() if told.exists() else ():
             what, number, *digest = line.split()
             step = int(number)
@@ -74,8 +74,8 @@ class Found:
 
 
 def run(kills: int, seed: int, folder: Path) -> Iterator[Found]:
-    """Kill so often; what was found so far, after each kill."""
-    fork = multiprocessing.get_context("fork")  # the ranks need not import torch again
+    """Kill this number of runs, and yield the outcome so far after each."""
+    fork = multiprocessing.get_context("fork")  # so that ranks need not import torch again
     chance, found = random.Random(seed), Found()
     for number in range(kills):
         told = folder / f"told-{number}"
@@ -115,7 +115,7 @@ def _kill(ranks: list[BaseProcess]) -> None:
 
 
 def _rank(rank: int, port: int, folder: Path, told: Path, asynchronous: bool, started: object) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a survivor says as it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # discard a survivor's last messages
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -154,13 +154,13 @@ def _rank(rank: int, port: int, folder: Path, told: Path, asynchronous: bool, st
 
 
 def tell_saved(lines: object, rank: int, step: int) -> None:
-    """A rank knows that a step is saved."""
+    """Record that a rank knows that a step is saved."""
     if rank == 0:
         print("saved", step, file=lines, flush=True)  # type: ignore[call-overload]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the number of faults."""
+    """Run the command and return the number of faults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

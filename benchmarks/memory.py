@@ -1,11 +1,11 @@
-"""One decision for memory against every single policy, at equal memory, in the planner's prediction.
+"""One memory decision against every single policy, at equal memory, in the planner's prediction.
 
     python -m benchmarks.memory [--models 8B 1B] [--ranks 8] [--layers 4] [--tokens 2048] [--json FILE]
 
-The example's decoder at the widths of models, captured on the meta device. For each limit, between the least in which
-`activation="auto"` runs and what all kept and all saved takes, every policy is planned with the same `memory_limit`.
-The table has milliseconds of a step as the plan predicts, and "-" where nothing fits. The last columns are how much
-longer the best single policy takes than "auto", and how much longer "auto" takes than the bound of all choices.
+The example's decoder at the widths of models, captured on the meta device. For each limit, between the smallest in
+which `activation="auto"` runs and the memory of everything kept and saved, every policy is planned with the same
+`memory_limit`. The table has predicted milliseconds of a step, and "-" where nothing fits. The last columns are the
+time of the best single policy relative to "auto", and how much longer "auto" takes than the bound of all choices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "0.5": {"activation": 0.5},
     "0.75": {"activation": 0.75},
 }
-# Of the way from the least limit to that in which all is kept and saved.
+# Positions between the smallest limit and the limit in which everything is kept and saved.
 PARTS = (0.0, 0.15, 0.4, 0.7)
 
 

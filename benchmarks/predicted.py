@@ -4,14 +4,14 @@
     python benchmarks/predicted.py --hardware machine.json [--steps 15] [--backend inductor] [--ranks 2] [--memory]
                                    [--auto 0.7]
 
-Predicted is what `explain` says, which counts what regions allocate inside. Measured is the median step of the slowest
-rank, with fused AdamW, and the peak of what a rank has allocated for tensors: parameters, buffers and optimizer state,
-and on top of them what the profiler sees a step allocate and free.
+Predictions are `explain`'s, which include temporaries of regions. Measurements are the median step of the slowest rank,
+with fused AdamW, and the peak of a rank's tensors: parameters, buffers and optimizer state, plus the allocations of a
+step that the profiler sees.
 
-A machine that others use runs at a part of its speed at times. So a product is timed on all ranks before and after each
-step, and steps count that ran while its speed was within 10 % of the profile's ("steps": how many of all; if none did
-in five minutes, all count and the speed is shown). `--memory` measures no times. `--auto` decides what is saved under
-that part of the bytes that are predicted without a limit.
+A shared machine runs at a fraction of its speed at times. So a matrix product is timed on all ranks before and after
+each step, and only steps count during which its speed was within 10 % of the profile's ("steps": how many of all; if
+none were in five minutes, all count and the speed is shown). `--memory` measures no times. `--auto` decides what is
+saved, with this fraction of the bytes predicted without a limit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST = 300.0  # seconds of steps
 
 
 def probe() -> float:
-    """FLOP/s of the slowest rank now."""
+    """Return the current FLOP/s of the slowest rank."""
     a, b = torch.rand(PROBE, PROBE), torch.rand(PROBE, PROBE)
     a @ b
     began = time.perf_counter()
@@ -63,7 +63,7 @@ def probe() -> float:
 
 
 def peak_of(step: Callable[[], None], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Most bytes of tensors that are alive at once in a step."""
+    """Return the peak bytes of live tensors in a step."""
     states = (t for state in optimizer.state.values() for t in state.values())
     held = [*model.parameters(), *model.buffers(), *states]
     total = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in held)
@@ -79,14 +79,14 @@ def peak_of(step: Callable[[], None], model: torch.nn.Module, optimizer: torch.o
 def explained(
     size: dict[str, int], mesh: tuple[int, ...], tokens: torch.Tensor, given: dict[str, Any]
 ) -> graphshard.Explanation:
-    """The prediction of a step."""
+    """Return the prediction of a step."""
     with torch.device("meta"):
         model = llama.Llama(llama.LlamaConfig(layers=size["layers"], dim=size["dim"], seq=size["seq"]))
     return graphshard.explain(model, mesh, example_inputs=(tokens[0], tokens[1]), **given)
 
 
 def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -> None:
-    """One rank: train one model, print on rank 0."""
+    """Train one model on one rank, and print on rank 0."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     mesh = init_device_mesh("cpu", (args.ranks,))
@@ -140,7 +140,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
 
 
 def main() -> None:
-    """Each size in processes of its own."""
+    """Measure each size in separate processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", help="profile of this machine; None is what compile takes")
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")

@@ -1,9 +1,9 @@
-"""Matrix products in float32 by MKL and by oneDNN, in turns: what `lower/onednn_products.py` goes by.
+"""Float32 matrix products by MKL and by oneDNN, interleaved; the basis of `lower/onednn_products.py`.
 
     python -m benchmarks.products                             all of these sizes with each other, on one thread
     python -m benchmarks.products --sizes 64 256 --threads 2
 
-"forward" is x @ w.T, and "gradient" that of its input, g @ w. The last columns are oneDNN's time to MKL's.
+"forward" is x @ w.T, and "gradient" its input gradient, g @ w. The last columns are oneDNN's time relative to MKL's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphshard.utils.environment_fingerprint import vendor
 
-_SECONDS = 0.05  # of each of two
+_SECONDS = 0.05  # for each of the two
 
 
 def main() -> None:
@@ -39,18 +39,18 @@ def main() -> None:
 
 
 def by_onednn(x: Tensor, w: Tensor) -> Tensor:
-    """x (rows, inner) times the transpose of w (columns, inner)."""
+    """Multiply x (rows, inner) by the transpose of w (columns, inner) with oneDNN."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
     return made
 
 
 def by_mkl(x: Tensor, w: Tensor) -> Tensor:
-    """The same."""
+    """Multiply the same with MKL."""
     return torch.mm(x, w.t())
 
 
 def in_turns(x: Tensor, w: Tensor) -> tuple[float, float]:
-    """The median time of MKL's and of oneDNN's product, in seconds."""
+    """Return the median time of MKL's and of oneDNN's product, in seconds."""
     by_onednn(x, w)
     turns, times = 7, (array("d"), array("d"))
     while len(times[0]) < turns:

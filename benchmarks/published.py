@@ -1,15 +1,15 @@
-"""Published training steps, predicted: each is rebuilt on meta with its mesh, batch, checkpointing and machine.
+"""Predictions of published training steps: each is rebuilt on meta with its mesh, batch, checkpointing and machine.
 
     python -m benchmarks.published [--rows mpt torchtitan] [--no-fit]
 
-Prints predicted against published seconds, grouped by source: `published_steps.py` says where each is from. "p10 to
-p90" is what follows from the ranges of the profiles' constants. "left out" is the error if the constants of `FREE`,
-which are all that is fitted, are fitted on the rows of all other sources: no row has a constant of its own.
+Prints predicted and published seconds, grouped by source: `published_steps.py` has the sources. "p10 to p90" follows
+from the ranges of the profiles' constants. "left out" is the error if the constants of `FREE`, the only fitted ones,
+are fitted on the rows of all other sources: no row has its own constant.
 
-What FSDP1 and FSDP2 do and graphshard does not is modelled here: they copy each unit's parameters out of the gathered
-buffer, and gradients into the buffer that is reduced, in the reduce dtype; plain autograd saves what backward needs and
-computes nothing again that is not checkpointed; units are gathered in their order, one ahead. XLA's and compiled rows
-run kernels that are fused.
+The differences of FSDP1 and FSDP2 from graphshard are modeled here: they copy each unit's parameters out of the
+gathered buffer, and gradients into the reduction buffer, in the reduce dtype; plain autograd saves the values that
+backward needs and recomputes only checkpointed ones; units are gathered in their order, one ahead. XLA's and compiled
+rows run fused kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SaveAsEager(ActivationCheckpointing):
-    """Marks what eager mode saves: all that no region computes again; of regions their inputs, and what they choose."""
+    """Pass that marks what eager mode saves: everything that no region recomputes, and regions' inputs and selected
+    values.
+    """
 
     name = "save-as-eager"
     choice: Checkpointing = "none"
@@ -62,7 +64,7 @@ class SaveAsEager(ActivationCheckpointing):
             if node.op != "call_function" or is_backward(node) or is_view(node) or is_part(node):
                 continue
             region = node.meta.get("ac_graph_id")
-            saved = region is None  # it is in no block, or no block is checkpointed
+            saved = region is None  # outside of blocks, or no block is checkpointed
             if self.choice == "op" and region is not None and node.target is aten.mm.default:
                 products[region] = products.get(region, 0) + 1
                 saved = products[region] % 2 == 1
@@ -76,12 +78,12 @@ class SaveAsEager(ActivationCheckpointing):
 
 
 class PublishedStudy(Study):
-    """A study of a step that is not graphshard's own."""
+    """Study of a step that graphshard does not run."""
 
     row: Row
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
-        """Unit by unit, as FSDP does; what is saved as the row says."""
+        """Plan unit by unit, as FSDP does, with the row's saved values."""
         passes = pipeline_of(self.options, program.mesh, None).passes
         if self.row.backend == "eager" or self.row.checkpointing != "none":
             return SaveAsEager(policy="full", choice=self.row.checkpointing), *passes
@@ -90,15 +92,15 @@ class PublishedStudy(Study):
 
 @dataclass(frozen=True)
 class Case:
-    """A row, and what its step consists of.
+    """Row, and the components of its step.
 
     Attributes:
         kernels: by region.
         events: of the clock; calls and collectives are priced again for each machine.
-        tensors: by the index of a launch, how many it carries.
+        tensors: number of tensors that a launch carries, by its index.
         trained: bytes of the shards of trained parameters.
         flop: of the model in a microbatch.
-        unread: kernels that backward runs once more for nobody.
+        unread: kernels that backward repeats without a reader.
     """
 
     row: Row
@@ -110,7 +112,7 @@ class Case:
     unread: Sequence[Work] = ()
 
     def seconds(self, profile: Profile) -> float:
-        """Of an optimizer step on a machine."""
+        """Return the seconds of an optimizer step on a machine."""
         row, mesh = self.row, Mesh.of_shape((self.row.ranks,))
         rates = {
             name: replace(rate, attention={"flash": rate.attention.get(row.attention, rate.attention["flash"])})
@@ -127,7 +129,7 @@ class Case:
                 events.append(replace(event, seconds=regions[event.name]))
             elif isinstance(event, Launch):
                 seconds = costs.collective(event.kind, event.num_bytes, self.tensors[index], mesh.shard)
-                if event.kind == "reduce" and row.backend != "xla":  # from bfloat16 into a buffer in float32
+                if event.kind == "reduce" and row.backend != "xla":  # from bfloat16 into a float32 buffer
                     seconds = seconds + costs.copy(0.75 * event.num_bytes)
                 events.append(replace(event, seconds=seconds))
             elif isinstance(event, TimedWait):
@@ -145,7 +147,7 @@ class Case:
 
 
 def case_of(row: Row) -> Case:
-    """Capture a row's model and schedule it as it was measured."""
+    """Capture a row's model and schedule it as in its measurement."""
     tokens = torch.zeros(row.batch, row.seq, dtype=torch.long)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     study = PublishedStudy(model_of(row), (tokens, tokens), None, Options(mp_policy=policy))
@@ -169,7 +171,7 @@ def case_of(row: Row) -> Case:
 
 
 def unread_of(row: Row) -> Sequence[Work]:
-    """What checkpointing of whole blocks computes again beyond what backward reads: the product at their end."""
+    """Return what checkpointing of whole blocks recomputes without a reader in backward: the product at their end."""
     if row.checkpointing != "whole":
         return ()
     layers, dim, _ = MPTS[row.model]
@@ -180,13 +182,13 @@ def unread_of(row: Row) -> Sequence[Work]:
 
 @dataclass(frozen=True)
 class Free:
-    """A constant that is fitted: one factor on numbers of profiles.
+    """Fitted constant: one factor on numbers of profiles.
 
-    The profiles hold what was fitted on all rows, so a fit on some of them must not begin there.
+    The profiles hold the fit on all rows, so a fit on some of them must not start there.
 
     Attributes:
-        prior: the factor that makes of the profiles' numbers what is known without published steps.
-        sigma: by how much the factor may differ from that, as a fraction.
+        prior: factor from the profiles' numbers to the values known without published steps.
+        sigma: relative deviation that the factor may have from the prior.
     """
 
     name: str
@@ -199,10 +201,10 @@ class Free:
 _FLASH_1 = tuple(f"rates.bfloat16.attention.flash1.{direction}" for direction in ("forward", "backward"))
 _ALL = ("a100", "h100", "h100-hbm2e", "h200")
 FREE = (
-    # 0.95 of the largest product that was measured, MAMF: 271 of 312 and 794 of 989 TFLOP/s.
+    # 0.95 of the largest measured product, MAMF: 271 of 312 and 794 of 989 TFLOP/s.
     Free("limit of products on an A100 in training", ("a100",), ("sustained",), 0.95 * 271 / 312 / 0.82, 0.08),
     Free("limit of products on an H100 or H200 in training", ("h100", "h200"), ("sustained",), 0.95 * 0.803 / 0.7, 0.1),
-    # As the square root of the power, from 700 to 500 W.
+    # Proportional to the square root of the power, from 700 to 500 W.
     Free("limit of products on an H100 at 500 W", ("h100-hbm2e",), ("sustained",), 0.95 * 0.803 * 0.845 / 0.56, 0.15),
     # 30 to 50 % forward and 25 to 35 % backward on an A100, as FlashAttention-2's paper says.
     Free("FlashAttention 1 on an A100", ("a100",), _FLASH_1, 0.4 / 0.35, 0.2),
@@ -211,7 +213,7 @@ FREE = (
     Free("memory bandwidth", _ALL, ("memory_bandwidth",), 0.9 / 0.93, 0.06),
     Free("straggler", _ALL, ("straggler",), 0.005 / 0.008, 0.7),
 )
-# What is left between a model and measurements, as a fraction.
+# Remaining relative error between a model and measurements.
 NOISE = 0.05
 _STEP = 0.02
 _ROUNDS = 4
@@ -220,7 +222,7 @@ Factors = Mapping[str, float]
 
 
 def machine(name: str, factors: Mapping[str, Any] = MappingProxyType({})) -> Profile:
-    """A profile with the fitted constants multiplied by factors, by their names; arrays make arrays of seconds."""
+    """Return a profile with the fitted constants multiplied by factors; arrays of factors give arrays of seconds."""
     profile = load_profile(name)
     numbers: dict[str, Any] = {}
     for free in FREE:
@@ -230,11 +232,11 @@ def machine(name: str, factors: Mapping[str, Any] = MappingProxyType({})) -> Pro
 
 
 def fit(cases: Sequence[Case]) -> Factors:
-    """Factors that fit cases best, each drawn towards its prior by its sigma (Gauss-Newton on logarithms)."""
+    """Return the factors that fit cases best, each drawn to its prior by its sigma (Gauss-Newton on logarithms)."""
     known = np.log([free.prior for free in FREE])
     logs = known
     for _ in range(_ROUNDS):
-        # All slopes at once: the first column has the factors as they are, each other one has one of them changed.
+        # All slopes at once: the first column has the current factors, and each other one changes one of them.
         tried = logs[:, None] + np.concatenate([np.zeros((len(FREE), 1)), _STEP * np.eye(len(FREE))], axis=1)
         factors = {free.name: np.exp(row) for free, row in zip(FREE, tried)}
         seconds = np.array([np.broadcast_to(c.seconds(machine(c.row.machine, factors)), tried.shape[1]) for c in cases])
@@ -248,7 +250,7 @@ def fit(cases: Sequence[Case]) -> Factors:
 
 
 def left_out(cases: Sequence[Case]) -> dict[Row, float]:
-    """Seconds of each row with constants that are fitted on the other sources alone."""
+    """Return seconds of each row with constants fitted on the other sources only."""
     found = {}
     for source in dict.fromkeys(case.row.source for case in cases):
         factors = fit([case for case in cases if case.row.source != source])
@@ -257,7 +259,7 @@ def left_out(cases: Sequence[Case]) -> dict[Row, float]:
 
 
 def orders(seconds: Mapping[Row, float]) -> Iterator[tuple[Row, Row, bool]]:
-    """Pairs of variants of one setup that were measured at least 2 % apart, the faster one first, and if that is so."""
+    """Yield pairs of variants of one setup measured at least 2 % apart, faster first, and whether predictions agree."""
     for one, other in itertools.permutations(seconds, 2):
         if one.setup == other.setup and one.seconds * 1.02 < other.seconds:
             yield one, other, seconds[one] < seconds[other]
@@ -278,7 +280,7 @@ def main() -> None:
 
 
 def report(cases: Sequence[Case], *, with_fit: bool) -> None:
-    """Print what is predicted with the profiles as they are, and with what is fitted on other sources."""
+    """Print predictions with the current profiles, and with constants fitted on other sources."""
     seconds = {case.row: float(case.seconds(machine(case.row.machine))) for case in cases}
     others = left_out(cases) if with_fit else {}
     print(f"{'seconds of a step':72}{'published':>10}{'predicted':>10}{'error':>8}{'p10 to p90':>18}{'left out':>10}")

@@ -1,4 +1,4 @@
-"""Training steps that others have published, with their sources, and their models on the meta device."""
+"""Published training steps with their sources, and their models on the meta device."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Row:
     """One published step.
 
     Attributes:
-        source: what rows are grouped by.
+        source: group of the row.
         model: of `MODELS`.
         ranks: GPUs, all of them shards.
         batch, seq: of one rank's microbatch.
         microbatches: that an optimizer step accumulates.
-        checkpointing: "op" saves every second product and attention, as torchtitan does; "not mlp" all products but
-            those of the feed-forward layers, as MaxText's `save_dot_except_mlp`; "full" only blocks' inputs; "whole"
-            computes the last product of a block again, too, which nobody reads, as torch before 2.1.
+        checkpointing: "op" saves every second product and attention, as torchtitan does; "not mlp" all products except
+            those in the feed-forward layers, as MaxText's `save_dot_except_mlp`; "full" only blocks' inputs; "whole"
+            also recomputes the last product of a block, which has no reader, as torch before 2.1.
         backend: what ran the operators.
         machine: a profile, and the name of its network.
         seconds: of an optimizer step.
-        ranks_per_node: where it is not the profile's.
-        attention: the kernel, of those that profiles have speeds of.
+        ranks_per_node: if it differs from the profile.
+        attention: the kernel, one with a speed in the profiles.
     """
 
     source: str
@@ -53,18 +53,18 @@ class Row:
 
     @property
     def setup(self) -> tuple[object, ...]:
-        """What variants of one setup share: model, tokens and machine; ranks, checkpointing and backend differ."""
+        """Return the setup shared by variants: model, tokens and machine, without ranks, checkpointing and backend."""
         return self.source, self.model, self.batch, self.seq, self.microbatches, self.machine
 
     def __str__(self) -> str:
-        """Short, for the table."""
+        """Return a short name for the table."""
         times = f" x {self.microbatches}" if self.microbatches > 1 else ""
         what = f"{self.model}, {self.ranks} x {self.machine}, {self.batch} x {self.seq}{times}"
         return f"{what}, {self.checkpointing}, {self.backend}"
 
 
 def _per_second(tokens_per_second: float, batch: int, seq: int, microbatches: int = 1) -> float:
-    """Seconds of a step, from the tokens that one GPU trains in a second."""
+    """Return the seconds of a step, from the tokens per second of one GPU."""
     return batch * seq * microbatches / tokens_per_second
 
 
@@ -76,10 +76,10 @@ _TITAN_H100 = "torchtitan H100"
 _MAXTEXT = "MaxText"
 # KempnerForge benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md: nodes of 4 H200.
 _KEMPNER = "KempnerForge"
-# llm-foundry scripts/train/benchmarking/README.md at 061f2c7: FSDP1, amp_bf16; tokens over tokens/s. What ran it
-# is inferred: attention was Triton's or FlashAttention 1 (`attn_impl` of submit_benchmarks.py and sweep.py there)
-# but for 7B on 128 (`attn_impl flash` of sweep.py, with flash-attn 2), and torch was older than 2.1, which ends
-# recomputation where nobody reads it, but for 128.
+# llm-foundry scripts/train/benchmarking/README.md at 061f2c7: FSDP1, amp_bf16; tokens over tokens/s. The software is
+# inferred: attention was Triton's or FlashAttention 1 (`attn_impl` of submit_benchmarks.py and sweep.py there), except
+# for 7B on 128 (`attn_impl flash` of sweep.py, with flash-attn 2). torch was older than 2.1, which ends recomputation
+# after the last reader, except for 128.
 _MPT_A100, _MPT_H100 = "llm-foundry A100", "llm-foundry H100"
 
 ROWS = (
@@ -122,22 +122,22 @@ ROWS = (
 
 
 class ComplexAttention(llama.Attention):
-    """Rotates pairs as complex numbers, as torchtitan does: fewer kernels in eager mode than with real numbers."""
+    """Attention that rotates pairs as complex numbers, as torchtitan does: fewer kernels in eager mode."""
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Of shape (batch, heads, seq, head_dim)."""
+        """Rotate values of shape (batch, heads, seq, head_dim)."""
         turns = torch.complex(self.cos, self.sin)
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 class MptBlock(nn.Module):
-    """A block of MPT: layer norms, one product for query, key and value, a GELU of four widths; biases everywhere.
+    """Block of MPT: layer norms, one product for query, key and value, a GELU of four widths; biases everywhere.
 
     Args:
-        unpads: it hands the attention a list of the tokens that are no padding, as for FlashAttention's kernels of
+        unpads: it passes attention a list of the tokens that are not padding, as for FlashAttention's kernels of
             sequences of different lengths (`flash_attn_fn` in llmfoundry/models/layers/attention.py at 5e85bd6), though
-            there is no padding: query, key and value are copied row by row, and what is returned is put into zeros.
+            there is no padding: query, key and value are copied row by row, and the result is put into zeros.
     """
 
     def __init__(self, dim: int, heads: int, *, unpads: bool) -> None:
@@ -161,7 +161,7 @@ class MptBlock(nn.Module):
 
 
 class Mpt(nn.Module):
-    """MPT with learned positions; the table of tokens is the head, too."""
+    """MPT with learned positions; the token table is also the head."""
 
     def __init__(self, layers: int, dim: int, heads: int, seq: int, *, unpads: bool, vocab: int = 50368) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Mpt(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
@@ -198,7 +198,7 @@ MPTS = {
 
 
 def model_of(row: Row) -> nn.Module:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         if row.model in MPTS:
             return Mpt(*MPTS[row.model], row.seq, unpads=row.attention == "flash")

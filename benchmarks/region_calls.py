@@ -1,16 +1,16 @@
-"""What Python takes to call the regions of a step: microseconds of CPU time, beside what they call.
+"""Python overhead of region calls in a step: microseconds of CPU time, compared with the called code.
 
     python -m benchmarks.region_calls [--calls 2000] [--rounds 7]
 
-A GPU waits for the host wherever it is done before the next kernels are launched, so what lies around them counts. Here
-regions compute on a CPU with tensors of a few elements, and next to nothing is left of them but the calls:
+A GPU waits for the host if it finishes before the next kernels are launched, so the overhead between kernels counts.
+Here regions compute on a CPU with tensors of a few elements, so that mostly the calls remain:
 
-* a line of the executor, with a region that returns what it is given;
-* a region of one operator, which runs as it is, and the operator alone;
-* a region of Inductor's, and the code that Inductor generated for it alone: what is between them is torch's wrapper;
+* a line of the executor, with a region that returns its arguments;
+* a region of one operator, which runs directly, and the operator alone;
+* a region of Inductor's, and its generated code alone: the difference is torch's wrapper;
 * a gather, its start and its wait, in torch's fake process group, which sends nothing.
 
-Numbers are the best round's: others may use the machine. Kernels and launchers of Triton are not in them.
+Numbers are from the best round, because the machine may be shared. Kernels and launchers of Triton are not included.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(calls: int, rounds: int) -> list[tuple[str, float]]:
-    """Seconds of each kind of call, by its title."""
+    """Return the seconds of each kind of call, by its title."""
     x, small = torch.ones(4, WIDTH), torch.ones(WIDTH)
 
     def seconds(call: Callable[[], Any], times: int = 1) -> float:
@@ -79,7 +79,7 @@ def _round(call: Callable[[], Any], times: int) -> float:
 
 
 def _lines(number: int) -> Any:
-    """An executor that calls one region so many times, one behind the other."""
+    """Return an executor that calls one region this number of times in sequence."""
     graph = Graph()
     value = graph.placeholder("x")
     for _ in range(number):
@@ -91,7 +91,7 @@ def _lines(number: int) -> Any:
 
 
 def _regions() -> tuple[Any, Any]:
-    """A region that packs two shards, and one with something to fuse, of a model on eight ranks."""
+    """Return a region that packs two shards, and one with something to fuse, of a model on eight ranks."""
     mesh = init_device_mesh("cpu", (8,))
     inputs = (torch.ones(4, WIDTH),)
     model = graphshard.compile(Blocks(3, WIDTH, bias=True), mesh, backend="eager", example_inputs=inputs)

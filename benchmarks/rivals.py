@@ -1,6 +1,6 @@
-"""What others do with the same chain: FSDP2's order, one bucket per parameter, and Inductor's own scheduler.
+"""Alternative schedules of a chain: FSDP2's order, one bucket per parameter, and Inductor's own scheduler.
 
-Each returns a chain whose transfers are the buckets, and a placement of them, so that one simulator judges all.
+Each returns a chain whose transfers are the buckets, and their placement, so that one simulator compares all.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def unit_of(transfer: Transfer) -> str:
-    """The block a parameter belongs to; "" is the root."""
+    """Return the block of a parameter; "" is the root."""
     return transfer.name.rpartition(".")[0]
 
 
 def fsdp2(chain: Chain, *, packed: bool = True, whole: bool = True) -> tuple[Chain, Placement]:
-    """FSDP2's order: a unit's gathers start when the unit before is used, its reductions are waited for by the next's.
+    """Schedule in FSDP2's order: gathers start in the previous unit; reductions are waited for at the next unit's.
 
-    FSDP2 packs: a bucket is copied into a buffer and out of it. Without `packed`, tensors travel as they are, and
-    without `whole` each by itself.
+    FSDP2 packs: a bucket is copied into a buffer and out of it. Without `packed`, tensors are sent without copies, and
+    without `whole` each separately.
     """
     gathers, reductions = _by_unit(chain.gathers), _by_unit(chain.reductions)
     end = len(chain.seconds)
@@ -57,7 +57,7 @@ def fsdp2(chain: Chain, *, packed: bool = True, whole: bool = True) -> tuple[Cha
 
 
 def by_unit(chain: Chain) -> Chain:
-    """The chain in which a unit's tensors travel together."""
+    """Return the chain in which each unit is one bucket."""
     gathers = [replace(merged(unit), at=unit[0].at) for unit in _by_unit(chain.gathers)]
     reductions = [replace(merged(unit), at=unit[-1].at) for unit in _by_unit(chain.reductions)]
     return replace(chain, gathers=tuple(gathers), reductions=tuple(reductions))
@@ -85,7 +85,7 @@ def _packed(transfer: Transfer) -> Transfer:
 def _with(
     chain: Chain, gathers: list[Transfer], reductions: list[Transfer], events: list[Occurrence]
 ) -> tuple[Chain, Placement]:
-    """The chain that has these buckets for transfers, in order of use, and the events; those number gathers first."""
+    """Return the chain with these buckets as transfers, in order of use, and the events, which number gathers first."""
     order = sorted(range(len(gathers)), key=lambda i: gathers[i].at)
     order += [len(gathers) + i for i in sorted(range(len(reductions)), key=lambda i: reductions[i].at)]
     number = {old: new for new, old in enumerate(order)}
@@ -101,7 +101,7 @@ def _with(
 
 
 def inductor(chain: Chain, link: Link, memory_gb: float) -> tuple[Chain, Placement]:
-    """`torch._inductor`'s schedule_overlap_bucketing, run on a graph of the chain with the chain's own times.
+    """Run `torch._inductor`'s schedule_overlap_bucketing on a graph of the chain with the chain's own times.
 
     An item is a matrix multiplication of one element. The default process group must have the link's ranks.
     """
@@ -113,7 +113,7 @@ def inductor(chain: Chain, link: Link, memory_gb: float) -> tuple[Chain, Placeme
             return 1e3 * link.seconds(kind, size, 1)
         return 1e3 * seconds[node] if node in seconds else None
 
-    # Both ask the machine or the other ranks for what is given here.
+    # Both query the machine or other ranks for values that are given here.
     with (
         mock.patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", return_value=0.0),
         mock.patch.object(overlap_scheduling, "align_estimations_across_ranks", lambda found: found),
@@ -177,7 +177,7 @@ def _graph(chain: Chain, link: Link) -> tuple[GraphModule, dict[Node, float]]:
 
 
 def _read(chain: Chain, module: GraphModule) -> tuple[Chain, Placement]:
-    """Buckets and events of a scheduled graph."""
+    """Return the buckets and events of a scheduled graph."""
     index = {node.name: i for i, node in enumerate(n for n in module.graph.nodes if n.name.startswith("s"))}
     buckets: dict[Node, tuple[CollectiveKind, Transfer]] = {}
     events: list[tuple[str, Node, int]] = []
@@ -218,7 +218,7 @@ def _read(chain: Chain, module: GraphModule) -> tuple[Chain, Placement]:
 
 
 def _origins(node: Node) -> list[Node]:
-    """The shards or gradients that a collective carries."""
+    """Return the shards or gradients that a collective carries."""
     found, stack, seen = [], list(node.all_input_nodes), set()
     while stack:
         current = stack.pop()

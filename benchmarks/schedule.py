@@ -1,14 +1,14 @@
-"""Predicted step of our schedules, their proven gap, and what others do with the same compute on the same link.
+"""Predicted steps of graphshard's schedules, their proven gap, and alternatives with the same compute and link.
 
     python -m benchmarks.schedule [--ranks 8 64 1024] [--tokens 2048 4096 16384] [--models 8B 405B]
         [--inductor 8B MoE] [--json FILE] [--capture LAYERS]
 
-Times come from one simulator; a ratio is another schedule's step over ours. The bound is below every schedule in which
-what is needed, or ready, at one position travels together; "*" marks gaps that are left as the search was stopped.
-"FSDP2" packs each unit into a buffer and prefetches one ahead; "blocks" is the same without copies; "params" sends
-every parameter by itself. "Inductor" is torch's own schedule_overlap_bucketing, run on a graph of the chain with the
-simulator's times, allowed 8 GB more than the unscheduled graph; it takes a minute for 32 layers, so the deeper models
-are left out unless asked for. The last table is CPU seconds of planning by depth.
+Times come from one simulator; a ratio is another schedule's step relative to graphshard's. The bound covers every
+schedule in which transfers needed, or ready, at one position share a bucket; "*" marks searches that ended at their
+budget. "FSDP2" packs each unit into a buffer and prefetches one ahead; "blocks" is the same without copies; "params"
+sends every parameter separately. "Inductor" is torch's own schedule_overlap_bucketing, run on a graph of the chain with
+the simulator's times, allowed 8 GB more than the unscheduled graph; it takes a minute for 32 layers, so the deeper
+models are omitted by default. The last table is CPU seconds of planning by depth.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def print_row(row: dict) -> None:
 
 
 def planned(fine: Problem) -> Solution:
-    """As `PlanByCost` plans: the best of all, or of those in which units travel together."""
+    """Plan as `PlanByCost`: the best of all, or of the plans with one bucket per unit."""
     best = Solver()(replace(fine, chains=tuple(map(joined, fine.chains))))
     units = Solver()(replace(fine, chains=tuple(map(rivals.by_unit, fine.chains))))
     return replace(
@@ -101,7 +101,7 @@ def planned(fine: Problem) -> Solution:
 
 
 def compare(shape: Shape, hardware: str, ranks: int, network: str, tokens: int, *, with_inductor: bool) -> dict:
-    """One row: our step and bound in seconds, the others' steps over ours, CPU seconds of planning."""
+    """Return a row: graphshard's step and bound in seconds, relative steps of the others, CPU seconds of planning."""
     costs = Costs(load_profile(hardware), network)
     link = link_of(costs, ranks)
     fine = problem(shape, costs, ranks, tokens, min(SEQ, tokens), link)
@@ -127,7 +127,7 @@ def compare(shape: Shape, hardware: str, ranks: int, network: str, tokens: int, 
 
 
 def check_capture(layers: int) -> None:
-    """The example's Llama at the widths of the 8B model, captured on the meta device, beside what shapes give."""
+    """Compare the example's Llama at the widths of the 8B model, captured on the meta device, with the shapes."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from llama import Llama, LlamaConfig
 

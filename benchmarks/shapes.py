@@ -1,7 +1,7 @@
 """Scheduling problems of transformers, from their shapes: no graph, no tensors.
 
 A layer is four items forward (projections into attention; attention and its output; into the feed-forward; out of it)
-and the same four backwards, at twice the multiplications. Matrices travel in bfloat16, gradients in float32.
+and the same four backwards, with twice the multiplications. Matrices are sent in bfloat16, gradients in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphshard.schedule.axis_links import make_link
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder, or an encoder that is much like one.
+    """Shape of a decoder, or of a similar encoder.
 
     Attributes:
         experts: feed-forwards of every `expert_every`th layer, of which a token uses `active`.
@@ -53,10 +53,10 @@ MOE = Shape("MoE 32x16", 32, 4096, 14336, 32, 8, experts=16)
 LLAMA_1B = Shape("Llama-3.2 1B", 16, 2048, 8192, 32, 8, tied=True)
 QWEN = Shape("Qwen3-30B-A3B", 48, 2048, 768, 32, 4, 151936, experts=128, active=8, expert_every=1, head_dim=128)
 GEMMA = Shape("Gemma-2 9B", 42, 3584, 14336, 16, 8, 256000, head_dim=256, tied=True)
-VIT = Shape("ViT-22B", 48, 6144, 24576, 48, 48, 588, gated=False)  # patches of 14 x 14 in place of a vocabulary
+VIT = Shape("ViT-22B", 48, 6144, 24576, 48, 48, 588, gated=False)  # patches of 14 x 14 instead of a vocabulary
 GPT = Shape("GPT-2 XL", 48, 1600, 6400, 25, 25, 50257, gated=False, tied=True)
 SHAPES = (LLAMA_8B, LLAMA_70B, LLAMA_405B, MOE, LLAMA_1B, QWEN, GEMMA, VIT, GPT)
-# More, from what their authors say of them, for tables of many.
+# More, from their authors' descriptions, for large tables.
 MORE = (
     Shape("Llama-3.2 3B", 28, 3072, 8192, 24, 8, tied=True),
     Shape("Mistral 7B", 32, 4096, 14336, 32, 8, 32000),
@@ -84,7 +84,7 @@ class Item:
 
 
 def items(shape: Shape, seq: int) -> Iterator[Item]:
-    """The forward pass in order."""
+    """Yield the items of the forward pass in order."""
     dim, head_dim = shape.dim, shape.head_dim or shape.dim // shape.heads
     query, kv = head_dim * shape.heads, head_dim * shape.kv_heads
     yield Item("", {"embed": shape.vocab * dim}, 0.0, saved=0)
@@ -105,12 +105,12 @@ def items(shape: Shape, seq: int) -> Iterator[Item]:
 
 
 def link_of(costs: Costs, ranks: int) -> Link:
-    """All ranks shard over one axis."""
+    """Return the link of one axis over which all ranks shard."""
     return make_link(costs, Axis("shard", ranks, "shard"))
 
 
 def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link: Link) -> Problem:
-    """The step without its optimizer, one transfer per parameter.
+    """Return the step without its optimizer, one transfer per parameter.
 
     The root's parameters stay gathered between forward and backward, all others are gathered again, as is FSDP2's
     default. `tokens` is per rank.
@@ -125,7 +125,7 @@ def problem(shape: Shape, costs: Costs, ranks: int, tokens: int, seq: int, link:
         return multiplied + attended + 3 * times * item.saved * tokens / bandwidth + costs.profile.kernel_seconds
 
     total = sum(size for item in found for size in item.sizes.values())
-    state = 16 * total // ranks  # float32 parameters, gradients, and two states of Adam
+    state = 16 * total // ranks  # float32 parameters, gradients, and Adam's two states
     saved = list(itertools.accumulate(item.saved * tokens for item in found))
     end = len(found)
     forward = Chain(
@@ -166,7 +166,7 @@ def _transfer(kind: CollectiveKind, item: Item, name: str, at: int, end: int, ra
 
 
 def joined(chain: Chain) -> Chain:
-    """Transfers that are needed or ready at the same position travel together; a problem of less size, no less good."""
+    """Group transfers needed or ready at the same position: a smaller problem with an equally good solution."""
     return replace(chain, gathers=_joined(chain.gathers), reductions=_joined(chain.reductions))
 
 
@@ -176,7 +176,7 @@ def _joined(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
 
 
 def merged(group: list[Transfer]) -> Transfer:
-    """Several transfers as one."""
+    """Return several transfers as one."""
     return replace(
         group[0],
         num_bytes=sum(t.num_bytes for t in group),

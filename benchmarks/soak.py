@@ -1,12 +1,12 @@
-"""Whether anything grows in a long run: memory, file descriptors and threads of two ranks.
+"""Growth of memory, file descriptors and threads of two ranks in a long run.
 
     python -m benchmarks.soak                      # 3,000 steps, 300 models, 20 GB of gathers
     python -m benchmarks.soak --steps 300 --models 30 --gigabytes 2
 
-Steps have shapes, modes, accumulation and state dicts by chance, the same on both ranks. Models are compiled, trained
-for a step and deleted. At the end parameters of 16 MB are gathered, by `unshard`, until so much has gone through gloo.
-Prints a line for each tenth of a part, and whether its last third holds more than the middle one: it may, by `--slack`
-MB.
+Steps have random shapes, modes, accumulation and state dicts, the same on both ranks. Models are compiled, trained for
+a step and deleted. At the end, `unshard` gathers parameters of 16 MB until gloo has transferred the given gigabytes.
+Prints a line for each tenth of a part, and whether its last third holds more than the middle one; `--slack` MB are
+allowed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(NamedTuple):
-    """What a process holds after so much of a part: resident MB, file descriptors, threads of Python and of Linux."""
+    """Resources of a process at a point of a part: resident MB, file descriptors, threads of Python and of Linux."""
 
     part: str
     done: int
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
 
 def held(part: str, done: int) -> Held:
-    """What this process holds now."""
+    """Return the current resources of this process."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 1e6
     descriptors, tasks = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
@@ -55,7 +55,7 @@ def held(part: str, done: int) -> Held:
 
 
 def soak(rank: int, world_size: int, steps: int, models: int, gigabytes: float) -> list[Held]:
-    """Everything, on one rank."""
+    """Run everything on one rank."""
     torch.set_num_threads(1)
     found = []
     for part, run, count in (("steps", _steps, steps), ("models", _models, models), ("gathers", _gathers, gigabytes)):
@@ -70,7 +70,7 @@ def soak(rank: int, world_size: int, steps: int, models: int, gigabytes: float) 
 
 
 def _steps(count: int) -> Iterator[int]:
-    """Steps of one model; yields how many there will be, then how many there were."""
+    """Train steps of one model; yield the number of steps, then the number of completed ones."""
     yield count
     chance = random.Random(0)
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def _steps(count: int) -> Iterator[int]:
 
 
 def _models(count: int) -> Iterator[int]:
-    """Models that are compiled, trained for a step and deleted."""
+    """Compile models, train them for a step and delete them."""
     yield count
     for done in range(1, count + 1):
         model = graphshard.compile(Net(), world_mesh(), backend="eager")
@@ -106,7 +106,7 @@ def _models(count: int) -> Iterator[int]:
 
 
 def _gathers(gigabytes: float) -> Iterator[int]:
-    """Parameters of 16 MB that are gathered by hand and freed."""
+    """Gather parameters of 16 MB with `unshard` and free them."""
     model: Any = graphshard.compile(nn.Linear(2048, 2048, bias=False), world_mesh(), backend="eager")
     total = max(10, round(gigabytes * 1e9 / (4 * 2048 * 2048)))
     yield total
@@ -117,7 +117,7 @@ def _gathers(gigabytes: float) -> Iterator[int]:
 
 
 def grown(found: list[Held], slack: float) -> list[str]:
-    """What the last third of a part holds more of than the middle one, by medians; the first one fills caches."""
+    """Return the growth from the middle to the last third of a part, by medians; the first third fills caches."""
     said = []
     for part in dict.fromkeys(each.part for each in found):
         values = [each for each in found if each.part == part]
@@ -132,7 +132,7 @@ def grown(found: list[Held], slack: float) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; how many quantities have grown."""
+    """Run the command and return the number of quantities that grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--models", type=int, default=300)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.startup [--layers 2 8] [--backend inductor eager] [--without-export]
 
-One rank, in a fresh process each time. "cached" finds Inductor's kernels of an earlier run in its cache, and "kept" the
-program of an earlier launch in graphshard's; they take turns. "written" is the launch that fills graphshard's cache: it
-writes the program, and finds Inductor's kernels. Importing torch and graphshard and making the
-model are not counted.
+One rank, in a new process each time. "cached" finds Inductor's kernels of an earlier run in its cache, and "kept" the
+program of an earlier launch in graphshard's; they are interleaved. "written" is the launch that fills graphshard's
+cache: it writes the program, and finds Inductor's kernels. Importing torch and graphshard and creating the model are
+excluded.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _child(args: argparse.Namespace) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     model = Llama(config)
-    _ = graphshard.compile, graphshard.load  # what they need is imported
+    _ = graphshard.compile, graphshard.load  # imports their dependencies
     start = time.perf_counter()
     if args.child == "load":
         graphshard.load(args.file, model, mesh)

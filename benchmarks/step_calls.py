@@ -1,11 +1,11 @@
-"""What Python takes around the programs of a step: microseconds of CPU time of one thread, for each parameter.
+"""Python overhead around the programs of a step: microseconds of CPU time of one thread per parameter.
 
     python -m benchmarks.step_calls [--layers 8] [--steps 200]
 
-A step reads parameters, compares what programs take for granted, goes through autograd and makes gradients DTensors.
-Programs run once; after that what they returned is returned again, so that nothing but the rest of a step is left. The
-example's model is a rank of two in torch's fake process group. Numbers are the best step's: others may use the machine.
-Zeroing gradients counts. What the optimizer does is not in it, nor what `compile_step` does to update parameters.
+A step reads parameters, evaluates guards, runs autograd and makes gradients DTensors. Programs run once and then return
+the same results again, so that only the rest of a step remains. The example's model is one of two ranks in torch's fake
+process group. Numbers are from the best step, because the machine may be shared. They include zeroing gradients, and
+exclude the optimizer and `compile_step`'s parameter updates.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _once(step: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def _returning_again() -> Iterator[None]:
-    """In the block programs run once, and return after that what they returned."""
+    """Run programs once, and return the same results afterwards, within the block."""
     returned: dict[Any, list[Any]] = {}
 
     def once(key: Any, run: Boxed) -> Boxed:

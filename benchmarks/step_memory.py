@@ -2,14 +2,14 @@
 
     python -m benchmarks.step_memory [--steps 6] [--ranks 2] [--sizes 4,256,4,128 4,512,4,128 8,512,8,256]
 
-A size is layers, width, sequences of a rank's batch and tokens of a sequence. Each variant has processes of its own,
-which take turns step by step, so that the load of a shared machine meets all alike. Memory is the most that a rank has
-resident during a step (VmHWM), over what it holds at rest, with parameters and states of AdamW in place; time is that
-of the slower rank. Both are medians of the steps behind the second, memory of the rank that takes most. What malloc
-keeps of freed memory is given back between steps, and counts within one.
+A size is layers, width, sequences of a rank's batch and tokens of a sequence. Each variant has separate processes,
+which take turns step by step, so that the load of a shared machine affects all alike. Memory is the peak resident
+memory of a rank during a step (VmHWM), above its memory at rest, with parameters and states of AdamW in place; time is
+for the slower rank. Both are medians of the steps after the second, memory of the rank with the most. malloc's cache of
+freed memory is released between steps, and counts within one.
 
-"auto 0.6" has `activation="auto"` and 0.6 of the bytes that `explain` predicts without a limit as `memory_limit`.
-The last column is what the plan predicts, over shards and states, where there is a limit.
+"auto 0.6" has `activation="auto"` and 0.6 of the bytes that `explain` predicts without a limit as `memory_limit`. The
+last column is the plan's prediction, above shards and states, if there is a limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WARM = 2
 
 
 def made(name: str, size: tuple[int, int, int, int], batch: Tensor) -> nn.Module:
-    """The model of a variant."""
+    """Return the model of a variant."""
     layers, dim, _, seq = size
     model = llama.Llama(llama.LlamaConfig(layers=layers, dim=dim, seq=seq))
     words = name.split()
@@ -56,7 +56,7 @@ def made(name: str, size: tuple[int, int, int, int], batch: Tensor) -> nn.Module
 def run(
     rank: int, name: str, size: tuple[int, int, int, int], ranks: int, store: str, ends: list[tuple[Connection, ...]]
 ) -> None:
-    """One rank of one variant: a step at each message, until there is none."""
+    """Run one rank of one variant: a step for each message, until there are none."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     torch.manual_seed(rank)
@@ -74,13 +74,13 @@ def run(
         end.send((time.perf_counter() - began, resident("VmHWM") - before))
     programs = graphshard.programs(ready) if name.startswith("graphshard") else []
     prediction = programs[-1].plan.prediction if programs and programs[-1].plan else None
-    held = sum(3 * param.to_local().nbytes for param in ready.parameters()) if prediction else 0  # and AdamW's two
+    held = sum(3 * param.to_local().nbytes for param in ready.parameters()) if prediction else 0  # plus AdamW's two
     end.send(prediction.peak_bytes - held if prediction else 0)
     dist.destroy_process_group()
 
 
 class Ranks:
-    """The ranks of a variant, each of which waits for its turn."""
+    """Ranks of a variant, each of which waits for its turn."""
 
     def __init__(self, name: str, size: tuple[int, int, int, int], ranks: int, folder: str) -> None:
         context = torch.multiprocessing.get_context("spawn")
@@ -89,16 +89,16 @@ class Ranks:
         self.processes = torch.multiprocessing.spawn(run, given, ranks, join=False, daemon=True)
 
     def ask(self, more: bool) -> list[Any]:
-        """What each answers."""
+        """Return the answer of each rank."""
         for end, _ in self.ends:
             end.send(more)
         while not all(end.poll(0.05) for end, _ in self.ends):
-            self.processes.join(0)  # raises what one of them has
+            self.processes.join(0)  # raises an error of a process
         return [end.recv() for end, _ in self.ends]
 
 
 def measure(size: tuple[int, int, int, int], args: argparse.Namespace) -> None:
-    """A line for each variant of one size."""
+    """Print a line for each variant of one size."""
     with tempfile.TemporaryDirectory() as folder:
         variants: dict[str, Ranks] = {}
         for name in sorted(args.variants, key=lambda name: name != BASE):
@@ -123,7 +123,7 @@ def measure(size: tuple[int, int, int, int], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """A table for each size."""
+    """Print a table for each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=2)

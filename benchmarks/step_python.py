@@ -1,10 +1,11 @@
-"""What Python and autograd take in a step around the code of programs: microseconds of CPU time for a parameter.
+"""Python and autograd overhead of a step, without the code of programs: microseconds of CPU time per parameter.
 
     python -m benchmarks.step_python [--layers 40] [--rounds 15] [--profile]
 
-Reading parameters, the signature of a call, checks, autograd, making gradients DTensors: all that is not in executors,
-which return what they did in an earlier step. Parameters are those that the last layers add, in torch's fake process
-group. Numbers are the best round's: others may use the machine. `--profile` lists the functions instead.
+Reading parameters, the signature of a call, checks, autograd, making gradients DTensors: everything outside of
+executors, which return the results of an earlier step. The parameters are those that the last layers add, in torch's
+fake process group. Numbers are from the best round, because the machine may be shared. `--profile` lists the functions
+instead.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def _measured(layers: int, rounds: int) -> dict[str, float]:
-    """Seconds of a call, and of its backward with zeroing."""
+    """Return the seconds of a call, and of its backward with zeroing."""
     _, parts = _replayed(layers)
     best = {"forward": float("inf"), "backward": float("inf")}
     for _ in range(rounds):
@@ -67,7 +68,7 @@ def _measured(layers: int, rounds: int) -> dict[str, float]:
 
 
 def _replayed(layers: int) -> tuple[Callable[[], None], tuple[Callable[[], torch.Tensor], Callable[[Any], None]]]:
-    """A step whose programs return what they returned before, and its two parts."""
+    """Return a step whose programs return earlier results, and its two parts."""
     model = graphshard.compile(Blocks(layers, bias=True), init_device_mesh("cpu", (2,)), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, code = torch.ones(2, 4), BoundProgram.code

@@ -3,17 +3,18 @@
     python benchmarks/step_time.py [--steps 30] [--layers 4] [--dim 256] [--batch 4] [--seq 128] [--ranks 2]
                                    [--fused] [--simple-fsdp .../torchtitan/experiments/graph_trainer/simple_fsdp.py]
 
-All variants live in the same processes and take turns, step by step, so that the load of a shared machine meets all
-alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of
-a rank, which is what a step takes where each rank has one core and waits for nobody. What is "kept" has
-`reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each. Without
-communication each rank trains the model by itself, by torch.compile or in eager mode; so it does with graphshard
-where that is "by itself": what no variant of that backend can be faster than by much. Communication alone is one
-gather and one reduction of each block, and of the rest, as graphshard sends them, one after the other and without any
-compute.
-"FSDP2 compiled whole" is the same FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
-torchtitan's SimpleFSDP, under torch.compile as a whole, takes part where `--simple-fsdp` says in which file it is, as
-it comes with torchtitan, in whose environment this must run then.
+All variants live in the same processes and take turns, step by step, so that the load of a shared machine affects all
+alike. Prints medians of the slowest rank, quartiles, ratios to eager FSDP2, and the processor time of all threads of a
+rank, which is the time of a step if each rank has one core and never waits.
+
+"kept" has `reshard_after_forward=False`: full parameters stay from forward to backward, which saves a gather of each.
+Without communication, each rank trains the model alone, by torch.compile or in eager mode; "by itself" is the same with
+graphshard, close to a lower limit for all variants of that backend. Communication alone is one gather and one reduction
+of each block, and of the rest, in sequence as graphshard sends them, without any compute.
+
+"FSDP2 compiled whole" is FSDP2 with torch.compile around the model, which breaks the graph at FSDP2's hooks.
+torchtitan's SimpleFSDP, under torch.compile as a whole, is included if `--simple-fsdp` names its file in torchtitan, in
+whose environment this must then run.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ BASE, SIMPLE, ALONE = "FSDP2", "SimpleFSDP", "communication alone"
 
 
 def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.Module:
-    """The model made ready as the name says.
+    """Return the model prepared for the variant of this name.
 
     Args:
         simple_fsdp: the file that SimpleFSDP is in.
@@ -88,7 +89,7 @@ def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.
 
 
 def _loaded(path: Path) -> Any:
-    """The module of a file."""
+    """Return the module of a file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -98,7 +99,7 @@ def _loaded(path: Path) -> Any:
 
 
 def run(rank: int, args: argparse.Namespace, store: str) -> None:
-    """One rank: all variants take turns."""
+    """Run one rank: all variants take turns."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
-    """A function that trains one step; returns the loss."""
+    """Return a function that trains one step and returns the loss."""
 
     def step(batch: torch.Tensor) -> float:
         loss = model(batch[0], batch[1])
@@ -145,13 +146,13 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[tor
 
 
 def whole_stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
-    """The same by `compile_step`."""
+    """Return a function that trains one step with `compile_step`."""
     step = graphshard.compile_step(model, optimizer)
     return lambda batch: step(batch[0], batch[1]).item()
 
 
 def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
-    """A function that sends what a step sends that keeps parameters, as graphshard does."""
+    """Return a function with the communication of a step that keeps parameters, as graphshard sends it."""
     group, size = dist.group.WORLD.group_name, dist.get_world_size()
     blocks = [sum(param.numel() for param in block.parameters()) for block in model.layers]
     numbers = [sum(param.numel() for param in model.parameters()) - sum(blocks), *blocks]
@@ -171,7 +172,7 @@ def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
 
 
 def show(found: dict[str, list[float]], used: dict[str, list[float]]) -> None:
-    """The table, of seconds and of processor time."""
+    """Print the table, of seconds and of processor time."""
     base = statistics.median(found.get(BASE) or next(iter(found.values())))
     print(f"{'':39}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}{'processor ms':>14}")
     for name, seconds in found.items():

@@ -1,8 +1,8 @@
 """Every architecture of transformers with random weights, small enough to train on a CPU in a second, and its batches.
 
 Nothing is downloaded. A configuration class is instantiated, its sizes are replaced by small ones by their names, and
-it is instantiated again, so that what it derives from sizes follows. Where a rule does not fit an architecture,
-`_SIZES` says what does.
+it is instantiated again, so that values derived from sizes follow. `_SIZES` overrides the rules for architectures that
+they do not fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTH = 12
 IMAGE = 32
 BATCH = 2
 
-# The task that an architecture is trained for: the first that it has a head for.
+# Training task of an architecture: the first that it has a head for.
 TASKS = {
     "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
@@ -42,7 +42,7 @@ TASKS = {
     "base": "MODEL_MAPPING_NAMES",
 }
 
-# Small sizes by the names that configurations give them, the first that matches.
+# Small sizes by their names in configurations; the first match counts.
 _NAMED: list[tuple[str, int]] = [
     (r"vocab_size.*|.*_vocab_size|num_embeddings", VOCAB),
     (r"type_vocab_size", 2),
@@ -77,7 +77,7 @@ _NAMED: list[tuple[str, int]] = [
     (r"(chunk_length|.*attn_chunk_length|block_size)", 4),
 ]
 
-# What the rules do not know, by model types; a dict is for the configuration inside of this name.
+# Overrides by model type; a dict is for the configuration inside of this name.
 _SIZES: dict[tuple[str, ...], dict[str, Any]] = {
     ("deepseek_v3", "deepseek_v32", "axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "youtu"): {
         "num_key_value_heads": 4
@@ -104,12 +104,12 @@ def _sizes_of(model_type: str) -> dict[str, Any]:
 
 
 def architectures() -> list[str]:
-    """Model types that some task has a class for."""
+    """Return the model types that some task has a class for."""
     return [name for name in CONFIG_MAPPING if task_of(name) is not None]
 
 
 def task_of(name: str) -> str | None:
-    """The task that an architecture is trained for here; None if there is no class."""
+    """Return the training task of an architecture; None if there is no class."""
     return next((task for task, table in TASKS.items() if _class_name(name, table) is not None), None)
 
 
@@ -119,7 +119,7 @@ def _class_name(name: str, table: str) -> str | None:
 
 
 def tiny_model(name: str, **changes: Any) -> tuple[PreTrainedModel, str]:
-    """A small model of an architecture, with random weights, and its task; `changes` are made to its configuration."""
+    """Return a small random model of an architecture, and its task; `changes` apply to the configuration."""
     task = task_of(name)
     assert task is not None
     found = _class_name(name, TASKS[task])
@@ -127,7 +127,7 @@ def tiny_model(name: str, **changes: Any) -> tuple[PreTrainedModel, str]:
     model_class = getattr(transformers, found)
     config = tiny_config(CONFIG_MAPPING[name])
     for each in _configs(config):
-        # Ranks would skip different layers, at which FSDP2's collectives hang; masks drawn by numpy are an error.
+        # Otherwise ranks would skip different layers, and FSDP2's collectives hang; masks drawn by numpy are an error.
         chances = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
         without = {**dict.fromkeys(chances, 0.0), "apply_spec_augment": False}
         for attribute, value in (without | changes).items():
@@ -140,7 +140,7 @@ def tiny_model(name: str, **changes: Any) -> tuple[PreTrainedModel, str]:
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """A configuration with small sizes."""
+    """Return a configuration with small sizes."""
     return config_class(**_small(config_class()) | _sizes_of(config_class.model_type))
 
 
@@ -152,7 +152,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _small(config: PreTrainedConfig, ids: Iterator[int] | None = None) -> dict[str, Any]:
-    """The arguments of a configuration that differ from its defaults."""
+    """Return the arguments of a configuration that differ from its defaults."""
     ids = ids or iter(range(VOCAB - 1, 0, -1))
     found: dict[str, Any] = {}
     for name, value in vars(config).items():
@@ -182,7 +182,7 @@ def _size_of(name: str) -> int | None:
 
 
 def _small_list(name: str, value: list[int]) -> list[int] | None:
-    """Sizes of stages: one block each, few channels, as many heads as divide them."""
+    """Return sizes of stages: one block each, few channels, and a number of heads that divides them."""
     if re.fullmatch(r"depths?|num_blocks|layers|.*_depths|stage_num_blocks|layer_repeats|num_block.*", name):
         return [1] * len(value)
     if re.fullmatch(r"(encoder_|decoder_)?hidden_sizes?|embed_dims?|dims?|.*channels|neck_hidden_sizes|widths", name):
@@ -216,7 +216,7 @@ def batch_of(model: PreTrainedModel, task: str, image_tokens: int = 0, *, paddin
 
 
 def _wanted(name: str, task: str, model: PreTrainedModel) -> bool:
-    """Whether a task has this input: its main one, and its targets."""
+    """Return whether a task has this input: its main one, and its targets."""
     main = model.main_input_name
     speech = task in ("speech-seq2seq", "ctc", "audio-classification")
     if name == main:
@@ -237,7 +237,7 @@ def _wanted(name: str, task: str, model: PreTrainedModel) -> bool:
 
 
 def _ids(model: PreTrainedModel, image_tokens: int = 0) -> Tensor:
-    """Random tokens above the usual special ones, `image_tokens` of each row standing for the image."""
+    """Return random tokens above the usual special ones; `image_tokens` of each row represent the image."""
     text = torch.randint(5, 80, (BATCH, LENGTH))
     config: Any = model.config
     known = (getattr(config, f"image_token_{end}", None) for end in ("id", "index"))
@@ -261,7 +261,7 @@ def _decoder_ids(model: PreTrainedModel, image_tokens: int = 0) -> Tensor:
 
 
 def _pixels(model: PreTrainedModel, image_tokens: int = 0) -> Tensor:
-    """As many channels, of the size, that the first configuration says that has some."""
+    """Return random images or videos with the channels and sizes of the configuration."""
     channels, size = 3, IMAGE
     for config in _configs(model.config):
         channels = getattr(config, "num_channels", channels)
@@ -291,7 +291,7 @@ _INPUTS: dict[str, Callable[[PreTrainedModel, int], Any]] = {
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns, or else the mean square of all it returns that has a gradient."""
+    """Return the model's loss, or else the mean square of all results that have a gradient."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss

@@ -1,10 +1,10 @@
-"""What it costs that each rank says how it is doing, and looks at another one, while training goes on.
+"""Cost of each rank's status reports and of its checks of another rank during training.
 
     python -m benchmarks.watching [--ranks 8 64 512 1024 4096] [--seconds 10]
 
-First what a rank of two computes for one look: milliseconds of its thread's time, in which the step waits for Python's
-lock. Then threads with connections of their own look at one real TCPStore in another process as often as they can, for
-1,024 ranks: microseconds that the store's process computes for a look, and with that its share of a core.
+First the compute of a rank of two for one check: milliseconds of its thread's time, in which the step waits for the
+GIL. Then threads with separate connections check one real TCPStore in another process continuously, for 1,024 ranks:
+microseconds of the store's process per check, and its share of a core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONNECTIONS = 32
 
 
 def on_a_rank(rank: int, world_size: int, looks: int) -> float:
-    """Seconds that a rank computes for a look, after a few steps of a model."""
+    """Return the seconds that a rank computes for a check, after a few steps of a model."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     graphshard.compile(model, world_mesh(), backend="eager")
     for _ in range(8):
@@ -46,7 +46,7 @@ def on_a_rank(rank: int, world_size: int, looks: int) -> float:
 
 
 class Simulated(HealthMonitor):
-    """A rank that is always in its thousandth step."""
+    """Rank that is always in its thousandth step."""
 
     def status(self) -> RankStatus:
         steps = tuple(StepRecord(number, number, "backward of Llama") for number in range(993, 1001))
@@ -55,7 +55,7 @@ class Simulated(HealthMonitor):
 
 
 def serve(to_parent: Connection) -> None:
-    """A store, in a process of its own, until the other end says that it is enough."""
+    """Serve a store in a separate process until the other end closes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     to_parent.send(store.port)
     while to_parent.recv():
@@ -63,7 +63,7 @@ def serve(to_parent: Connection) -> None:
 
 
 def all_looks(port: int, seconds: float) -> int:
-    """Let threads look as often as they can; how often that was."""
+    """Let threads check continuously, and return the number of checks."""
     ranks = tuple(range(1024))
     count, start = [0] * CONNECTIONS, threading.Barrier(CONNECTIONS + 1)
 

@@ -1,14 +1,14 @@
-"""Train on as many ranks as there are: some are lost, others join, and the run goes on from its newest checkpoint.
+"""Train on a changing number of ranks: nodes leave and join, and training resumes from the newest checkpoint.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:3 --nproc-per-node 1 --max-restarts 100 --rdzv-backend c10d --rdzv-endpoint localhost:29400 \
         examples/elastic.py --folder run
 
-starts one of up to three nodes; the same command in other terminals starts the others, at any time. When a node is
-lost, the ranks that are left raise an error within seconds, torchrun starts them again with their new number, and so it
-does when a node joins. (Without the variable, torch 2.13's torchrun has a node that joins wait for an address that the
-others only told each other.) A step is the same on any number of ranks, but for the order of its sums: the batch is cut
-into microbatches, which the ranks share.
+This starts one of up to three nodes; run the same command in other terminals, at any time, to start the others. When a
+node is lost, the remaining ranks raise an error within seconds, and torchrun restarts them with the new number of
+ranks. It does the same when a node joins. (Without the variable, a joining node waits for an address that torchrun of
+torch 2.13 does not publish to it.) A step is the same on any number of ranks, except for the order of its sums: the
+batch is split into microbatches, which the ranks share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from train_llama import load_corpus, mean_over_ranks, say, start_distributed
 
 import graphshard
 
-MICROBATCHES = 6  # in a step; 1, 2, 3 or 6 ranks share them evenly
+MICROBATCHES = 6  # per step; 1, 2, 3 or 6 ranks share them evenly
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         mine = range(rank, MICROBATCHES, size)
         loss = torch.zeros((), device=device)
         for index in mine:
-            # Gradients add up on each rank, and are reduced once.
+            # Gradients accumulate on each rank and are reduced once.
             model.set_requires_gradient_sync(index == mine[-1])
             part = model(*microbatch(corpus, step, index, args, device)) / len(mine)
             part.backward()
@@ -67,7 +67,7 @@ def model_of(args: argparse.Namespace) -> Llama:
 
 
 def resume(model: torch.nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
-    """Load the newest whole checkpoint, of however many ranks; the number of steps it has behind it."""
+    """Load the newest complete checkpoint, written by any number of ranks, and return its step."""
     newest = graphshard.latest_checkpoint(folder)
     if newest is None:
         return 0
@@ -79,7 +79,7 @@ def resume(model: torch.nn.Module, optim: torch.optim.Optimizer, folder: Path) -
 def microbatch(
     corpus: Tensor, step: int, index: int, args: argparse.Namespace, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets: a function of step and number alone, whichever rank takes them."""
+    """Return tokens and targets, which depend only on step and number, not on the rank."""
     generator = torch.Generator().manual_seed(MICROBATCHES * step + index)
     starts = torch.randint(len(corpus) - args.seq, (args.batch,), generator=generator)
     windows = torch.stack([corpus[i : i + args.seq + 1] for i in starts.tolist()]).to(device, torch.int64)
@@ -108,7 +108,7 @@ def export(args: argparse.Namespace) -> None:
         example_inputs=(tokens, tokens),
         backend=args.backend,
         accumulate=True,
-        threads=1,  # of each rank, as torchrun sets them
+        threads=1,  # per rank, as torchrun sets them
         device="cpu",
     )
 

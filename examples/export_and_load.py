@@ -1,9 +1,9 @@
-"""Compile once, in one process; start two ranks that load the file and train, and two that compile, and compare.
+"""Compile once in one process, train on two ranks that load the file, and compare with two ranks that compile.
 
     python examples/export_and_load.py
 
-needs no GPU and no download. The first process has no process group and no weights: it could be a laptop that
-exports for a cluster. Every rank loads the same file, and plans and compiles nothing.
+needs no GPU and no download. The first process has no process group and no weights: it could be a laptop that exports
+for a cluster. Every rank loads the same file, and plans and compiles nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
             path,
             example_inputs=batch(args, 0, 0),
             backend=args.backend,
-            threads=1,  # of each rank
+            threads=1,  # per rank
             device="cpu",
         )
         print(f"exported {path.name}, {path.stat().st_size / 1e6:.1f} MB, in {time.perf_counter() - start:.1f} s")
@@ -51,10 +51,10 @@ def main() -> None:
 
 
 def run(how: str, path: Path, args: argparse.Namespace) -> dict[str, object]:
-    """Start the ranks, and return what rank 0 found."""
+    """Start the ranks, and return the result of rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.pt"
-        # What Inductor has cached would make the comparison unfair.
+        # Inductor's cache would make the comparison unfair.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
         store = Path(directory) / "store"
         mp.spawn(train, args=(how, path, args, store, result), nprocs=RANKS)
@@ -64,7 +64,7 @@ def run(how: str, path: Path, args: argparse.Namespace) -> dict[str, object]:
 
 
 def train(rank: int, how: str, path: Path, args: argparse.Namespace, store: Path, result: Path) -> None:
-    """One rank: load or compile, and run a few steps."""
+    """Load or compile on one rank, and run a few steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -88,8 +88,8 @@ def train(rank: int, how: str, path: Path, args: argparse.Namespace, store: Path
         torch.save({"losses": losses, "seconds": seconds}, result)
     dist.barrier()
     dist.destroy_process_group()
-    # A thread of gloo's frees the tensors of the last collective, and needs Python for it: if Python is ending by then,
-    # the process aborts. So this one ends without ending Python.
+    # A gloo thread frees the tensors of the last collective and needs Python for it; if Python is shutting down by
+    # then, the process aborts. So exit without shutting Python down.
     os._exit(0)
 
 
@@ -98,7 +98,7 @@ def config_of(args: argparse.Namespace) -> LlamaConfig:
 
 
 def batch(args: argparse.Namespace, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank."""
+    """Return the tokens and targets of a rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, 256, (args.batch, args.seq + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

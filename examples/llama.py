@@ -1,8 +1,7 @@
-"""A Llama-style language model as plain PyTorch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+"""Llama-style language model in plain PyTorch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
-Nothing here knows about parallelism except `_normal_`, which draws the same numbers for a sharded parameter
-as for a whole one. A block takes and returns one tensor and keeps its rotary tables to itself, so the casts
-that a mixed precision policy applies to a block's inputs have nothing else to change.
+Only `_normal_` knows about parallelism: it draws the same numbers for a sharded parameter as for a full one. A block
+takes and returns one tensor and keeps its rotary tables to itself, so a mixed precision policy casts nothing else.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
-        # Not persistent: a checkpoint needs no table that init_weights can compute.
+        # Not persistent: init_weights recomputes the table, so checkpoints need not store it.
         self.register_buffer("cos", torch.empty(config.seq, config.head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(config.seq, config.head_dim // 2), persistent=False)
 
@@ -119,7 +118,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, and the unit that is sharded."""
+    """Transformer layer, the unit of sharding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. Made on the meta device, it is ready after `to_empty(...)` and `init_weights()`."""
+    """Whole model. If created on the meta device, call `to_empty(...)` and `init_weights()`."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -148,7 +147,7 @@ class Llama(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Set every parameter and buffer from torch's global random state."""
-        # What writes into the residual stream starts smaller: depth should not change the stream's variance.
+        # Weights that write into the residual stream start smaller, so that depth does not change its variance.
         residual = (2 * self.config.layers) ** -0.5
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
@@ -156,14 +155,14 @@ class Llama(nn.Module):
             elif isinstance(module, Attention):
                 module.init_rotary()
             elif isinstance(module, nn.Embedding):
-                # Not far from 1: the first norm divides by it, and multiplies the gradient by as much.
+                # Close to 1: the first norm divides by it, and multiplies the gradient by the same factor.
                 _normal_(module.weight, std=0.5)
             elif isinstance(module, nn.Linear):
                 scale = residual if name.endswith(("wo", "down")) else 1.0
                 _normal_(module.weight, std=0.02 * scale)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits for `tokens` of shape (batch, seq); with `targets`, their mean cross-entropy in float32."""
+        """Return logits for `tokens` of shape (batch, seq); with `targets`, the mean cross-entropy in float32."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -174,9 +173,9 @@ class Llama(nn.Module):
 
 
 def _normal_(parameter: Tensor, std: float) -> None:
-    """Fill with normal noise; a shard gets its part of what the whole would get from the same seed."""
+    """Fill with normal noise; a shard gets its part of the full parameter's values for the same seed."""
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std)
     if isinstance(parameter, DTensor):
-        # Every rank has drawn the same numbers: no source rank, no communication.
+        # Every rank draws the same numbers: no source rank, no communication.
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(whole)

@@ -1,11 +1,11 @@
-"""Which mesh for Llama 70B? The model and its plan for a tensor axis, for `graphshard explain`.
+"""Mesh search for Llama 70B: the model and its tensor-parallel plan, for `graphshard explain`.
 
     cd examples
     graphshard explain llama_on_meshes.py:llama_70b --parallelize llama_on_meshes.py:tensor_parallel \\
         --mesh 256 --degrees pp=1,4,8 tp=1,8 --batch 1,8192 --inputs 2 --global-batch 256 \\
         --param-dtype bfloat16 --reduce-dtype float32 --activation full --best 6
 
-No GPU and no process group are needed, and the model has no values.
+It needs no GPU and no process group, and the model has no values.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import llama
 
 
 def llama_8b() -> llama.Llama:
-    """The shapes of Llama 3 8B."""
+    """Return a model with the shapes of Llama 3 8B."""
     sizes = {"layers": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256}
     return llama.Llama(llama.LlamaConfig(seq=8192, **sizes))
 
 
 def llama_70b() -> llama.Llama:
-    """The shapes of Llama 3 70B."""
+    """Return a model with the shapes of Llama 3 70B."""
     sizes = {"layers": 80, "dim": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocab": 128256}
     return llama.Llama(llama.LlamaConfig(seq=8192, **sizes))
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut every product over the axis "tp", and what lies between them along the sequence."""
+    """Shard every matrix product over the axis "tp", and the activations in between along the sequence."""
     gathered, cut = Replicate(), Shard(1)
     outer = {
         "embed": RowwiseParallel(input_layouts=gathered, output_layouts=cut),

@@ -1,11 +1,11 @@
-"""PyTorch's example of FSDP2 in both ways: with `fully_shard`, and with `graphshard.compile` in its place.
+"""PyTorch's FSDP2 example, with `fully_shard` or with `graphshard.compile`.
 
     torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py
     torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py --impl fsdp2
 
-What FSDP2's example shows is here: a model made on the meta device and initialised as shards, mixed precision, gathers
-that are prefetched by hand, checkpoints of the whole state in one file, going on from the newest one.
-The model copies a sequence of numbers from back to front. Runs on CPU processes (gloo) or GPUs (NCCL).
+It covers the features of FSDP2's example: a model created on the meta device and initialized as shards, mixed
+precision, manual prefetch, checkpoints of the whole state in one file, and resuming from the newest one. The model
+reverses a sequence of numbers. Runs on CPU processes (gloo) or GPUs (NCCL).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Layer(nn.Module):
-    """Attention to all places, and a feed-forward layer."""
+    """Attention to all positions, and a feed-forward layer."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of every place, of shape (batch, length, numbers)."""
+    """Transformer that returns logits for every position, of shape (batch, length, numbers)."""
 
     def __init__(self, layers: int, dim: int, heads: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def main() -> None:
     for step in range(first, first + args.steps):
         numbers = batch(step, args, device)
         if args.prefetch:
-            model.unshard()  # while the batch is on its way
+            model.unshard()  # while the batch is being copied
         loss = F.cross_entropy(model(numbers).float().flatten(0, 1), numbers.flip(1).flatten())
         loss.backward()
         norms.append(as_float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -117,7 +117,7 @@ def shard(model: Transformer, args: argparse.Namespace) -> nn.Module:
 
 
 def prefetch_by_hand(model: Transformer) -> None:
-    """Let every layer start the gathers of the next two: in forward those after it, in backward those before it."""
+    """Prefetch the next two layers in every layer: the following ones in forward, the preceding ones in backward."""
     layers = list(model.layers)
     assert all(isinstance(layer, FSDPModule) for layer in layers)
     for index, layer in enumerate(layers):
@@ -126,14 +126,14 @@ def prefetch_by_hand(model: Transformer) -> None:
 
 
 def batch(step: int, args: argparse.Namespace, device: torch.device) -> Tensor:
-    """This rank's numbers, of shape (batch, length)."""
+    """Return this rank's numbers, of shape (batch, length)."""
     generator = torch.Generator().manual_seed(step)
     numbers = torch.randint(NUMBERS, (dist.get_world_size(), args.batch, LENGTH), generator=generator)
     return numbers[dist.get_rank()].to(device)
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path | None) -> None:
-    """Rank 0 writes everything to one file, which plain PyTorch can read."""
+    """Write everything to one file on rank 0, which plain PyTorch can read."""
     if folder is None:
         return
     weights, state = get_state_dict(model, optimizer, options=WHOLE)
@@ -143,7 +143,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: 
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None) -> int:
-    """Every rank takes its shards of the newest file; the number of steps that it has behind it."""
+    """Load every rank's shards from the newest file, and return its step."""
     found = sorted(folder.glob("*.pt")) if folder else []
     if not found:
         return 0

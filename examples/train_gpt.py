@@ -1,10 +1,10 @@
-"""Train a small GPT of characters, in the manner of nanoGPT, on Python's reference manual.
+"""Train a small character-level GPT, modeled on nanoGPT, on Python's reference manual.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-shows what such a training script has and what becomes of it here: tied embeddings, dropout, weight decay for matrices
-only, gradients accumulated over microbatches, a warm-up, a validation loss, and a checkpoint that is one file.
-`--impl fsdp2` trains with FSDP2; the two differ in `shard` only. Runs on CPU processes (gloo) or GPUs (NCCL).
+It shows the usual parts of such a script with graphshard: tied embeddings, dropout, weight decay for matrices only,
+gradient accumulation, a warm-up, a validation loss, and a checkpoint in one file. `--impl fsdp2` trains with FSDP2; the
+two differ only in `shard`. Runs on CPU processes (gloo) or GPUs (NCCL).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each added to what comes in."""
+    """Attention and a feed-forward layer, each added to its input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The embedding of the characters is the head, too."""
+    """Language model of characters, whose embedding is also the head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class GPT(nn.Module):
         self.head.weight = self.characters.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of `targets`, both of shape (batch, length)."""
+        """Return the mean cross-entropy of `targets`, both of shape (batch, length)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.characters(tokens) + self.positions(places))
         for block in self.blocks:
@@ -102,7 +102,7 @@ def main() -> None:
         model = GPT(GPTConfig(len(letters), layers=args.layers, dim=args.dim))
     model = shard(model, args)
     optimizer = optimizer_of(model)
-    torch.manual_seed(1 + dist.get_rank())  # dropout differs from rank to rank
+    torch.manual_seed(1 + dist.get_rank())  # dropout differs between ranks
     losses: dict[str, list[float]] = {"train": [], "validation": [], "norm": []}
     for step in range(args.steps):
         if step % args.evaluate_every == 0:
@@ -141,7 +141,7 @@ def shard(model: GPT, args: argparse.Namespace) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW that lets matrices decay, and norms not."""
+    """Return AdamW with weight decay for matrices and without it for norms."""
     matrices = [param for param in model.parameters() if param.dim() == 2]
     others = [param for param in model.parameters() if param.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -150,7 +150,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, numbers: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """The mean loss of four batches that are not trained on."""
+    """Return the mean loss of four validation batches."""
     model.eval()
     total = torch.zeros((), device=device)
     for index in range(4):
@@ -161,7 +161,7 @@ def evaluate(model: nn.Module, numbers: Tensor, args: argparse.Namespace, device
 
 
 def batch(numbers: Tensor, index: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's part of batch `index`: tokens, and the ones after them."""
+    """Return this rank's part of batch `index`: tokens and next tokens."""
     generator = torch.Generator().manual_seed(index)
     starts = torch.randint(len(numbers) - args.context, (dist.get_world_size(), args.batch), generator=generator)
     windows = torch.stack([numbers[i : i + args.context + 1] for i in starts[dist.get_rank()].tolist()]).to(device)
@@ -169,7 +169,7 @@ def batch(numbers: Tensor, index: int, args: argparse.Namespace, device: torch.d
 
 
 def text_of_python() -> str:
-    """What `help()` says about the language, which is wherever Python is."""
+    """Return `help()`'s text about the language, which every Python installation has."""
     return "\n".join(topics[name] for name in sorted(topics))
 
 

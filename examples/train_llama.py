@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_llama.py
 
-runs on two CPU processes (gloo) or two GPUs (NCCL) and needs no download. `--impl fsdp2` trains the same
-model with FSDP2: everything but `shard` is common to both, which is the point of the example.
+runs on two CPU processes (gloo) or two GPUs (NCCL) and needs no download. `--impl fsdp2` trains the same model with
+FSDP2: both share everything but `shard`, which is the point of the example.
 
-A step's data, learning rate and random state follow from the arguments, the step and the checkpoint alone, so
-a run that is stopped and continued with `--resume` and the same arguments repeats the losses of one that
-never stopped, bit for bit (on a GPU, as far as its kernels are deterministic).
+The data, learning rate and random state of a step depend only on the arguments, the step and the checkpoint. So a run
+that is stopped and continued with `--resume` and the same arguments repeats the losses of an uninterrupted run, bit for
+bit (on a GPU, if its kernels are deterministic).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     device = start_distributed()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(args.seed)
-    # Every rank makes the whole model from the same seed, then keeps its shard of it.
+    # Every rank creates the whole model from the same seed, then keeps its shard.
     config = LlamaConfig(layers=args.layers, dim=args.dim, heads=max(1, args.dim // 64), seq=args.seq)
     with device:
         whole = Llama(config)
@@ -53,7 +53,7 @@ def main() -> None:
     train(model, args, device)
     if args.sample:
         say(generate(model, args, device).decode("utf-8", errors="replace"))
-    # Not in a `finally`: after an error on one rank others may wait in a collective; the launcher ends them.
+    # Not in a `finally`: after an error on one rank, others may wait in a collective, and the launcher ends them.
     dist.destroy_process_group()
 
 
@@ -70,7 +70,7 @@ def shard(model: Llama, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Module
 
 
 def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> None:
-    """Run the steps that are left, saving and reporting as the arguments ask."""
+    """Run the remaining steps, with checkpoints and reports according to the arguments."""
     optim = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     corpus = load_corpus()
     start = resume(model, optim, args.checkpoint) if args.resume else 0
@@ -88,7 +88,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> N
         optim.zero_grad()
         losses.append(mean_over_ranks(loss))
         grad_norms.append(as_float(grad_norm))
-        # Reading the numbers above has waited for the device.
+        # Reading the numbers above has synchronized with the device.
         times.append(time.perf_counter() - begin)
         rate = args.batch * args.seq * dist.get_world_size() / times[-1]
         say(
@@ -117,7 +117,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> N
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up over a tenth of the steps, then half a cosine down to a tenth of the peak."""
+    """Return the learning rate: linear warm-up over a tenth of the steps, then half a cosine to a tenth of the peak."""
     warmup = max(1, args.steps // 10)
     if step < warmup:
         return args.lr * (step + 1) / warmup
@@ -132,7 +132,7 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def as_float(norm: Tensor) -> float:
-    # The norm of sharded gradients is a DTensor that each rank holds a part of.
+    # The norm of sharded gradients is a DTensor, of which each rank holds a part.
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
@@ -140,7 +140,7 @@ def as_float(norm: Tensor) -> float:
 
 
 def load_corpus() -> Tensor:
-    """The standard library's modules, one after the other, as bytes."""
+    """Return the concatenated modules of the standard library as bytes."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
@@ -150,9 +150,9 @@ def load_corpus() -> Tensor:
 
 
 def batch_of(corpus: Tensor, step: int, args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's tokens and targets: a function of seed, step and rank, so there is no state to save."""
+    """Return this rank's tokens and targets, a function of seed, step and rank: there is no state to save."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-    # Drawn for all ranks together, so no two ranks can share a stream.
+    # Drawn for all ranks together, so ranks never share a stream.
     starts = torch.randint(len(corpus) - args.seq, (dist.get_world_size(), args.batch), generator=generator)
     windows = torch.stack([corpus[i : i + args.seq + 1] for i in starts[dist.get_rank()].tolist()])
     windows = windows.to(device, torch.int64)
@@ -163,7 +163,7 @@ def batch_of(corpus: Tensor, step: int, args: argparse.Namespace, device: torch.
 
 
 def is_save_step(step: int, args: argparse.Namespace) -> bool:
-    """Whether to save after `step` steps: every `--save-every`, or only at the end without it."""
+    """Return whether to save after `step` steps: every `--save-every`, or only at the end without it."""
     return step % args.save_every == 0 if args.save_every else step == args.steps
 
 
@@ -178,13 +178,13 @@ def save(model: nn.Module, optim: torch.optim.Optimizer, step: int, folder: Path
 
 
 def resume(model: nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
-    """Load the newest checkpoint, if there is one, and return the number of steps it has behind it."""
+    """Load the newest checkpoint, if there is one, and return its step."""
     newest = graphshard.latest_checkpoint(folder)
     if newest is None:
         say(f"no checkpoint in {folder}: starting from step 0")
         return 0
     extra, random_state = graphshard.load_checkpoint(newest, model, optim)
-    if random_state is not None:  # otherwise this rank is new, and its random state starts anew
+    if random_state is not None:  # otherwise this rank is new, with a new random state
         torch.set_rng_state(random_state["cpu"])
         if "cuda" in random_state and torch.cuda.is_available():
             torch.cuda.set_rng_state(random_state["cuda"])
@@ -197,13 +197,13 @@ def resume(model: nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
 
 @torch.no_grad()
 def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -> bytes:
-    """Sample text after a prompt. Calls of the model are collective, so every rank makes the same ones."""
+    """Sample text after a prompt. Calls of the model are collective, so every rank makes the same calls."""
     model.eval()
     generator = torch.Generator().manual_seed(args.seed)
     text = bytearray(PROMPT)
     for _ in range(args.sample):
         context = text[-args.seq :]
-        # One shape for all calls; causal attention keeps the padding on the right from being seen.
+        # One shape for all calls; causal attention hides the padding on the right.
         window = torch.zeros(1, args.seq, dtype=torch.int64)
         window[0, : len(context)] = torch.tensor(list(context))
         logits = model(window.to(device))[0, len(context) - 1].float().cpu()
@@ -216,7 +216,7 @@ def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -
 
 
 def start_distributed() -> torch.device:
-    """Join the process group torchrun describes, or make a world of one; returns this rank's device."""
+    """Join torchrun's process group, or create a world of one, and return this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -237,7 +237,7 @@ def say(line: str) -> None:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a file that is either whole or not there."""
+    """Write a file that is either complete or absent."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
     partial.replace(path)
@@ -274,6 +274,6 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     main()
-    # A thread of gloo's frees the tensors of the last collective, and needs Python for it: if Python is ending by then,
-    # the process aborts. So this one ends without ending Python.
+    # A gloo thread frees the tensors of the last collective and needs Python for it; if Python is shutting down by
+    # then, the process aborts. So exit without shutting Python down.
     os._exit(0)

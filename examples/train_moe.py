@@ -1,11 +1,11 @@
-"""Train a small mixture of experts on Python's reference manual, with the experts dealt out to the ranks.
+"""Train a small mixture of experts on Python's reference manual, with the experts distributed over the ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/train_moe.py
 
-Each rank of the axis `ep` has some experts of every layer, and tokens go to the ranks that have theirs: how many go
-where depends on the data. A rank's experts are one grouped product. Experts are sharded over the axis `dp`, everything
-else over both axes. `--impl fsdp2` trains with FSDP2; the two differ in `shard` only. Runs on CPU processes (gloo) or
-GPUs (NCCL).
+Each rank of the axis `ep` has some experts of every layer, and tokens are sent to the ranks of their experts; the
+counts depend on the data. A rank computes its experts in one grouped matrix product. Experts are sharded over the axis
+`dp`, all other parameters over both axes. `--impl fsdp2` trains with FSDP2; the two differ only in `shard`. Runs on CPU
+processes (gloo) or GPUs (NCCL).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MoeConfig:
 
 
 class Experts(nn.Module):
-    """Feed-forward layers, of which this rank has some once `deal_out` was called."""
+    """Feed-forward layers; after `deal_out`, this rank has some of them."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(config.experts, config.hidden, config.dim) * config.hidden**-0.5)
 
     def deal_out(self, axis: DeviceMesh) -> None:
-        """Let each rank of an axis have some of the experts."""
+        """Give each rank of an axis some of the experts."""
         self.axis = axis
         for name, weight in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(0)], src_data_rank=None)))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [tokens, dim], sorted by expert, of which `counts` [experts] says how many each expert gets."""
+        """Apply the experts to rows [tokens, dim], sorted by expert; `counts` [experts] has the rows of each."""
         if self.axis is None:
             return self._products(rows, counts)
         group, ranks = self.axis.get_group(), self.axis.size()
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         arriving = wait_tensor(all_to_all_single(counts, None, None, group)).view(ranks, own)
         sent, taken = counts.view(ranks, own).sum(1).tolist(), arriving.sum(1).tolist()
         got = all_to_all_single_autograd(rows, taken, sent, group)
-        # They come sorted by rank, and then by expert; the product takes them by expert.
+        # Rows arrive sorted by rank and then by expert; the product takes them by expert.
         expert = torch.arange(own, device=rows.device).repeat(ranks)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(stable=True)
         made = self._products(got[order], arriving.sum(0))
@@ -80,7 +80,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a shared feed-forward layer and the chosen experts, added to what comes in."""
+    """Attention, then a shared feed-forward layer and the chosen experts, added to the input."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 
 class Moe(nn.Module):
-    """A language model of characters."""
+    """Language model of characters."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Moe(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of predicting `targets` from `tokens`, both [batch, context]."""
+        """Return the mean loss of predicting `targets` from `tokens`, both [batch, context]."""
         x = self.characters(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -128,7 +128,7 @@ class Moe(nn.Module):
 
 
 def shard(model: Moe, mesh: DeviceMesh, args: argparse.Namespace) -> None:
-    """Shard what is not the experts' over both axes, and the experts over `dp`, in bfloat16 with float32 sums.
+    """Shard experts over `dp` and all other parameters over both axes, in bfloat16 with float32 sums.
 
     Experts see the tokens of all ranks: their gradients are sums over `ep`, divided by the number of all ranks.
     """
@@ -145,7 +145,7 @@ def shard(model: Moe, mesh: DeviceMesh, args: argparse.Namespace) -> None:
     for block in model.blocks:
         block.experts.set_gradient_divide_factor(mesh.size())
         if mesh.device_type == "cpu" and mesh["dp"].size() > 1:
-            block.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before it adds up
+            block.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale before it sums
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     for block in model.blocks:
         block.experts.deal_out(mesh["ep"])
     shard(model, mesh, args)
-    # With lists of tensors (foreach) torch takes those of one mesh only.
+    # With lists of tensors (foreach), torch takes tensors of one mesh only.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
     losses = []
     for step in range(args.steps):

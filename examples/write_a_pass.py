@@ -1,11 +1,11 @@
-"""Write a pass, put it into the pipeline, and see what verification and bisection say of it.
+"""Write a pass, insert it into the pipeline, and see the results of verification and bisection.
 
     torchrun --standalone --nproc-per-node 2 examples/write_a_pass.py
     torchrun --standalone --nproc-per-node 2 examples/write_a_pass.py --fault
 
 The pass clips every gradient elementwise before the optimizer sees it, in the compiled backward: on each rank's shard,
-after the reduction. It changes numerics and says so. With `--fault` a pass with a mistake is inserted as well, and
-`graphshard.bisect` names it.
+after the reduction. It declares that it changes numerics. With `--fault`, a pass with a mistake is inserted as well,
+and `graphshard.bisect` names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ClipGradients(graphshard.Pass):
     """Clamp every element of a parameter's gradient to [-limit, limit]."""
 
     name: ClassVar[str] = "clip-gradients"
-    exact: ClassVar[bool] = False  # may change numerics, and says so
+    exact: ClassVar[bool] = False  # it may change numerics
     limit: float = 0.01
 
     def rewrite(self, program: Program) -> int:
@@ -44,7 +44,7 @@ class ClipGradients(graphshard.Pass):
 
 @dataclass(frozen=True)
 class ScaleByMistake(graphshard.Pass):
-    """Claims to be exact, but doubles one activation's gradient."""
+    """Faulty pass that claims to be exact but doubles one activation's gradient."""
 
     name: ClassVar[str] = "scale-by-mistake"
 
@@ -91,6 +91,6 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    # A thread of gloo's frees the tensors of the last collective, and needs Python for it: if Python is ending by then,
-    # the process aborts. So this one ends without ending Python.
+    # A gloo thread frees the tensors of the last collective and needs Python for it; if Python is shutting down by
+    # then, the process aborts. So exit without shutting Python down.
     os._exit(0)

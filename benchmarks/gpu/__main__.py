@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` is what `tests/gpu/run.sh` runs."""
+"""Entry point of `python -m benchmarks.gpu`, which `tests/gpu/run.sh` runs."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Part "artifact": a file made where no GPU is, loaded on one, trains with the losses of `compile`."""
+"""Part "artifact": load a file that was made without a GPU, train, and compare the losses with `compile`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.gpu.settings import POLICY, ROOT, Setup, size_in_a_file, stepper
 from benchmarks.gpu.table import Emit, Row
 
 _STEPS = 5
-# The kernels of the file are not tuned, so sums may be added up in another order; losses are of bf16 products.
+# The file's kernels are not tuned, so the order of sums may differ; losses come from bf16 products.
 _TOLERANCE = 2e-2
 
 
 def export(setup: Setup, path: Path, capability: tuple[int, int] | None) -> None:
-    """Make the file; with a capability for a GPU that need not be here."""
+    """Write the file; with a capability, for a GPU that need not exist here."""
     size = size_in_a_file()
     given = {"device": "cpu"} if setup.is_dry else {"device": "cuda", "capability": capability}
     tokens = torch.zeros(2, size.batch, size.config["seq"], dtype=torch.long)
@@ -30,7 +30,7 @@ def export(setup: Setup, path: Path, capability: tuple[int, int] | None) -> None
 
 
 def measure(setup: Setup, emit: Emit, folder: Path, given: Path | None) -> None:
-    """Load and train beside a compiled twin.
+    """Load and train next to a compiled twin.
 
     Args:
         folder: where the file goes if none is given.
@@ -41,7 +41,7 @@ def measure(setup: Setup, emit: Emit, folder: Path, given: Path | None) -> None:
         began = time.perf_counter()
         try:
             _export_without_gpu(setup, path)
-        except subprocess.CalledProcessError as error:  # as with torch 2.11: the rest is worth knowing all the same
+        except subprocess.CalledProcessError as error:  # as with torch 2.11; continue with the rest
             note = f"export without a GPU ended with {error.returncode}, see the log; the file is made with the GPU"
             emit(Row("artifact", row.setting, "export", note=note, failed=True))
             export(setup, path, None)
@@ -78,7 +78,7 @@ def _compared(setup: Setup, path: Path, row: Row) -> Row:
 
 
 def compared(ours: torch.Tensor, theirs: torch.Tensor, row: Row) -> Row:
-    """The row with what is to be said of losses that should be equal."""
+    """Return the row that compares losses that should be equal."""
     difference = ((ours - theirs).abs() / theirs.abs()).max().item()
     note = f"{len(ours)} losses as of compile, bit for bit"
     if not torch.equal(ours, theirs):

@@ -1,12 +1,12 @@
-"""The command that `tests/gpu/run.sh` runs; the package's docstring says what for.
+"""Command that `tests/gpu/run.sh` runs; the package's docstring says what for.
 
     tests/gpu/run.sh [--out gpu] [--budget 540] [--parts tests steps] [--artifact FILE]
     tests/gpu/run.sh --wheels DIR                             with packages that are missing here
-    tests/gpu/run.sh --dry                                    all of it in small, on a CPU
-    tests/gpu/run.sh --export FILE --capability 9.0           the file for --artifact, where no GPU is
+    tests/gpu/run.sh --dry                                    all of it at a small scale, on a CPU
+    tests/gpu/run.sh --export FILE --capability 9.0           the file for --artifact, without a GPU
 
-It prints one Markdown table, and writes it and a JSON file to the folder `--out`, beside what the parts print. What
-fails is in the table, does not keep the rest from running, and makes the exit status 1.
+It prints one Markdown table, and writes the table and a JSON file to the folder `--out`, next to the output of the
+parts. A failure appears in the table, does not stop the other parts, and makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 from benchmarks.gpu.parts import Part, run_parts
 from benchmarks.gpu.table import Emit, Row, appending, markdown
 
-# Of the budget.
+# Fractions of the budget.
 SHARES = {"tests": 0.24, "artifact": 0.09, "first": 0.18, "predicted": 0.15, "steps": 0.34}
-# What each package is for; a machine with a GPU may have torch and little else.
+# Purpose of each package; a machine with a GPU may have torch and little else.
 NEEDED = {
     **dict.fromkeys(("cattrs", "filelock", "jinja2", "numpy", "rich", "sympy", "torch"), "graphshard"),
     "pytest": "the tests",
@@ -39,7 +39,7 @@ NEEDED = {
     "triton": "kernels",
     "cffi": "export without a GPU, unless --artifact gives a file",
 }
-# Seconds that a part takes to start, and to end.
+# Seconds that a part takes to start and to end.
 _STARTING = 15.0
 _ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _all(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that parts are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that parts also end
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -66,7 +66,7 @@ def _all(args: argparse.Namespace) -> int:
     missing = missing_packages()
     if missing:
         show(missing)
-    # Inductor's cache is the run's own, so that first steps are first.
+    # Each run has a separate Inductor cache, so that first steps are first.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ["GRAPHSHARD_CACHE"] = "off"
     shares = {name: SHARES[name] for name in args.parts}
@@ -85,7 +85,7 @@ def _all(args: argparse.Namespace) -> int:
 
 
 def _install(wheels: Path, site: Path) -> None:
-    """Unpack wheels where this process and the parts find them; nothing is downloaded."""
+    """Unpack wheels to a folder that this process and the parts import from; nothing is downloaded."""
     found = sorted(map(str, wheels.glob("*.whl")))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site)]
     subprocess.run([*pip, *found], check=True)
@@ -142,13 +142,13 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def missing_packages() -> str:
-    """One line that names what is not there, and what for; "" if all is."""
+    """Return one line that names missing packages and their purpose; "" if all are installed."""
     missing = [f"{name} ({use})" for name, use in NEEDED.items() if importlib.util.find_spec(name) is None]
     return f"missing: {', '.join(missing)}. --wheels DIR takes wheels of them" if missing else ""
 
 
 def machine() -> dict[str, str]:
-    """What numbers depend on."""
+    """Return the machine and the versions that numbers depend on."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores, no GPU"

@@ -1,6 +1,6 @@
-"""Part "first": seconds of a first step in a process of its own, with empty caches and with those that it has left.
+"""Part "first": seconds of a first step in a separate process, with empty caches and with the caches it filled.
 
-python -m benchmarks.gpu.first VARIANT RANKS [--dry]      what the part starts; prints the seconds
+python -m benchmarks.gpu.first VARIANT RANKS [--dry]      the part's subprocess; prints the seconds
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.table import Emit, Row
 from benchmarks.gpu.variants import variants
 from benchmarks.gpu.workers import said
 
-# Variants, and whether caches are those of the process before.
+# Variants, and whether they use the caches of the previous process.
 _ORDER = (
     ("graphshard", False),
     ("graphshard", True),
@@ -34,7 +34,7 @@ _RANKS = 8
 
 
 def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
-    """One process after the other.
+    """Run one process after the other.
 
     Args:
         folder: where their caches go.
@@ -44,7 +44,7 @@ def measure(setup: Setup, emit: Emit, folder: Path, seconds: float) -> None:
     for variant, warm in _ORDER:
         row = Row("first", f"{setup.sizes()[0]}, {ranks(_RANKS)}", variant, note="warm caches" if warm else "no caches")
         caches = folder / "caches" / variant.replace(", ", "-").replace(" ", "-")
-        if not warm:  # an earlier run may have left some in the same folder
+        if not warm:  # an earlier run may have filled caches in this folder
             shutil.rmtree(caches, ignore_errors=True)
         environment = {
             **os.environ,

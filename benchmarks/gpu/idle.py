@@ -1,8 +1,8 @@
-"""A process group whose other ranks are not there, and whose collectives do nothing at all.
+"""Process group whose other ranks do not exist, and whose collectives do nothing.
 
-torch's fake group copies what a rank sends to the place of every rank, one copy after the other: as rank 0 of 64 the
-host would do little else. Here results of collectives are left as they are in memory. What DDP compares before it
-begins is copied, as it would refuse to begin otherwise.
+torch's fake group copies a rank's data to the place of every rank, one copy after the other: as rank 0 of 64, the host
+would do little else. Here, results of collectives keep the contents of their memory. DDP's comparisons before its start
+are copied, because it would refuse to start otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Idle(dist.ProcessGroup):
     """Rank 0 of several."""
 
     def getBackendName(self) -> str:
-        """By which graphshard knows that there is nobody to agree with."""
+        """Return the name by which graphshard knows that there is no other rank to agree with."""
         return "fake"
 
     def getSize(self) -> int:
@@ -47,7 +47,7 @@ class Idle(dist.ProcessGroup):
 
     _allgather_base = allgather_into_tensor_coalesced = _nothing
     _reduce_scatter_base = reduce_scatter_tensor_coalesced = _nothing
-    # As torch 2.13 calls them.
+    # Names in torch 2.13.
     all_gather_single = all_gather_single_coalesced = _nothing
     reduce_scatter_single = reduce_scatter_single_coalesced = _nothing
     allreduce = allreduce_coalesced = broadcast = barrier = _nothing
@@ -61,7 +61,7 @@ def _done() -> Any:
 
 @contextlib.contextmanager
 def idle_world(num_ranks: int) -> Iterator[None]:
-    """In the block this process is rank 0 of so many."""
+    """Make this process rank 0 of `num_ranks` ranks within the block."""
 
     def create(common: Any, options: Any) -> Idle:
         return Idle(common.group_rank, common.group_size)

@@ -1,4 +1,4 @@
-"""Run the parts one after the other, each in a process of its own, within a budget of seconds."""
+"""Run the parts one after the other, each in a separate process, within a budget of seconds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import IO
 
 from benchmarks.gpu.table import Row, rows_in
 
-# Seconds between the request to end and the end.
+# Seconds from the request to end to the kill.
 _GRACE = 3.0
-# Lines of output that the note of a failure has.
+# Lines of output in the note of a failure.
 _TOLD = 2
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process that appends rows to a file, and ends by itself in time if it can: `--rows FILE --seconds LIMIT`.
+    """Process that appends rows to a file, and ends itself in time if it can: `--rows FILE --seconds LIMIT`.
 
     Attributes:
-        share: of the budget; what a part leaves is for those that follow, by their shares.
+        share: of the budget; later parts divide unused time by their shares.
         command: without these arguments.
     """
 
@@ -37,16 +37,16 @@ class Part:
 def run_parts(
     parts: Sequence[Part], seconds: float, folder: Path, show: Callable[[str], None], root: Path | None = None
 ) -> list[Row]:
-    """Run them all, whatever becomes of each.
+    """Run all parts, even if some fail.
 
     Args:
         seconds: for all together.
-        folder: where rows and what the parts print are kept, by their names.
-        show: told how far it is, and every line that a part prints.
-        root: where they run.
+        folder: for the parts' rows and output, by their names.
+        show: called with the progress, and with every line that a part prints.
+        root: working directory of the parts.
 
     Returns:
-        The rows of all. A part that did not end well has one more that says so, and is `failed`.
+        The rows of all. A part that did not end well adds one that says so, and is `failed`.
     """
     end = time.monotonic() + seconds
     found = []
@@ -67,7 +67,7 @@ def run_parts(
 def _run(
     part: Part, limit: float, folder: Path, show: Callable[[str], None], root: Path | None
 ) -> tuple[list[Row], str]:
-    """The part's rows, and what is to be said of how it ended."""
+    """Return the part's rows, and a note on how it ended."""
     path, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     path.unlink(missing_ok=True)
     process = subprocess.Popen(
@@ -78,7 +78,7 @@ def _run(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it starts ends with it
+        start_new_session=True,  # so that its child processes end with it
     )
     assert process.stdout is not None
     reader = threading.Thread(target=_relay, args=(process.stdout, log, part.name, show), daemon=True)
@@ -94,13 +94,13 @@ def _run(
     if status is None:
         return rows, f"ended after {limit:.0f} s, its share; what it had found counts"
     if status == 0 or (status == 1 and any(row.failed for row in rows)):
-        return rows, ""  # what failed is in its rows
+        return rows, ""  # its rows contain the failure
     told = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()][-_TOLD:]
     return rows, f"exit status {status}: {' / '.join(told)}"
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process, and all that it has started and left."""
+    """End the process and all its remaining child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""Part "predicted": `graphshard calibrate`, and then what its profile predicts beside what is measured."""
+"""Part "predicted": `graphshard calibrate`, then predictions with its profile next to measurements."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from benchmarks.gpu.workers import said
 from graphshard.cli.main import main as command
 from graphshard.predict.step_profile import StepProfile, Timing
 
-# Regions of a size that the table shows, the longest first.
+# Number of regions per size in the table, the longest first.
 _REGIONS = 12
 
 
 def measure(setup: Setup, emit: Emit, folder: Path) -> None:
-    """Calibrate, then measure a step of each size on one rank, and as a rank of eight, where regions are of units.
+    """Calibrate, then measure a step of each size on one rank, and as a rank of eight, which has regions per unit.
 
     Args:
-        folder: where the profile goes, and a trace and a table for each size.
+        folder: for the profile, and a trace and a table per size.
     """
     profile = folder / "profile.json"
     print("graphshard calibrate", flush=True)
@@ -53,7 +53,7 @@ def _step(setup: Setup, size: Size, profile: Path, num_ranks: int) -> StepProfil
 
 
 def rows_of(found: StepProfile, row: Row) -> list[Row]:
-    """The step, its parts, and its longest regions one by one."""
+    """Return rows for the step, its parts, and its longest regions."""
     memory = found.memory
     step = replace(
         _row(found.step, row, "step without the optimizer"),

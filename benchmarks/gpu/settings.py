@@ -1,4 +1,4 @@
-"""The models and sizes that parts measure, on a GPU and, in small, on a CPU."""
+"""Models and sizes that parts measure, on a GPU and, at a small scale, on a CPU."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.ranks import reset_distributed  # noqa: E402
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WORLDS = (1, 8, 64)
-# Of the artifact: a file that was made elsewhere must be of this model and batch.
+# For the artifact: a file from elsewhere must have this model and batch.
 IN_A_FILE = {"layers": 2, "dim": 256, "heads": 4, "hidden": 704, "seq": 128, "vocab": 1024}
 _BATCH_IN_A_FILE = 4
-# From here on four blocks of the largest size fit, with what all variants hold between their turns.
+# From this much memory on, four blocks of the largest size fit, including the state of all waiting variants.
 _LARGE_MEMORY = 100 * 2**30
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its batch."""
+    """Model and its batch."""
 
     name: str
     batch: int
@@ -45,26 +45,26 @@ class Size:
         return f"{self.name}: {c['layers']} x {c['dim']}/{c['hidden']}, batch {self.batch} x {c['seq']}"
 
     def model(self, device: str) -> nn.Module:
-        """With the same weights each time."""
+        """Return the model, with the same weights each time."""
         torch.manual_seed(0)
         with torch.device(device):
             return llama.Llama(llama.LlamaConfig(**self.config))
 
     def tokens(self, device: str, seed: int = 0) -> torch.Tensor:
-        """Inputs and targets of a step: (2, batch, seq)."""
+        """Return inputs and targets of a step: (2, batch, seq)."""
         generator = torch.Generator().manual_seed(seed)
         shape = (2, self.batch, self.config["seq"])
         return torch.randint(self.config["vocab"], shape, generator=generator).to(device)
 
 
 def size_in_a_file() -> Size:
-    """What the artifact is of."""
+    """Return the model of the artifact."""
     return Size("file", _BATCH_IN_A_FILE, IN_A_FILE)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How parts measure.
+    """Settings of all parts.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -81,7 +81,7 @@ class Setup:
 
     @classmethod
     def of(cls, *, dry: bool) -> Setup:
-        """What a GPU is measured with, or the same in small on a CPU, where nothing is compiled."""
+        """Return the settings for a GPU, or the same at a small scale on a CPU, where nothing is compiled."""
         return cls("cpu", "eager", "aot_eager", 1, 1) if dry else cls("cuda", "inductor", "inductor", 5, 3)
 
     @property
@@ -89,7 +89,7 @@ class Setup:
         return self.device == "cpu"
 
     def sizes(self) -> tuple[Size, ...]:
-        """The smallest first; the blocks of the last have the width of those of Llama 3 8B."""
+        """Return all sizes, the smallest first; the blocks of the last are as wide as in Llama 3 8B."""
         if self.is_dry:
             widths = {"tiny": 16, "small": 32, "wide": 64}
             return tuple(
@@ -105,13 +105,13 @@ class Setup:
         )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """What casts for those that have no policy."""
+        """Return the autocast context for implementations without a precision policy."""
         return torch.autocast(self.device, torch.bfloat16)
 
 
 @contextlib.contextmanager
 def world(setup: Setup, num_ranks: int) -> Iterator[DeviceMesh]:
-    """This process as the only rank, or as rank 0 of several that do not exist: their collectives return at once."""
+    """Run as the only rank, or as rank 0 of ranks that do not exist: their collectives return at once."""
     with contextlib.ExitStack() as stack:
         if num_ranks > 1:
             stack.enter_context(idle_world(num_ranks))
@@ -122,17 +122,17 @@ def world(setup: Setup, num_ranks: int) -> Iterator[DeviceMesh]:
         try:
             yield init_device_mesh(setup.device, (num_ranks,))
         finally:
-            reset_distributed()  # DTensors' caches, too: the next mesh may equal this one
+            reset_distributed()  # also DTensors' caches: the next mesh may equal this one
 
 
 Step = Callable[[], torch.Tensor]
 
 
 def stepper(model: nn.Module, tokens: torch.Tensor, around: Callable[[], AbstractContextManager[None]]) -> Step:
-    """A function that trains one step with AdamW and returns the loss; nothing in it waits for the device.
+    """Return a function that trains one step with AdamW and returns the loss, without waiting for the device.
 
     Args:
-        around: what forward runs in.
+        around: context for forward.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -1,7 +1,7 @@
-"""Part "steps": graphshard beside FSDP2, compiled FSDP2, `torch.compile` and DDP, taking turns.
+"""Part "steps": graphshard, FSDP2, compiled FSDP2, `torch.compile` and DDP, interleaved.
 
-Each is a process of its own (`workers.py`). As rank 0 of 8 and of 64 compute, copies and memory are those of such a
-rank, and communication takes no time. What is gathered there has no meaning, so losses have none.
+Each runs in a separate process (`workers.py`). As rank 0 of 8 and of 64, compute, copies and memory are real, and
+communication takes no time. Gathered values are meaningless, and so are losses.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from benchmarks.gpu.table import Emit, Row
 from benchmarks.gpu.variants import names
 from benchmarks.gpu.workers import FailedError, Worker
 
-# Of the first steps, which are made side by side; part "first" has some alone.
+# Note on first steps, which are prepared concurrently; part "first" measures some alone.
 _BESIDE = "first steps are side by side"
 
 
 def measure(setup: Setup, emit: Emit, seconds: float) -> None:
-    """All settings, those that say most first; those for which no time is left are named.
+    """Measure all settings, the most informative first, and name those without remaining time.
 
     Args:
-        seconds: for all of them. A setting begins while as many are left as the longest one took.
+        seconds: for all of them. A setting starts if at least the time of the longest one remains.
     """
     # Of each process; there are up to nine.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
@@ -49,7 +49,7 @@ def measure(setup: Setup, emit: Emit, seconds: float) -> None:
 
 
 def settings(setup: Setup) -> Iterator[tuple[Size, int]]:
-    """A rank of eight first, with the largest size first; in a dry run each size and each world once."""
+    """Yield all settings: a rank of eight and the largest size first; in a dry run each size and each world once."""
     sizes = setup.sizes()[::-1]
     if setup.is_dry:
         yield from zip(sizes, WORLDS, strict=True)
@@ -59,19 +59,21 @@ def settings(setup: Setup) -> Iterator[tuple[Size, int]]:
 
 
 def ranks(number: int) -> str:
-    """As rows say it."""
+    """Return the name of a setting in rows."""
     return "one rank" if number == 1 else f"rank 0 of {number}"
 
 
 def _setting(
     setup: Setup, size: Size, num_ranks: int, workers: dict[str, Worker], row: Row, emit: Emit, end: float
 ) -> None:
-    """All variants of one setting. Their processes are kept for the next; one that was lost is begun again there."""
+    """Measure all variants of one setting. Their processes stay for the next one; a lost process is started again
+    there.
+    """
     rows = {name: replace(row, variant=name) for name in names(num_ranks)}
 
     @contextlib.contextmanager
     def telling(name: str) -> Iterator[None]:
-        """What fails is said, and is out of the setting."""
+        """Report a variant that fails and drop it from the setting."""
         try:
             yield
         except FailedError as error:

@@ -1,4 +1,4 @@
-"""What parts find: rows, one JSON object a line while parts run, one Markdown table and one JSON file at the end."""
+"""Results of parts: rows, one JSON object per line while parts run, one Markdown table and one JSON file at the end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One finding; None where a number is not of that kind, or could not be measured.
+    """One result; numbers that do not apply or could not be measured are None.
 
     Attributes:
         part: that found it.
         setting: sizes and ranks.
-        variant: what was measured: a way to train, a region, a test.
+        variant: measured object: a way to train, a region, a test.
         step: seconds of a step, or of a region.
         predicted: seconds of the same.
-        peak: bytes of tensors at once.
+        peak: peak bytes of tensors.
         predicted_peak: bytes of the same.
         first: seconds from the model to the end of its first step.
-        kernels: that run on the device in a step.
+        kernels: run on the device in a step.
         failed: whether something that should have worked did not.
-        note: in words.
+        note: free text.
     """
 
     part: str
@@ -43,7 +43,7 @@ Emit = Callable[[Row], None]
 
 
 def appending(path: Path) -> Emit:
-    """Writes rows to a file of lines, each at once."""
+    """Return a function that appends each row to a file of lines at once."""
 
     def emit(row: Row) -> None:
         with path.open("a", encoding="utf-8") as file:
@@ -53,7 +53,7 @@ def appending(path: Path) -> Emit:
 
 
 def rows_in(path: Path) -> list[Row]:
-    """The rows that a part has written; the last line may have been cut off when the part was ended."""
+    """Return the rows that a part has written; the last line may be truncated if the part was ended."""
     known = {field.name for field in fields(Row)}
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
@@ -69,12 +69,12 @@ _HEADINGS = (
     *("part", "setting", "what", "step ms", "to FSDP2", "predicted ms"),
     *("peak GiB", "predicted GiB", "first step s", "kernels", ""),
 )
-# What others are compared with, in the same setting.
+# Baseline of the comparison in the same setting.
 BASE = "FSDP2"
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """All rows as one table."""
+    """Return all rows as one table."""
     rows = list(rows)
     base = {(row.part, row.setting): row.step for row in rows if row.variant == BASE}
     lines = ["| " + " | ".join(_HEADINGS) + " |", "|--" * 3 + "|--:" * 7 + "|--|"]

@@ -1,4 +1,4 @@
-"""Part "tests": those of `tests/gpu`, each as it ends."""
+"""Part "tests": run `tests/gpu` and report each test as it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu.settings import ROOT
 from benchmarks.gpu.table import Emit, Row
 
-# In this order: what takes longest comes last.
+# In this order: the longest come last.
 FILES = (
     "test_cuda.py",
     "test_offload.py",
@@ -25,7 +25,7 @@ FILES = (
 
 
 class _Tell:
-    """A plugin of pytest that makes rows of tests."""
+    """Pytest plugin that turns tests into rows."""
 
     def __init__(self, emit: Emit) -> None:
         self.emit = emit
@@ -42,21 +42,19 @@ class _Tell:
 
 
 def measure(emit: Emit, *, dry: bool) -> None:
-    """Those that need a GPU; in a dry run the same on a CPU, where that is possible.
+    """Run the tests that need a GPU; in a dry run, run them on a CPU if possible.
 
-    Options of the project's own runs are left out: what they need may not be there, and a warning is no error where
-    versions are others.
+    The project's pytest options are omitted: their plugins may be missing, and with other versions a warning is not an
+    error.
     """
     tell = _Tell(emit)
     chosen = ["-k", "on_cpu"] if dry else ["-m", "gpu"]
     options = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-v", "--tb=short"]
     options.append("--continue-on-collection-errors")
     workers = min(4, (os.cpu_count() or 1) // 4)
-    if workers > 1 and importlib.util.find_spec("xdist"):  # tests share the GPU; most of their time is the host's
+    if workers > 1 and importlib.util.find_spec("xdist"):  # tests share the GPU; most of their time is host time
         options += ["-n", str(workers), "--dist", "loadgroup"]
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # over its share: pytest stops, and says what it had found
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # over its share: pytest stops, and reports its results
     files = [str(ROOT / "tests/gpu" / name) for name in FILES]
     status = pytest.main([*options, *chosen, *files], plugins=[tell])
     found = ", ".join(f"{number} {outcome}" for outcome, number in sorted(tell.outcomes.items()))

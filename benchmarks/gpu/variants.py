@@ -1,4 +1,4 @@
-"""Ways to train that are compared: graphshard's, FSDP2's, `torch.compile` and DDP."""
+"""Compared ways to train: graphshard's, FSDP2's, `torch.compile` and DDP."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Make: TypeAlias = Callable[[nn.Module, DeviceMesh, torch.Tensor], Step]
 
 _GRAPHS, _WHOLE, _EAGER = "graphshard, CUDA graphs", "FSDP2, compiled whole", "graphshard, backend eager"
 _PAY, _ALONE = "graphshard, CUDA graphs where they pay", "torch.compile, not sharded"
-# In which worlds those are measured that not all are of.
+# Worlds of the variants that are not measured in all.
 _ONLY = {**dict.fromkeys((_GRAPHS, _PAY, _WHOLE, _EAGER), 8), _ALONE: 1}
 
 
 def names(num_ranks: int) -> list[str]:
-    """Those that are measured in a world of so many ranks: on one rank, and as one of 64, only what says most."""
+    """Return the variants to measure with this number of ranks: with 1 and 64, only the most informative."""
     return [name for name in variants(Setup.of(dry=True)) if _ONLY.get(name, num_ranks) == num_ranks]
 
 
 def variants(setup: Setup) -> dict[str, Make]:
-    """All of them, by name."""
+    """Return all variants by name."""
     nothing = contextlib.nullcontext
 
     def ours(backend: str) -> Make:
@@ -93,7 +93,7 @@ def variants(setup: Setup) -> dict[str, Make]:
 
 
 def _reduced_at_once(_, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which are text here
-    """What DDP does with a bucket where there is nobody to send it to; an all-reduce of a fake group has no result."""
+    """Complete DDP's bucket without other ranks; an all-reduce of a fake group has no result."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer().div_(dist.get_world_size()))
     return done

@@ -1,11 +1,11 @@
-"""A process for each way to train: they are made ready side by side, and train one at a time.
+"""A process per way to train: they prepare concurrently, and train one at a time.
 
-To trace and compile takes seconds of one core each, and a machine with a GPU has many. A process is asked one thing
+Tracing and compiling takes seconds of one core each, and a machine with a GPU has many. A process answers one request
 after the other:
 
     begin(size, ranks)      the model, its first step and two more; seconds of the first
     turn()                  steps; seconds of each
-    end()                   most bytes at once in a step, and how many kernels it runs; the model is gone then
+    end()                   peak bytes of a step, and its number of kernels; frees the model
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ _GRACE = 5.0
 
 
 class FailedError(Exception):
-    """A process could not do what it was asked; in words."""
+    """A process could not answer a request; the message says why."""
 
 
 class Worker:
-    """The process of one variant, from the outside.
+    """Process of one variant, from the outside.
 
     Args:
         name: of the variant.
     """
 
     def __init__(self, setup: Setup, name: str) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork has none of the threads that torch relies on
+        context = multiprocessing.get_context("spawn")  # a fork lacks the threads that torch relies on
         self._connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, setup, name), name=name)
         self.process.start()
         theirs.close()
 
     def ask(self, what: str, *args: Any) -> None:
-        """Ask for something, and do not wait; if the process is gone, `answer` says so."""
+        """Send a request without waiting; if the process is gone, `answer` says so."""
         with contextlib.suppress(OSError):
             self._connection.send((what, args))
 
     def answer(self, end: float) -> Any:
-        """What it answers.
+        """Return its answer.
 
         Args:
-            end: how long it has, on the monotonic clock; a process that takes longer is ended.
+            end: deadline on the monotonic clock; a process that takes longer is ended.
 
         Raises:
             FailedError: it failed, is gone, or was ended.
@@ -82,14 +82,14 @@ class Worker:
 
 
 def said(error: BaseException) -> str:
-    """An error in a line of the table; the traceback goes to the log."""
+    """Return an error as one line for the table; the traceback goes to the log."""
     traceback.print_exception(error)
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _serve(connection: Connection, setup: Setup, name: str) -> None:
-    """The process: answers what it is asked, until nobody is there who asks."""
-    # Sizes and worlds compile the same functions; torch would go on without compiling, with a word in the log.
+    """Answer requests in the process until the connection closes."""
+    # Sizes and worlds compile the same functions; at its limit, torch would only log and stop compiling.
     torch._dynamo.config.recompile_limit = 64
     variant = _Variant(setup, name)
     while True:
@@ -113,7 +113,7 @@ class _Variant:
         self._step: Step | None = None
 
     def begin(self, size: Size, num_ranks: int) -> float:
-        """Seconds of the first step, from the model; whatever was there before is gone."""
+        """Free the previous model, and return the seconds of the first step, from the model."""
         self._forget()
         mesh = self._stack.enter_context(world(self._setup, num_ranks))
         model, tokens = size.model(self._setup.device), size.tokens(self._setup.device)
@@ -131,7 +131,7 @@ class _Variant:
         return first
 
     def turn(self) -> float:
-        """Seconds of a step. One more is trained before, as memory comes back in it that others had meanwhile."""
+        """Return the seconds of steps. One more runs before, to reallocate memory that others used meanwhile."""
         assert self._step is not None
         self._step()
         self._clock.finish()
@@ -144,7 +144,7 @@ class _Variant:
         return self._clock.seconds(began, ended) / self._setup.steps
 
     def end(self) -> tuple[int | None, int | None]:
-        """Most bytes of tensors in a step, and how many kernels one runs; None on a CPU."""
+        """Return the peak bytes of tensors in a step, and its number of kernels; None on a CPU."""
         found = (None, None) if self._setup.is_dry else (self._peak(), self._kernels())
         self._forget()
         return found
@@ -158,7 +158,7 @@ class _Variant:
         return torch.cuda.max_memory_allocated()
 
     def _kernels(self) -> int:
-        """Without copies and fills by the driver."""
+        """Count kernels, without copies and fills by the driver."""
         assert self._step is not None
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self._step()
@@ -166,7 +166,7 @@ class _Variant:
         return num_kernels(profile.events())
 
     def _leave_room(self) -> None:
-        """Others have the memory until the next turn."""
+        """Release cached memory to others until the next turn."""
         self._clock.finish()
         if not self._setup.is_dry:
             torch.cuda.empty_cache()
@@ -180,6 +180,6 @@ class _Variant:
 
 
 def num_kernels(events: Any) -> int:
-    """Of a profiler's events."""
+    """Count the kernels among a profiler's events, without copies and fills by the driver."""
     names = [event.name for event in events if event.device_type == DeviceType.CUDA]
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
