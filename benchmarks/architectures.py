@@ -3,7 +3,7 @@
     python -m benchmarks.architectures                                    all of them
     python -m benchmarks.architectures llama clip 'qwen*'                 these
     python -m benchmarks.architectures --sample 80 --seed 1               80 that plain torch can train, in random order
-    python -m benchmarks.architectures --json results.json                those that the file does not have yet
+    python -m benchmarks.architectures --json results.json                the ones missing in the file
     python -m benchmarks.architectures --json results.json --show         the table of the file
     python -m benchmarks.architectures --padding llama gpt2 bert t5       with padding and an `attention_mask`
 

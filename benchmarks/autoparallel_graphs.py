@@ -65,7 +65,7 @@ def capture(mesh: DeviceMesh, dim: int, layers: int, tokens: int) -> GraphModule
         model = nn.Sequential(*(Block(dim, max(dim // 128, 4)) for _ in range(layers)))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     placed = (Shard(0), *[Replicate()] * (mesh.ndim - 1))
-    # AutoParallel's costs are those of a GPU that it queries by name.
+    # AutoParallel uses the costs of a GPU that it queries by name.
     name = mock.patch.object(torch.cpu, "get_device_name", create=True, return_value="NVIDIA H100")
     with name, AutoParallel(model, lambda: torch.rand(batch, min(tokens, SEQUENCE), dim), mesh, policy) as auto:
         auto.add_parameter_memory_constraint(low=None, high=None)

@@ -1,4 +1,4 @@
-"""Train random programs with graphshard and with FSDP2, and find those that differ.
+"""Train random programs with graphshard and with FSDP2, and find differences.
 
     python -m benchmarks.fuzz --programs 1000 --seed 0       # seeds 0 to 999
     python -m benchmarks.fuzz --replay '{"blocks":[...]}'    # one program, as a failure prints it

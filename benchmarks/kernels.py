@@ -1,6 +1,6 @@
 """GPU kernels of models, forward and backward, and their resources; needs no GPU.
 
-    python -m benchmarks.kernels                      all models, bf16 and fp32, or those that the result file lacks
+    python -m benchmarks.kernels                      all models, bf16 and fp32, or the ones missing in the results
     python -m benchmarks.kernels llama gpt2 --dtype bf16      these, again
     python -m benchmarks.kernels --show                       the table of the results, and why regions have no kernels
 

@@ -7,7 +7,7 @@ Here regions compute on a CPU with tensors of a few elements, so that mostly the
 
 * a line of the executor, with a region that returns its arguments;
 * a region of one operator, which runs directly, and the operator alone;
-* a region of Inductor's, and its generated code alone: the difference is torch's wrapper;
+* a region that Inductor compiled, and its generated code alone: the difference is torch's wrapper;
 * a gather, its start and its wait, in torch's fake process group, which sends nothing.
 
 Numbers are from the best round, because the machine may be shared. Kernels and launchers of Triton are not included.

@@ -3,7 +3,7 @@
     python -m benchmarks.step_python [--layers 40] [--rounds 15] [--profile]
 
 Reading parameters, the signature of a call, checks, autograd, making gradients DTensors: everything outside of
-executors, which return the results of an earlier step. The parameters are those that the last layers add, in torch's
+executors, which return the results of an earlier step. The parameters are the ones that the last layers add, in torch's
 fake process group. Numbers are from the best round, because the machine may be shared. `--profile` lists the functions
 instead.
 """

@@ -1,4 +1,4 @@
-"""English of docstrings and comments: openings of docstrings, and phrases that peers avoid.
+"""English of docstrings, comments and pages: openings of docstrings, and phrases that peers avoid.
 
 A phrase is counted per 1,000 words. The ceilings are about twice the worst of eight peers (FSDP2, Inductor's passes,
 torchtitan, Thunder, xDSL, ir-py, Equinox, AutoParallel). `python -m tests.test_prose` prints the rates.
@@ -11,10 +11,11 @@ import functools
 import io
 import re
 import tokenize
+from pathlib import Path
 
 import pytest
 
-from tests.layers import modules, tree
+from tests.layers import ROOT, modules, tree
 
 PHRASES = {
     "that of": (r"\b(that of|those of|those that|those which)\b", 0.25),
@@ -48,12 +49,24 @@ VERBS = (
 )
 
 
+# Code blocks, comments and inline code of a page.
+NOT_PROSE = re.compile(r"^( *)```.*?^\1```|<!--.*?-->|`[^`]*`", re.MULTILINE | re.DOTALL)
+GROUPS = ("package", "scripts", "pages")
+
+
+def sources(group: str) -> list[Path]:
+    """Return the Python files of the package, or of benchmarks and examples."""
+    if group == "package":
+        return list(modules().values())
+    return [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+
+
 @functools.cache
-def texts() -> tuple[list[str], list[str]]:
-    """Return all docstrings and comments, and the docstrings of functions."""
+def texts(group: str) -> tuple[list[str], list[str]]:
+    """Return all docstrings and comments of a group of sources, and the docstrings of its functions."""
     every: list[str] = []
     functions: list[str] = []
-    for path in modules().values():
+    for path in sources(group):
         source = path.read_text()
         for node in ast.walk(tree(path)):
             documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
@@ -66,31 +79,48 @@ def texts() -> tuple[list[str], list[str]]:
     return every, functions
 
 
-def rate(pattern: str) -> float:
+@functools.cache
+def prose(group: str) -> str:
+    """Return the docstrings and comments of sources, or the words of all pages."""
+    if group == "pages":
+        pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        return "\n".join(NOT_PROSE.sub("", page.read_text()) for page in pages)
+    return "\n".join(texts(group)[0])
+
+
+def rate(pattern: str, group: str) -> float:
     """Return how often a pattern occurs per 1,000 words."""
-    text = "\n".join(texts()[0])
+    text = prose(group)
     return 1000 * len(re.findall(pattern, text, re.IGNORECASE)) / len(re.findall(r"[A-Za-z']+", text))
 
 
-def percent(openings: str) -> float:
+def percent(openings: str, group: str) -> float:
     """Return the percentage of functions' docstrings that open with one of the words, separated by "|"."""
-    found = texts()[1]
+    found = texts(group)[1]
     return 100 * sum(re.match(rf"({openings})\b", doc) is not None for doc in found) / len(found)
 
 
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", PHRASES)
-def test_phrases(name: str) -> None:
+def test_phrases(name: str, group: str) -> None:
     pattern, ceiling = PHRASES[name]
-    assert rate(pattern) <= ceiling
+    assert rate(pattern, group) <= ceiling
 
 
-def test_openings() -> None:
-    assert percent("What") <= WHAT
-    assert percent("Whether") <= WHETHER
-    assert percent(VERBS) >= IMPERATIVE
+@pytest.mark.parametrize("group", ["package", "scripts"])
+def test_openings(group: str) -> None:
+    assert percent("What", group) <= WHAT
+    assert percent("Whether", group) <= WHETHER
+    assert percent(VERBS, group) >= IMPERATIVE
 
 
 if __name__ == "__main__":
-    print(f"What {percent('What'):.1f} %, Whether {percent('Whether'):.1f} %, verbs {percent(VERBS):.1f} %")
+    for group in ("package", "scripts"):
+        shares = [
+            f"{name} {percent(openings, group):.1f} %"
+            for name, openings in {"What": "What", "Whether": "Whether", "verbs": VERBS}.items()
+        ]
+        print(f"{group}: {', '.join(shares)}")
+    print(f"{'':16}", *(f"{group:>8}" for group in GROUPS), "at most")
     for name, (pattern, ceiling) in PHRASES.items():
-        print(f"{name:16} {rate(pattern):.2f} of at most {ceiling}")
+        print(f"{name:16}", *(f"{rate(pattern, group):8.2f}" for group in GROUPS), f"{ceiling:.2f}")

@@ -10,7 +10,7 @@ _TENSOR, _STATE = "tests/distributed/test_tensor_parallel.py::", "tests/distribu
 _STAGES = "tests/distributed/test_pipelines.py::"
 _WHOLE, _SPMD = "tests/distributed/test_whole_mesh.py::", "TestFullyShardDTensor."
 _ERRORS = "tests/distributed/test_tensor_parallel_errors.py::"
-_2D, _OLD = "TestFullyShard2DTraining.", "FSDP1, DDP or `replicate` in the place of FSDP2"
+_2D, _OLD = "TestFullyShard2DTraining.", "FSDP1, DDP or `replicate` instead of FSDP2"
 
 OF_AXES: Mapping[str, Counterparts] = {
     "test_fully_shard_dtensor.py": {
