@@ -21,7 +21,7 @@ PASSES_DIR = HERE.parent / "passes"
 # Files of `passes` without a pass.
 HELPERS = ("__init__", "base", "vocabulary_loss")
 SOURCES = sorted(path for path in PASSES_DIR.rglob("*.py") if path.stem not in HELPERS)
-# A golden inside a test is at most this long; a longer one is a file.
+# Maximum length of a golden in a test; longer ones are files.
 GOLDEN_LINES = 25
 
 
@@ -51,7 +51,7 @@ def kind(source: Path) -> type[Pass]:
 
 
 def inline_goldens(test_file: Path) -> list[str]:
-    """Return the texts that `assert_expected_inline` compares with."""
+    """Return the goldens of `assert_expected_inline`."""
     calls = (node for node in ast.walk(ast.parse(test_file.read_text())) if isinstance(node, ast.Call))
     inline = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "assert_expected_inline"]
     texts = [node.args[1].value for node in inline if isinstance(node.args[1], ast.Constant)]
@@ -60,7 +60,7 @@ def inline_goldens(test_file: Path) -> list[str]:
 
 
 def test_a_file_has_one_pass(source: Path) -> None:
-    """The first line of its docstring is a sentence: `print(Pipeline())` shows it."""
+    """`print(Pipeline())` shows the first line of its docstring, which must be a sentence."""
     assert len(passes_of(source)) == 1
     assert (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0].endswith((".", ":"))
 
@@ -101,7 +101,7 @@ def test_no_tests_without_a_pass() -> None:
 
 
 def test_goldens_in_tests_are_short() -> None:
-    """A reader sees a test as a whole."""
+    """A test should be readable at once."""
     texts = [text for path in (HERE / "passes").rglob("test_*.py") for text in inline_goldens(path)]
     assert max(len(text.splitlines()) for text in texts) <= GOLDEN_LINES
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the floors hold, and so does a promise about passes."""
+"""Import rules: packages import lower layers only, and passes import only some packages."""
 
 import networkx as nx
 import pytest
@@ -27,7 +27,7 @@ def test_no_two_files_import_each_other() -> None:
 
 
 def test_passes_see_neither_capture_nor_lowering_nor_runtime() -> None:
-    """They see programs, parameters, plans and questions to graphs, and what things cost."""
+    """They use programs, parameters, plans, graph queries and costs."""
     seen = {package(each.target) for each in imports() if package(each.source) == "passes"}
     assert seen <= {"passes", "ir", "cost", "errors", "torch_compat"}
 
@@ -45,7 +45,7 @@ def test_counting(arrows: list[tuple[str, str]], depth: int, groups: list[list[s
 
 
 def test_the_tracer_is_small() -> None:
-    """At most 16 files and 3,000 lines: what torch traces is not traced here."""
+    """At most 16 files and 3,000 lines: torch does the tracing."""
     files = [*(ROOT / "graphshard" / "frontend").glob("*.py")]
     assert len(files) <= 16
     assert sum(len(file.read_text().splitlines()) for file in files) <= 3000

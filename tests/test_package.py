@@ -1,4 +1,4 @@
-"""What the layout of the repository promises."""
+"""Guarantees of the repository's layout."""
 
 import ast
 import builtins
@@ -23,8 +23,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_passes_is_refused_as_a_package_of_its_own():
-    """The directory lies at the top, where `import passes` would find a second copy of every pass."""
+def test_rejects_passes_as_a_top_level_package():
+    """The directory is at the top level, where `import passes` would load a second copy of every pass."""
     result = python("import passes")
     assert result.returncode != 0
     assert "ImportError: import graphshard.passes" in result.stderr
@@ -47,7 +47,7 @@ def test_import_has_no_side_effects():
 
 
 def test_import_does_not_import_torch():
-    """Nor do errors, which a launcher may want to catch; torch takes seconds."""
+    """Neither do errors, which a launcher may catch; importing torch takes seconds."""
     result = python(
         "import sys, graphshard\n"
         "print(graphshard.ArgumentError.__name__, graphshard.__version__, 'torch' in sys.modules)"
@@ -55,8 +55,8 @@ def test_import_does_not_import_torch():
     assert result.stdout == f"ArgumentError {graphshard.__version__} False\n", result.stderr
 
 
-def test_type_checkers_see_the_names_that_there_are():
-    """A public name is imported for them, listed, and found where the table says."""
+def test_type_checkers_see_all_public_names():
+    """A public name is imported for type checkers, listed in `__all__`, and lazily loaded."""
     tree = ast.parse((ROOT / "graphshard" / "__init__.py").read_text())
     (block,) = (node.body for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -65,7 +65,7 @@ def test_type_checkers_see_the_names_that_there_are():
     assert {*seen, "__version__"} <= set(dir(graphshard))
 
 
-def test_packages_are_there_without_an_import_of_their_own():
+def test_packages_are_importable_as_attributes():
     result = python("import graphshard; print(graphshard.passes.Bucketing.name, graphshard.errors.__name__)")
     assert result.stdout == "bucket graphshard.errors\n", result.stderr
 
@@ -78,7 +78,7 @@ def test_names_can_be_replaced_for_a_test():
         assert getattr(graphshard, name) is before
 
 
-def test_a_name_that_is_not_there():
+def test_a_missing_name():
     result = python("import graphshard; graphshard.complie")
     assert result.stderr.splitlines()[-1] == (
         "AttributeError: module 'graphshard' has no attribute 'complie'. Did you mean: 'compile'?"
@@ -87,14 +87,14 @@ def test_a_name_that_is_not_there():
 
 
 def raised(docstring: str) -> Iterator[str]:
-    """Classes of a docstring's Raises section, by name."""
+    """Yield the class names in a docstring's Raises section."""
     section = re.search(r"^Raises:\n((?:[ ]+.*\n|\n)*)", f"{inspect.cleandoc(docstring)}\n", re.MULTILINE)
     for names in re.findall(r"^ {4}(\w+(?:, \w+)*): ", section[1] if section else "", re.MULTILINE):
         yield from names.split(", ")
 
 
 def documented() -> Iterator[tuple[str, str]]:
-    """Names and docstrings of what is public: functions, classes, and methods of these."""
+    """Yield names and docstrings of public functions, classes and methods."""
     for name in graphshard.__all__:
         public = getattr(graphshard, name)
         members = inspect.getmembers(public) if inspect.isclass(public) else []
@@ -103,7 +103,7 @@ def documented() -> Iterator[tuple[str, str]]:
 
 
 def test_errors_that_are_documented_can_be_caught():
-    """Every class that a public docstring says is raised is a name of the package, or Python's own."""
+    """Every documented exception is a name of the package or a builtin."""
     found = {(name, error) for name, text in documented() for error in raised(text)}
     assert ("compile", "InfeasibleError") in found
     assert not {(name, error) for name, error in found if error not in (*graphshard.__all__, *vars(builtins))}

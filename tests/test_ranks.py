@@ -1,4 +1,4 @@
-"""The pools of ranks and the fake world that other tests stand on."""
+"""The pools of ranks and the fake world that other tests use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_reduce(ranks: Ranks, world_size: int) -> None:
 
 
 def test_processes_are_reused(ranks: Ranks) -> None:
-    """By runs of as many ranks, and of fewer: these are the first ones."""
+    """By runs of the same number of ranks, and of fewer."""
     pids = ranks(3).run(_pid)
     assert len({os.getpid(), *pids}) == 4
     assert ranks(3).run(_pid) == pids
@@ -104,7 +104,7 @@ def _fail_on(rank: int, world_size: int, failing: int) -> None:
 
 
 def test_error_of_one_rank(ranks: Ranks) -> None:
-    """The ranks that wait for the failing one are woken, and the same processes go on."""
+    """The waiting ranks are woken, and the same processes continue."""
     pids = ranks(4).run(_pid)
     start = time.monotonic()
     with pytest.raises(RankError, match=r"^rank 1 of 4: ValueError: boom on 1\n") as caught:
@@ -197,7 +197,7 @@ def test_value_that_cannot_be_sent(ranks: Ranks) -> None:
 
 
 def _names_after(rank: int, world_size: int, extra_groups: int) -> tuple[list[str], float, float]:
-    """The names of a mesh's groups, the value of a DTensor operation on it, and a random number."""
+    """Return the names of a mesh's groups, the value of a DTensor operation on it, and a random number."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for _ in range(extra_groups):
@@ -210,7 +210,7 @@ def _names_after(rank: int, world_size: int, extra_groups: int) -> tuple[list[st
 
 
 def test_runs_do_not_see_each_other(ranks: Ranks) -> None:
-    """Groups of earlier runs neither add up nor come back by way of DTensor's caches."""
+    """Groups of earlier runs neither accumulate nor reappear through DTensor's caches."""
     plain = ranks(4).run(_names_after, 0)
     extra = ranks(4).run(_names_after, 2)
     assert plain[0][0] != extra[0][0]
@@ -219,9 +219,9 @@ def test_runs_do_not_see_each_other(ranks: Ranks) -> None:
 
 
 def _threads(rank: int, world_size: int, width: int) -> int:
-    """How many threads the rank has; with a width, it redistributes a tensor, which DTensor keeps plans for by shape.
+    """Count the threads of the rank; with a width, first redistribute a tensor, whose plan DTensor caches by shape.
 
-    All of them are counted: those of gloo take their names some time after they start.
+    All threads count: gloo's get their names some time after they start.
     """
     if width:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes new ranks seconds
@@ -234,7 +234,7 @@ def _threads(rank: int, world_size: int, width: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_groups_of_earlier_runs_end(ranks: Ranks) -> None:
-    """Their threads look for news a hundred times a second, on every rank."""
+    """Their threads poll a hundred times a second, on every rank."""
 
     def threads_after(*widths: int) -> int:
         for width in widths:

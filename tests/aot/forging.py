@@ -1,4 +1,4 @@
-"""Ways to forge data: at every place of it, what is missing, of another type, huge, no number, or nested deeply."""
+"""Forged data: at every position a value is missing, of another type, huge, NaN, or deeply nested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 Path = tuple[Any, ...]
 _DEEP: Any = json.loads("[" * 300 + "]" * 300)
 
-# By name, what takes the place of a value.
+# Replacement values by name.
 FORGERIES: dict[str, Callable[[Any], Any]] = {
     "null": lambda _: None,
     "another type": lambda value: 7 if isinstance(value, (str, list, dict)) else [value],
@@ -28,25 +28,25 @@ FORGERIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def places(data: Any, path: Path = ()) -> Iterator[Path]:
-    """Every place in plain data, of equal ones the first: `nodes[0].name` stands for `nodes[1].name`."""
+def positions(data: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield all positions in plain data, only the first of equal ones: `nodes[0].name` stands for `nodes[1].name`."""
     seen = set()
-    for found in _all_places(data, path):
+    for found in _all_positions(data, path):
         kind = re.sub(r"layers\.\d|\d+", "0", str(found))
         if kind not in seen:
             seen.add(kind)
             yield found
 
 
-def _all_places(data: Any, path: Path) -> Iterator[Path]:
+def _all_positions(data: Any, path: Path) -> Iterator[Path]:
     yield path
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        yield from _all_places(value, (*path, key))
+        yield from _all_positions(value, (*path, key))
 
 
 def forged(data: Any, path: Path, make: Callable[[Any], Any] | None) -> Any:
-    """A copy of plain data with something else at a place, or nothing for None."""
+    """Copy plain data with a replaced value at a position, or without the value if `make` is None."""
     if not path:
         return make(data) if make is not None else {}
     result = copy.deepcopy(data)
@@ -64,11 +64,11 @@ def forgeries(data: Any, *, stride: int = 1, at: Path = ()) -> Iterator[tuple[st
     """Forged copies, each with a name: every place is dropped, or replaced in turn by one of the others.
 
     Args:
-        at: the place within which that is done.
+        at: the position within which values are forged.
     """
     names = list(FORGERIES)
     within = functools.reduce(operator.getitem, at, data)
-    for index, path in enumerate(list(places(within, at))[::stride]):
+    for index, path in enumerate(list(positions(within, at))[::stride]):
         yield f"{path}: missing", forged(data, path, None)
         for name in (names[index % len(names)], names[(index * 2 + 3) % len(names)]):
             yield f"{path}: {name}", forged(data, path, FORGERIES[name])

@@ -1,4 +1,4 @@
-"""`.gshard` files in one process: what is written, what is refused, and what each field of the fingerprint protects."""
+"""`.gshard` files in one process: their contents, rejected files, and the fingerprint's fields."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def mesh(fake_world: FakeWorld) -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
-def refused(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> ArtifactError:
-    """The error of loading a file; the model must be as it was, and nothing of the file executed."""
+def load_error(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) -> ArtifactError:
+    """Return the error of loading a file; check that the model is unchanged and nothing of the file was executed."""
     model = Net() if model is None else model
     before = dict(model.named_parameters())
     executed = mock.patch(
@@ -55,10 +55,10 @@ def refused(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **opti
     return caught.value
 
 
-# --- what is written --------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------
 
 
-def test_export_needs_no_process_group_and_no_weights_and_changes_nothing(tmp_path: Path) -> None:
+def test_export_needs_no_process_group_or_weights_and_has_no_side_effects(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Blocks(1)
     model.layers[0].eval()
@@ -75,7 +75,7 @@ def test_export_needs_no_process_group_and_no_weights_and_changes_nothing(tmp_pa
     "where",
     ["graphshard.aot.exporter.lower", "graphshard.utils.archive.zlib.compress", "os.replace"],
 )
-def test_interrupted_export_leaves_nothing_behind(tmp_path: Path, where: str) -> None:
+def test_interrupted_export_leaves_no_files(tmp_path: Path, where: str) -> None:
     with mock.patch(where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         graphshard.export(Blocks(1), (2,), tmp_path / "b.gshard", example_inputs=(torch.zeros(2, 4),), backend="eager")
     assert not list(tmp_path.iterdir())
@@ -102,7 +102,7 @@ def test_no_member_could_be_unpickled(net_file: Path) -> None:
         assert not data.startswith(b"\x80")
 
 
-def test_meshes_share_the_regions_that_pack_nothing(tmp_path: Path) -> None:
+def test_meshes_share_regions_without_packing(tmp_path: Path) -> None:
     """Without packed buckets and padding, no region depends on the number of ranks."""
     passes = graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(PlanByUnit(0, 0)))
     given = {"example_inputs": (torch.zeros(2, 8),), "backend": "eager", "passes": passes}
@@ -114,7 +114,7 @@ def test_meshes_share_the_regions_that_pack_nothing(tmp_path: Path) -> None:
 
 
 class Pairs(nn.Module):
-    """Does something else with an even number of rows."""
+    """Behaves differently with an even number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Pairs(nn.Module):
         return (x * self.w).sum() if x.shape[0] % 2 == 0 else self.w.sum()
 
 
-def test_dynamic_sizes_and_what_holds_of_them(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_dynamic_sizes_and_their_constraints(tmp_path: Path, mesh: DeviceMesh) -> None:
     dims = ({0: Dim.AUTO},)
     given = {"example_inputs": (torch.zeros(4, 4),), "dynamic_shapes": dims, "backend": "eager"}
     path = graphshard.export(Pairs(), (2,), tmp_path / "p.gshard", **given)
@@ -151,8 +151,8 @@ def export_blocks(path: Path, mesh: Any, **options: Any) -> Path:
     return graphshard.export(Blocks(2, 8), mesh, path, example_inputs=(torch.zeros(2, 8),), backend="eager", **options)
 
 
-def test_backwards_of_microbatches_and_how_they_are_shown(tmp_path: Path) -> None:
-    """First, middle and last; on one rank nothing is left to the next, and no last one differs."""
+def test_backwards_of_microbatches(tmp_path: Path) -> None:
+    """First, middle and last; on one rank nothing stays for the next one, and the last is not special."""
     path = export_blocks(tmp_path / "b.gshard", [(1,), (2,), (2, 2)], accumulate=True)
     artifact = read_artifact(path)
     no_sync = [f"no-sync-{microbatch}" for microbatch in ("first", "middle", "last")]
@@ -185,7 +185,7 @@ def test_gradients_accumulate_over_any_number_of_microbatches(tmp_path: Path, me
 
 
 def test_microbatches_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """The error names the option; nothing was accumulated, so that training can go on."""
+    """The error names the option; nothing was accumulated, so training can continue."""
     model = graphshard.load(export_blocks(tmp_path / "b.gshard", (2,)), Blocks(2, 8), mesh)
     model.set_requires_gradient_sync(False)
     with pytest.raises(
@@ -197,14 +197,14 @@ def test_microbatches_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_an_accumulation_that_is_none_is_refused(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_rejects_an_invalid_accumulation(tmp_path: Path, mesh: DeviceMesh) -> None:
     path = export_blocks(tmp_path / "b.gshard", (2,), accumulate=True)
 
     def change(_: Any, members: dict[str, bytes]) -> None:
         name = "programs/0.backward-0-no-sync-first.json"
         members[name] = members[name].replace(b"AccumulateGradients", b"Partition")
 
-    error = refused(rewritten(path, change), mesh, Blocks(2, 8))
+    error = load_error(rewritten(path, change), mesh, Blocks(2, 8))
     assert "it accumulates gradients in a way that this version lacks" in str(error)
 
 
@@ -212,7 +212,7 @@ def test_an_accumulation_that_is_none_is_refused(tmp_path: Path, mesh: DeviceMes
 
 
 def test_several_shapes_of_one_and_two_axes(tmp_path: Path, fake_world: FakeWorld) -> None:
-    """Each shape has its own options; all are planned by cost."""
+    """Each shape has separate options; all plans are cost-based."""
     path = export_blocks(tmp_path / "b.gshard", [(4,), (2, 2), {"outer": 4, "inner": 1}])
     assert all("profile" in mesh.options.passes["plan"] for mesh in read_artifact(path).manifest.meshes)
     fake_world(4)
@@ -237,36 +237,36 @@ def test_several_shapes_of_one_and_two_axes(tmp_path: Path, fake_world: FakeWorl
     ],
     ids=str,
 )
-def test_other_axes_are_refused(
+def test_rejects_other_axes(
     tmp_path: Path, fake_world: FakeWorld, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    """Their number, order, names and sizes; division of gradients follows from sizes."""
+    """Different number, order, names or sizes; the division of gradients follows from sizes."""
     path = export_blocks(tmp_path / "b.gshard", [(2, 2), (2,)])
     fake_world(4)
-    error = refused(path, init_device_mesh("cpu", shape, mesh_dim_names=names), Blocks(2, 8))
+    error = load_error(path, init_device_mesh("cpu", shape, mesh_dim_names=names), Blocks(2, 8))
     assert error.field == "mesh"
     here = dict(zip(names, shape))
     assert "mesh was {'replicate': 2, 'shard': 2} or {'shard': 2} when it was exported and is" in str(error)
     assert f"is {here} here. Export again with this mesh in the list: export(model, [..., {here}], ...)" in str(error)
 
 
-def test_parameters_are_gathered_again_among_as_many_ranks(tmp_path: Path, fake_world: FakeWorld) -> None:
+def test_regathers_among_the_same_number_of_ranks(tmp_path: Path, fake_world: FakeWorld) -> None:
     path = export_blocks(tmp_path / "b.gshard", (4,), reshard_after_forward=2)
     fake_world(4)
     mesh = init_device_mesh("cpu", (4,))
     graphshard.load(path, Blocks(2, 8), mesh)(torch.ones(2, 8)).backward()
-    error = refused(path, mesh, Blocks(2, 8), reshard_after_forward=True)
+    error = load_error(path, mesh, Blocks(2, 8), reshard_after_forward=True)
     assert "reshard_after_forward was 2 when it was exported and is None here. Give the option" in str(error)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- rejected files ---------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_byte_is_found(net_file: Path, tmp_path: Path) -> None:
     content = net_file.read_bytes()
     copy = tmp_path / "copy.gshard"
     drawn = random.Random(0)
-    # Where the structure is, and a sample of the rest.
+    # The structure, and a sample of the rest.
     places = {*range(60), *range(len(content) - 120, len(content)), *drawn.sample(range(len(content)), 200)}
     for place in sorted(places):
         changed = bytearray(content)
@@ -291,7 +291,7 @@ def test_every_truncation_and_addition_is_found(net_file: Path, tmp_path: Path) 
 
 
 def _line(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
-    """Change the first line; the digest is right."""
+    """Return a function that changes the first line, with a correct digest."""
 
     def apply(content: bytes) -> bytes:
         line, _, body = content.split(b"\n", 2)
@@ -322,12 +322,12 @@ def _with_digest(line: bytes, body: bytes) -> bytes:
         (lambda content: content.replace(b"sha256:", b"sha256;", 1), r"is not whole, or was changed"),
     ],
 )
-def test_changed_archives_are_refused(
+def test_rejects_changed_archives(
     net_file: Path, tmp_path: Path, mesh: DeviceMesh, change: Callable[[bytes], bytes], message: str
 ) -> None:
     copy = tmp_path / "copy.gshard"
     copy.write_bytes(change(net_file.read_bytes()))
-    error = refused(copy, mesh)
+    error = load_error(copy, mesh)
     assert re.search(message, str(error)), error
 
 
@@ -339,10 +339,10 @@ def test_changed_archives_are_refused(
         (lambda _, members: members.update({"../evil": b""}), r"has an unexpected \.\./evil"),
     ],
 )
-def test_other_members_are_refused(
+def test_rejects_other_members(
     net_file: Path, mesh: DeviceMesh, change: Callable[[Any, dict[str, bytes]], None], message: str
 ) -> None:
-    assert re.search(message, str(refused(rewritten(net_file, change), mesh)))
+    assert re.search(message, str(load_error(rewritten(net_file, change), mesh)))
 
 
 def test_no_more_is_unpacked_than_the_members_have(net_file: Path, tmp_path: Path) -> None:
@@ -355,8 +355,8 @@ def test_no_more_is_unpacked_than_the_members_have(net_file: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("sizes", [{"bomb.txt": 1 << 24}, {"bomb.txt": 1 << 24, "a": -(1 << 24) - 1}])
-def test_bombs_are_refused_before_they_unpack(net_file: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Whatever sizes the file says: all of a bomb's, or a negative one, with which there would be no limit."""
+def test_rejects_bombs_before_unpacking(net_file: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """For any sizes in the file: a bomb's, or a negative one, which would disable the limit."""
     facts = json.loads(net_file.read_bytes().partition(b"\n")[0])
     line = json.dumps({**facts, "members": sizes}).encode()
     copy = tmp_path / "copy.gshard"
@@ -367,14 +367,14 @@ def test_bombs_are_refused_before_they_unpack(net_file: Path, tmp_path: Path, si
         read_artifact(copy)
 
 
-def test_what_is_written_can_be_read_however_small_it_becomes(tmp_path: Path) -> None:
+def test_highly_compressible_files_are_readable(tmp_path: Path) -> None:
     members = {"zeros": b"\0" * (1 << 24)}
     write_archive(tmp_path / "zeros", {}, members)
     assert read_archive(tmp_path / "zeros").members == members
 
 
-def test_forged_contents_with_right_checksums_are_refused_in_words(net_file: Path, mesh: DeviceMesh) -> None:
-    """Whoever forges checksums can run code; but nothing else comes of odd contents than an ArtifactError."""
+def test_rejects_forged_contents_with_correct_checksums(net_file: Path, mesh: DeviceMesh) -> None:
+    """Forging checksums allows running code anyway, but malformed contents only raise an ArtifactError."""
 
     def change(facts: dict[str, Any], members: dict[str, bytes]) -> None:
         data = json.loads(members["programs/0.json"])
@@ -383,21 +383,21 @@ def test_forged_contents_with_right_checksums_are_refused_in_words(net_file: Pat
         members["programs/0.json"] = json.dumps(data).encode()
 
     path = rewritten(net_file, change)
-    assert re.search("a program cannot be read: .*unknown operator", str(refused(path, mesh)))
+    assert re.search("a program cannot be read: .*unknown operator", str(load_error(path, mesh)))
     for member, forged in (("programs/0.json", b"[]"), ("meshes/0.json", b"7"), ("programs/0.json", b"\x80\x04.")):
         path = rewritten(net_file, lambda _, members, m=member, f=forged: members.update({m: f}))
-        refused(path, mesh)
+        load_error(path, mesh)
     path = rewritten(net_file, lambda facts, _: facts.pop("regions"))
-    assert "its manifest is not one of graphshard.export" in str(refused(path, mesh))
+    assert "its manifest is not one of graphshard.export" in str(load_error(path, mesh))
 
 
 def package(**files: bytes) -> bytes:
-    """What AOTInductor writes, with a library that is none."""
+    """Build an AOTInductor package with a fake library."""
     inner = {"data/aotinductor/model/a.wrapper.so": b"\x7fELF", "archive_format": b"pt2", "byteorder": b"little"}
     return zipped({f"region/{name}": data for name, data in {**inner, **files}.items()})
 
 
-def test_packages_hold_one_library_and_nothing_to_unpickle() -> None:
+def test_packages_contain_one_library_and_no_pickles() -> None:
     check_package("p", package())
     for name in ("data/weights/model.pt", "data/aotinductor/model/x.pkl", "models/model.json", "../a.so", "extra/a.pt"):
         with pytest.raises(ArtifactError, match="which no package of a region has"):

@@ -1,4 +1,4 @@
-"""Each field of an artifact's fingerprint alone is refused, with its name, both values and the remedy."""
+"""A mismatch in each field of an artifact's fingerprint is rejected with its name, both values and the remedy."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_versions_and_machine(net_file: Path, mesh: DeviceMesh, field: str, valu
     assert remedy in str(error)
 
 
-def test_what_matters_to_compiled_regions_only_is_compared_where_there_are_any() -> None:
+def test_fields_of_compiled_regions_are_compared_only_with_compiled_regions() -> None:
     device = torch.device("cpu")
     operators, native = environment(device, native=False), environment(device, native=True)
     for field in ("cpu", "threads", "matmul_precision", "deterministic"):
@@ -164,7 +164,7 @@ def test_code_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
             model(*batch())
 
 
-def test_code_that_computes_the_same(net_file: Path, mesh: DeviceMesh) -> None:
+def test_equivalent_code(net_file: Path, mesh: DeviceMesh) -> None:
     def forward(self: Layer, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         normed = self.norm(x)
@@ -240,7 +240,7 @@ def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh
 
 
 def test_options_of_the_plan(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """Those of the export need not be given; those that are, and decide the plan, must be equal."""
+    """They may be omitted; given options that affect the plan must be equal."""
     options: dict[str, Any] = {"memory_limit": 10**9, "hardware": "h100"}
     path = export_net(tmp_path / "n.gshard", (2,), [graphshard.Call(batch())], **options)
     for given in ({}, options, {"max_captures": 1, "verify": "off"}):
@@ -253,8 +253,8 @@ def test_options_of_the_plan(tmp_path: Path, mesh: DeviceMesh) -> None:
         assert "passes of plan was" in str(error)
 
 
-def test_every_public_option_comes_back(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """What a file says of the options makes the options of the export again, field by field."""
+def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """The options in a file reproduce the options of the export, field by field."""
     model = Net()
     options: dict[str, Any] = {
         "mp_policy": {"": MixedPrecisionPolicy(), "layers.1*": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
@@ -295,8 +295,8 @@ def test_inputs_and_modes_of_a_call(net_file: Path, mesh: DeviceMesh, call: Call
     assert "Export it with calls=[graphshard.Call(...)]" in str(caught.value)
 
 
-def test_calls_that_compute_the_same(net_file: Path, mesh: DeviceMesh) -> None:
-    """Inputs by name are traced, and served by the program of the file."""
+def test_equivalent_calls(net_file: Path, mesh: DeviceMesh) -> None:
+    """Keyword inputs are traced, and served by the file's program."""
     model, (tokens, targets) = graphshard.load(net_file, Net(), mesh), batch()
     with nothing_is_compiled():
         for _ in range(2):
@@ -317,7 +317,7 @@ def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> N
 # --- compile(..., artifact=) ------------------------------------------------------------------------------------
 
 
-def test_compile_loads_what_fits(net_file: Path, mesh: DeviceMesh) -> None:
+def test_compile_loads_a_matching_file(net_file: Path, mesh: DeviceMesh) -> None:
     with nothing_is_compiled():
         model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, example_inputs=batch())
         model(*batch())["loss"].backward()
@@ -325,7 +325,7 @@ def test_compile_loads_what_fits(net_file: Path, mesh: DeviceMesh) -> None:
     assert graphshard.programs(model)[-1].reason.startswith("not passed any more: args[1]")
 
 
-def test_compile_says_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_compile_logs_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, reshard_after_forward=False)
     assert "compiling instead of loading" in caplog.text
     assert "reshard_after_forward of layers.0.norm.weight was True" in caplog.text
@@ -337,10 +337,8 @@ def test_compile_says_why_it_compiles(net_file: Path, mesh: DeviceMesh, caplog: 
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13", reason="fake process groups of torch 2.12 do not write what they reduce"
 )
-def test_compile_makes_backwards_that_the_file_lacks(
-    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On dynamic sizes, too; the passes before the partition do not run again."""
+def test_compile_adds_missing_backwards(tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    """Also on dynamic sizes; the passes before the partition do not run again."""
     options: dict[str, Any] = {"backend": "eager", "dynamic_shapes": ({0: Dim("batch")}, {0: Dim("batch")})}
     path = graphshard.export(Net(p=0.0), (2,), tmp_path / "n.gshard", example_inputs=batch(), **options)
     torch.manual_seed(0)
@@ -351,7 +349,7 @@ def test_compile_makes_backwards_that_the_file_lacks(
         for size in (2, 3):
             inputs = [torch.cat([tensor, tensor])[:size] for tensor in batch()]
             model(*inputs)["logits"].square().mean().backward()
-    assert caplog.text.count("compiling instead of loading: ") == 1  # what is made serves both sizes
+    assert caplog.text.count("compiling instead of loading: ") == 1  # the compiled backward serves both sizes
     assert "n.gshard has no backward for gradients through outputs 1 of the model" in caplog.text
     for size in (2, 3):
         twin(*(torch.cat([tensor, tensor])[:size] for tensor in batch()))["logits"].square().mean().backward()

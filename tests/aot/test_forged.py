@@ -1,4 +1,4 @@
-"""Forged contents with the right checksums: refused when they are loaded, or when a trace chooses the program."""
+"""Forged contents with correct checksums are rejected at loading, or when a trace selects the program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INPUTS = (torch.ones(3, 4),)
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of one rank, which runs what is loaded."""
+    """Build a mesh of one rank, which runs loaded models."""
     reset_distributed()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
@@ -34,18 +34,18 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With as few fields as can be, but of each kind one."""
+    """Export with few fields, but at least one of each kind."""
     path = tmp_path_factory.mktemp("forged") / "blocks.gshard"
     return graphshard.export(blocks(), (1,), path, example_inputs=INPUTS, backend="eager")
 
 
 def blocks() -> nn.Module:
-    """Parameters alone."""
+    """Build a model with only parameters."""
     return Blocks(1, bias=True)
 
 
 def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
-    """ "refused", "runs", or what is wrong: an error of another kind, or one at the first call."""
+    """Return "refused", "runs", or a description of a wrong error."""
     model = make()
     kind = type(model)
     before = dict(model.named_parameters())
@@ -61,7 +61,7 @@ def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
         return f"load raised {type(error).__name__}: {str(error)[:200]}"
     try:
         model(*INPUTS).backward()
-    except graphshard.ArtifactError as error:  # it serves other calls
+    except graphshard.ArtifactError as error:  # the file serves other calls
         unchanged = all(param.grad is None for param in model.parameters())
         return "runs" if unchanged else f"the first call raised {error}"
     except Exception as error:
@@ -81,7 +81,7 @@ def check(
     make: Callable[[], nn.Module] = blocks,
     at: tuple[Any, ...] = (),
 ) -> dict[str, int]:
-    """Outcomes of the forgeries of a member, or of the manifest, or of what is at a place in it."""
+    """Count the outcomes of forgeries of a member, of the manifest, or of a position in it."""
     archive = read_archive(file)
     data = dict(archive.facts) if member == "manifest" else archive.json(member)
     faults, counts = [], {"refused": 0, "runs": 0}
@@ -109,7 +109,7 @@ def test_forged_manifests(file: Path, mesh: DeviceMesh, monkeypatch: pytest.Monk
     assert counts["refused"] > 2 * counts["runs"]
 
 
-# Every so many places of a member are forged.
+# Every nth position of a member is forged.
 STRIDES = {"programs/0.json": 4, "meshes/0.json": 3, "regions": 4, "programs/0.partitioned.json": 40}
 
 
@@ -121,7 +121,7 @@ def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
 
 
 def test_a_program_of_another_call(file: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    """A program under the digest of another trace is an error of the first call, before anything runs."""
+    """A program under another trace's digest is an error of the first call, before anything runs."""
     other = graphshard.export(
         blocks(), (1,), tmp_path / "other.gshard", example_inputs=(torch.ones(5, 4),), backend="eager"
     )

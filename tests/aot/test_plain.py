@@ -1,4 +1,4 @@
-"""Inference for one rank in PyTorch's own format."""
+"""Inference on one rank in PyTorch's export format."""
 
 from __future__ import annotations
 

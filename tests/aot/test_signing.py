@@ -1,4 +1,4 @@
-"""Signed files: made with the command of the manual, loaded with the right key alone."""
+"""Signed files, created with the manual's command, load only with the right key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INPUTS = (torch.ones(3, 4),)
 
 
 def keys(folder: Path, name: str) -> tuple[Path, Path]:
-    """A private and a public key, as files."""
+    """Create files of a private and a public key."""
     private, public = folder / f"{name}.pem", folder / f"{name}.public.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", private], check=True)
     subprocess.run(["openssl", "pkey", "-in", private, "-pubout", "-out", public], check=True)
@@ -34,7 +34,7 @@ def keys(folder: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the keys of two people."""
+    """Create the keys of two users."""
     made = tmp_path_factory.mktemp("signed")
     for name in ("mine", "yours"):
         keys(made, name)
@@ -57,18 +57,18 @@ def signed(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("as_object", [False, True], ids=["file", "object"])
-def test_it_loads_with_the_right_key(folder: Path, mesh: DeviceMesh, tmp_path: Path, as_object: bool) -> None:
-    """One of several is enough, and keys need not be files."""
+def test_loads_with_the_right_key(folder: Path, mesh: DeviceMesh, tmp_path: Path, as_object: bool) -> None:
+    """One of several keys is enough, and keys may be objects."""
     mine = ed25519.Ed25519PrivateKey.generate()
     sign, trust = (mine, mine.public_key()) if as_object else (folder / "mine.pem", str(folder / "mine.public.pem"))
     path = exported(tmp_path / "a.gshard", sign=sign)
     graphshard.load(path, Blocks(1), mesh, trust=trust)(*INPUTS).backward()
     graphshard.load(path, Blocks(1), mesh, trust=[folder / "yours.public.pem", trust])
-    graphshard.load(path, Blocks(1), mesh)  # whoever trusts every file may load it, too
+    graphshard.load(path, Blocks(1), mesh)  # without `trust` any file loads
 
 
-def refused(path: Path, mesh: DeviceMesh, trust: Any) -> str:
-    """Why; nothing of the file was interpreted."""
+def load_error(path: Path, mesh: DeviceMesh, trust: Any) -> str:
+    """Return the error; check that nothing of the file was interpreted."""
     model = Blocks(1)
     unread = mock.patch("graphshard.utils.archive.json.loads", side_effect=AssertionError("it is read"))
     with unread, pytest.raises(ArtifactError) as caught:
@@ -80,15 +80,15 @@ def refused(path: Path, mesh: DeviceMesh, trust: Any) -> str:
 
 def test_without_the_right_signature_nothing_is_read(folder: Path, signed: Path, mesh: DeviceMesh) -> None:
     mine, yours = folder / "mine.public.pem", folder / "yours.public.pem"
-    assert "is not signed by a key that is trusted" in refused(signed, mesh, yours)
+    assert "is not signed by a key that is trusted" in load_error(signed, mesh, yours)
     unsigned = exported(folder / "unsigned.gshard")
-    assert "is not signed, and trust= was given. Export it with sign=" in refused(unsigned, mesh, mine)
+    assert "is not signed, and trust= was given. Export it with sign=" in load_error(unsigned, mesh, mine)
     forged = rewritten(signed, lambda facts, members: facts["model"].update(model="another"))
-    assert "is not signed, and" in refused(forged, mesh, mine)
+    assert "is not signed, and" in load_error(forged, mesh, mine)
     line, check, body = forged.read_bytes().split(b"\n", 2)
-    signature = signed.read_bytes().split(b"\n", 2)[1][-len(" ed25519:") - 128 :]  # that of another file
+    signature = signed.read_bytes().split(b"\n", 2)[1][-len(" ed25519:") - 128 :]  # of another file
     forged.write_bytes(b"\n".join([line, check + signature, body]))
-    assert "is not signed by a key that is trusted" in refused(forged, mesh, mine)
+    assert "is not signed by a key that is trusted" in load_error(forged, mesh, mine)
 
 
 def test_every_changed_byte_of_a_signed_file_is_found(folder: Path, signed: Path, mesh: DeviceMesh) -> None:
@@ -98,12 +98,12 @@ def test_every_changed_byte_of_a_signed_file_is_found(folder: Path, signed: Path
         changed = bytearray(content)
         changed[place] ^= 1
         copy.write_bytes(changed)
-        refused(copy, mesh, folder / "mine.public.pem")
+        load_error(copy, mesh, folder / "mine.public.pem")
         with pytest.raises(ArtifactError):
             graphshard.load(copy, Blocks(1), mesh, trust=folder / "mine.public.pem")
 
 
-def test_an_unsigned_file_is_what_it_was(folder: Path, signed: Path) -> None:
+def test_signing_only_adds_a_signature(folder: Path, signed: Path) -> None:
     """A signature is added to the digest, and changes nothing else."""
     unsigned = exported(folder / "same.gshard")
     assert len(signed.read_bytes()) - len(unsigned.read_bytes()) == len(" ed25519:") + 128
@@ -117,7 +117,7 @@ def test_the_command_checks_and_signs(folder: Path, signed: Path, capsys: pytest
     assert "is not signed by a key that is trusted" in capsys.readouterr().out
 
 
-def test_keys_that_are_none(folder: Path, signed: Path, mesh: DeviceMesh) -> None:
+def test_rejects_invalid_keys(folder: Path, signed: Path, mesh: DeviceMesh) -> None:
     texts = (folder / "mine.pem").read_text()
     (folder / "short.pem").write_text(texts[:60])
     rsa = folder / "rsa.pem"
@@ -129,7 +129,7 @@ def test_keys_that_are_none(folder: Path, signed: Path, mesh: DeviceMesh) -> Non
     assert not Row(graphshard.load, "trust", (*common, folder / "mine.pem", []), loaded).faults()
 
 
-def test_without_the_package_the_error_says_what_to_install(folder: Path) -> None:
+def test_a_missing_package_is_named(folder: Path) -> None:
     with (
         mock.patch.dict("sys.modules", {"cryptography.hazmat.primitives": None}),
         pytest.raises(ArgumentError, match=r"sign needs the package cryptography: pip install 'graphshard\[sign\]'"),

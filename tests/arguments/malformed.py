@@ -1,4 +1,4 @@
-"""Malformed values for the parameters of public functions, and what an error about one has to say."""
+"""Malformed values for parameters of public functions, and requirements on the errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ESCAPES = "\x1b[31m\n"
 
 
 class Hostile:
-    """A value whose repr raises, and that compares with nothing."""
+    """A value whose repr raises, and that cannot be compared."""
 
     def __repr__(self) -> str:
         raise ZeroDivisionError
@@ -39,18 +39,18 @@ class Hostile:
 
 
 def fails(*_: Any) -> Any:
-    """A function of the user's that does not do."""
+    """A user function that raises."""
     raise KeyError("of the user's function")
 
 
 class Failing:
-    """Cannot be gone through."""
+    """An iterable that raises."""
 
     def __iter__(self) -> Iterator[Any]:
         raise KeyError("of the user's class")
 
 
-# What is no path to anything: of another type, empty, with a NUL, longer than a file system takes.
+# Invalid paths: of another type, empty, with a NUL, longer than file systems support.
 NO_PATHS: tuple[Any, ...] = (3, b"bytes", "", "a\0b", LONG, ["a"], Hostile())
 NO_BOOLS: tuple[Any, ...] = (None, "yes", 1.0, 3, [True], Hostile())
 NO_COUNTS: tuple[Any, ...] = (-1, True, 1.5, math.nan, "2", [2], Hostile(), torch.ones(2))
@@ -67,7 +67,7 @@ NO_SECONDS: tuple[Any, ...] = (
     *(3, [1], "x", {"k": "x"}, {3: 1.0}, {"k": math.nan}, {"k": -1}, {"k": True}, {None: None}, Hostile()),
 )
 
-# By option of `compile`, what it may not be.
+# Invalid values by option of `compile`.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (0.5, "yes", -1, 0, 3, 10**30, [True], math.nan, torch.ones(2), Hostile()),
     "shard_placement_fn": (
@@ -100,7 +100,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "passes": ([], "default", graphshard.Pipeline, MakePlan(), 3, Hostile()),
     "verify": ("always", 3, True, [], LONG, Hostile()),
 }
-# What becomes wrong where it meets inputs.
+# Invalid values in combination with inputs.
 DYNAMIC: tuple[Any, ...] = (
     *(({0: "x"},), ({"a": Dim("b")},), ({0: 3.5},), ({99: Dim("b")},), ({-9: Dim.AUTO},), (None, None, None)),
     *({"nope": {0: Dim.AUTO}}, {3: {}}, ([],), (3,), ({0: Hostile()},), ({0: Dim("b", min=7)},), ((Dim("a"),) * 3,)),
@@ -119,8 +119,8 @@ NO_KWARGS: tuple[Any, ...] = (
 class Row(NamedTuple):
     """Calls of a function, each with a malformed value for a parameter.
 
-    `good` are the other arguments, those that a call may change as functions that make them; `named` is a pattern of
-    what the error may call the parameter.
+    `good` are the other arguments; arguments that a call may change are functions that create them. `named` is a
+    pattern for the parameter's name in the error.
     """
 
     function: Callable[..., Any]
@@ -130,7 +130,7 @@ class Row(NamedTuple):
     named: str = ""
 
     def faults(self) -> list[str]:
-        """What is wrong with the errors."""
+        """Return the faults of the errors."""
         found = []
         for value in self.values:
             given = {name: item() if isinstance(item, Made) else item for name, item in self.good.items()}
@@ -146,7 +146,7 @@ class Row(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Makes an argument anew for each call."""
+    """Creates an argument for each call."""
 
     make: Callable[[], Any]
 
@@ -155,12 +155,12 @@ class Made(NamedTuple):
 
 
 def state_of(model: nn.Module) -> Any:
-    """The class of a module, and the very parameters that it holds, under their names."""
+    """Return the class of a module, and the identity of its parameters by name."""
     return type(model), [(name, id(param)) for name, param in model.named_parameters()], set(model.__dict__)
 
 
 def error_of(function: Callable[..., Any], **given: Any) -> BaseException | None:
-    """What a call raises."""
+    """Return the exception that a call raises."""
     try:
         function(**given)
     except Exception as error:
@@ -169,13 +169,13 @@ def error_of(function: Callable[..., Any], **given: Any) -> BaseException | None
 
 
 def fault_of(error: BaseException | None, named: str, value: Any) -> str:
-    """What is wrong with the error about an argument; "" if nothing is."""
+    """Return the fault of an error about an argument, or ""."""
     text = str(error)
     if error is not None and any(
         frame.name == "forward" and frame.filename == helpers.__file__
         for frame in traceback.extract_tb(error.__traceback__)
     ):
-        return ""  # forward runs, and raises what it raises in eager mode
+        return ""  # forward runs and raises as in eager mode
     if not isinstance(error, graphshard.GraphshardError):
         return f"raw {type(error).__name__}: {text[:200]}"
     if any(ord(char) < 32 and char != "\n" for char in text):
@@ -185,14 +185,14 @@ def fault_of(error: BaseException | None, named: str, value: Any) -> str:
     if isinstance(error, graphshard.CaptureError) and re.search(
         r"This line cannot be traced, or it fails for these inputs|[Ff]orward raises \w+\(", text
     ):
-        return ""  # it says where forward fails, and why
+        return ""  # it says where and why forward fails
     if not re.search(named, text):
         return f"no {named} in: {text[:300]}"
     return "" if any(part in text for part in parts_of(value)) else f"the value is not shown: {text[:300]}"
 
 
 def parts_of(value: Any) -> list[str]:
-    """How a message may show a value: its class, the beginning of its repr, or those of what it holds."""
+    """Return accepted descriptions of a value: its class, the start of its repr, or those of its contents."""
     kind = users_class(value).__name__
     found = [kind, getattr(value, "__name__", kind), shown(value)[:12].rstrip("'"), str(getattr(value, "name", kind))]
     if isinstance(value, str) and value:

@@ -1,4 +1,4 @@
-"""Every parameter of every public function, with malformed values: what `test_functions.py` calls."""
+"""Every parameter of every public function with malformed values, for `test_functions.py`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tests.helpers import Blocks
 
 INPUTS = (torch.zeros(3, 4),)
 MODEL = Made(lambda: Blocks(1))
-# A message about inputs may be of the call that they are for.
+# An error about inputs may be about the call that they are for.
 INPUT = r"\b(example_inputs|args|inputs?|dynamic_shapes)\b"
 KEYWORDS = r"\b(example_kwargs|kwargs|inputs?)\b"
-# A file that is not there, or another than it should be, is named by its path.
+# A missing or mismatched file is named by its path.
 FILE = r"\bpath\b|cannot be read|cannot (save|load)"
 NO_UNITS: tuple[Any, ...] = ("layers.*", 3, [3], ["nope"], [None], Hostile(), [Hostile()])
 
 
 @functools.wraps(graphshard.uncompiled)
 def uncompiled(*args: Any, **kwargs: Any) -> None:
-    """What it is given is looked at where the block begins."""
+    """Enter the block, where arguments are checked."""
     with graphshard.uncompiled(*args, **kwargs):
         pass
 
 
 def rows(folder: Path, mesh: DeviceMesh, compiled: nn.Module, file: Path) -> Iterator[Row]:
-    """All calls; `file` is an export for this mesh."""
+    """Yield all calls; `file` is an export for this mesh."""
     yield from _compile(mesh, folder)
     yield from _export(folder, compiled)
     yield from _load(mesh, compiled, file)

@@ -1,4 +1,4 @@
-"""Whatever the command `graphshard` is given: a line that names it, a status, and nothing that a terminal obeys."""
+"""For any arguments the command `graphshard` prints one line that names them, without control characters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Capture = pytest.CaptureFixture[str]
 MODEL = "tests.helpers:Tied"
 EXPLAIN = ("explain", MODEL, "--mesh", "2", "--batch", "3,4")
 PATHS = ("", "a\0b", LONG, "/nowhere/at/all", "/dev/zero", "/dev/null", ESCAPES, "FIFO", "SPARSE", "DIRECTORY")
-# By option, what it may not be, and what the error calls it.
+# Invalid values by option, and the name in the error.
 OPTIONS: dict[str, tuple[Sequence[str], str]] = {
     "--mesh": (("", "x", "0", "-1", "1,2,3", "a=", "=2", "a=2,a=2", "²", "9" * 30, "9" * 5000, ESCAPES, LONG), "mesh"),
     "--batch": (("", "x", "0", "3,", "3,-1", "²", "9" * 10, "9" * 5000, ESCAPES), "batch|inputs"),
@@ -67,8 +67,8 @@ SOURCES = {
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> dict[str, str]:
-    """What paths in the table stand for: what is no file, and a file that is too long to be read."""
+def paths(tmp_path: Path) -> dict[str, str]:
+    """Create the paths in the table: a FIFO, a file too long to read, and a directory."""
     os.mkfifo(tmp_path / "fifo")
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(200 << 30)
@@ -76,10 +76,10 @@ def place(tmp_path: Path) -> dict[str, str]:
 
 
 def fault_of(capsys: Capture, argv: Sequence[str], named: str) -> str:
-    """What is wrong with how a command fails; "" if nothing is."""
+    """Return the fault of a command's failure, or ""."""
     try:
         status = main(argv)
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:  # from argparse
         status = int(error.code or 0)
     except BaseException as error:
         return f"{argv}: raw {type(error).__name__}: {str(error)[:200]}"
@@ -93,15 +93,15 @@ def fault_of(capsys: Capture, argv: Sequence[str], named: str) -> str:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options_of_explain(capsys: Capture, place: dict[str, str], option: str) -> None:
-    """Argparse's own message is one, too."""
+def test_options_of_explain(capsys: Capture, paths: dict[str, str], option: str) -> None:
+    """Argparse's message is accepted, too."""
     values, named = OPTIONS[option]
-    faults = [fault_of(capsys, [*EXPLAIN, option, place.get(value, value)], named) for value in values]
+    faults = [fault_of(capsys, [*EXPLAIN, option, paths.get(value, value)], named) for value in values]
     assert not [fault for fault in faults if fault]
 
 
 def test_factories(capsys: Capture, tmp_path: Path) -> None:
-    """What there is none of, and files with a fault of each kind; the message is the fault's."""
+    """Missing factories, and files with each kind of error; the message shows the error."""
     for name, source in SOURCES.items():
         (tmp_path / f"{name}_model.py").write_text(source)
     files = [f"{tmp_path}/{name}_model.py:model" for name in SOURCES]
@@ -114,14 +114,14 @@ def test_factories(capsys: Capture, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "diff", "repro", "verify", "finish"])
-def test_paths(capsys: Capture, place: dict[str, str], command: str) -> None:
-    """With and without an ending that says what a file is."""
-    argv = [command, *([place["DIRECTORY"]] if command == "diff" else [])]
+def test_paths(capsys: Capture, paths: dict[str, str], command: str) -> None:
+    """With and without a file name suffix."""
+    argv = [command, *([paths["DIRECTORY"]] if command == "diff" else [])]
     faults = []
     for value in PATHS:
-        path = place.get(value, value)
+        path = paths.get(value, value)
         for ending in ("", ".txt", ".json", ".gshard"):
-            if ending and path in place.values():
+            if ending and path in paths.values():
                 linked = Path(f"{path}{ending}")
                 linked.symlink_to(path)
                 faults.append(fault_of(capsys, [*argv, str(linked)], ""))

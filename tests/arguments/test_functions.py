@@ -1,4 +1,4 @@
-"""Whatever a public function is given: one of graphshard's errors, which names the argument and shows the value."""
+"""For any argument a public function raises a graphshard error that names the argument and shows the value."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.helpers import Blocks
 from tests.ranks import reset_distributed
 
 ROOT = Path(__file__).parents[2]
-# What takes no argument, what only errors and results are made of, and what another row stands for.
+# Functions without arguments, classes of errors and results, and aliases of another row.
 WITHOUT_ROWS = {
     "unsharded_init()",
-    *("export(sign)", "load(trust)"),  # which tests/aot/test_signing.py has
+    *("export(sign)", "load(trust)"),  # covered by tests/aot/test_signing.py
     *(f"explain_grid({name})" for name in ("model", "example_inputs", "example_kwargs", "symbols", "every_block")),
 }
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Row]]]:
-    """Rows by function: of one rank, with real collectives."""
+    """Return rows by function, for one rank with real collectives."""
     folder = tmp_path_factory.mktemp("arguments")
     reset_distributed()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -69,7 +69,7 @@ FUNCTIONS = (
 )
 
 
-# Parameters that explain has not.
+# Parameters that explain lacks.
 OF_ITS_OWN = {
     "explain_grid": ("meshes", "hardware", "network", "settings", "show", "workers"),
     "what_if": ("changes", "ranks", "show"),
@@ -78,7 +78,7 @@ OF_ITS_OWN = {
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_malformed_values(table: dict[str, list[Row]], function: str) -> None:
-    """None is taken, none is an error of Python or torch, and the model is as before."""
+    """Every value is rejected with graphshard's errors, and the model does not change."""
     threads = torch.get_num_threads()
     faults = {f"{function}({row.parameter})": row.faults() for row in table[function]}
     assert not {name: found for name, found in faults.items() if found}
@@ -93,13 +93,13 @@ def test_every_function_and_parameter_has_a_row(table: dict[str, list[Row]]) -> 
         if inspect.isfunction(function):
             parameters = inspect.signature(function).parameters or {"": None}
             wanted = {f"{name}({parameter})" for parameter in parameters}
-            if name in OF_ITS_OWN:  # the others are those of explain, which a grid and answers make
+            if name in OF_ITS_OWN:  # the others equal explain's, and are made by a grid and answers
                 shown = inspect.signature(inspect.unwrap(function)).parameters
                 wanted = {f"{name}({p})" for p in shown} & known | {f"{name}({p})" for p in OF_ITS_OWN[name]}
             assert wanted - known <= WITHOUT_ROWS, name
 
 
-def test_as_many_calls_as_the_manual_says(table: dict[str, list[Row]]) -> None:
+def test_the_number_of_calls_equals_the_manual(table: dict[str, list[Row]]) -> None:
     calls = Counter({name: sum(len(row.values) for row in found) for name, found in table.items()})
     assert (
         f"| malformed arguments of public functions | {calls.total():,} |" in (ROOT / "docs/reliability.md").read_text()

@@ -1,4 +1,4 @@
-"""Modules under names with quotes, line breaks, NUL, HTML or 10,000 characters: what is made of them is safe."""
+"""Modules named with quotes, line breaks, NUL, HTML or 10,000 characters are handled safely."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ NAMES = {
 
 
 class Named(nn.Module):
-    """Two layers under a name, and one that is called on its own."""
+    """Two layers under a name, and one that is called directly."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        name = name.replace(".", "/")  # which no module may have
+        name = name.replace(".", "/")  # not allowed in names of modules
         self.blocks = nn.ModuleDict({name: nn.Linear(4, 4), f"{name}2": nn.Linear(4, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def files(folder: Path) -> list[Path]:
 def test_a_name_is_captured_and_dumped(
     name: str, fake_world: FakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything that is written is whole and says nothing but the name; a submodule is called under it, too."""
+    """All files are complete and contain the name only as text; a submodule is also called."""
     fake_world(2)
     dump = tmp_path / "inside" / "dump"
     try:
@@ -75,7 +75,7 @@ def test_a_name_is_captured_and_dumped(
     for path in written:
         assert re.fullmatch(r"[\w.~-]+", path.name), path
         assert path.parent.name.isprintable()
-        if path.suffix == ".pt2":  # a zip of torch's
+        if path.suffix == ".pt2":  # torch's zip format
             continue
         text = path.read_bytes().decode()
         if path.suffix == ".py":

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: damaged ones do not hide others, forged indices change nothing, old ones go last."""
+"""Checkpoints in one process: damaged ones do not hide others, forged indices have no effect, rotation is safe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ranks import reset_distributed
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[torch.nn.Module]:
-    """Compiled on one rank with real collectives."""
+    """Compile a model on one rank with real collectives."""
     reset_distributed()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield graphshard.compile(Blocks(1), init_device_mesh("cpu", (1,)), backend="eager")
@@ -82,7 +82,7 @@ RAW = {
 def test_a_damaged_checkpoint_does_not_hide_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    """Though it would be the newest; the log says why it is left out."""
+    """Although it would be the newest; the log has the reason."""
     good, bad = checkpoint(tmp_path, "good"), checkpoint(tmp_path, "newest")
     file = bad / "manifest.json"
     if damage in RAW:
@@ -95,8 +95,8 @@ def test_a_damaged_checkpoint_does_not_hide_the_others(
     assert len(caplog.text) < 2000
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
-    """A manifest or data that is a FIFO, a device or a directory, and a directory that cannot be read."""
+def test_rejects_special_files(tmp_path: Path) -> None:
+    """A manifest or data that is a FIFO, a device or a directory, and an unreadable directory."""
     import os
 
     good = checkpoint(tmp_path, "good")
@@ -145,14 +145,14 @@ FORGED = {
 
 
 def classes() -> list[Any]:
-    """What the process's classes are made of."""
+    """Return the contents of classes that a forged index could change."""
     kinds = [getattr(metadata, name) for name in metadata.__all__]
     members = [(member.name, member.value, member._value_) for member in metadata._MEM_FORMAT_ENCODING]
     return [dict(vars(kind)) for kind in kinds] + [members, torch.serialization._get_layout.__defaults__]
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_refused_index_changes_nothing_of_the_process(tmp_path: Path, name: str) -> None:
+def test_a_rejected_index_does_not_change_the_process(tmp_path: Path, name: str) -> None:
     before = classes()
     (tmp_path / INDEX).write_bytes(FORGED[name])
     with pytest.raises(CheckpointError, match=r"\.metadata"):
@@ -164,7 +164,7 @@ def test_a_refused_index_changes_nothing_of_the_process(tmp_path: Path, name: st
 def test_members_that_are_pickled_by_name(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Python 3.11.2 does it, and no longer 3.11.7."""
+    """As in Python 3.11.2, unlike 3.11.7."""
     encoding = metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     graphshard.save_checkpoint(tmp_path / "good", model)
@@ -172,7 +172,7 @@ def test_members_that_are_pickled_by_name(
     graphshard.load_checkpoint(tmp_path / "good", model)
 
 
-def test_an_index_that_points_outside_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_rejects_an_index_that_points_outside(model: torch.nn.Module, tmp_path: Path) -> None:
     graphshard.save_checkpoint(tmp_path / "good", model)
     index = SafeReader(tmp_path / "good").index
     assert index.storage_data
@@ -192,7 +192,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_newest_stay(model: torch.nn.Module, tmp_path: Path) -> None:
-    """As they were saved, not as they are called; what is damaged, or something else, is left alone."""
+    """By time, not by name; damaged checkpoints and other files are kept."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").write_text("text")
     damaged = checkpoint(tmp_path, "damaged")
@@ -230,10 +230,10 @@ def test_a_failed_save_removes_nothing(
         graphshard.load_checkpoint(tmp_path / name, model)
 
 
-def test_an_old_one_that_cannot_be_removed_is_no_error(
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The new one is whole, and that is what was asked for."""
+    """The new checkpoint is complete."""
     graphshard.save_checkpoint(tmp_path / "a", model)
     rename = Path.rename
 

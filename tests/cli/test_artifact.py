@@ -37,7 +37,7 @@ def mesh(fake_world: FakeWorld) -> DeviceMesh:
 
 @pytest.fixture
 def unfinished(tmp_path: Path) -> Path:
-    """Exported for Inductor, without code."""
+    """Export for Inductor, without code."""
     inputs = (torch.zeros(2, 8),)
     return graphshard.export(
         Small(), (2,), tmp_path / "small.gshard", example_inputs=inputs, compile_regions=False, device="cpu"
@@ -84,7 +84,7 @@ def test_show_graph(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[gather layers.0 in forward]" in text
 
 
-def test_graph_is_of_exported_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_requires_an_exported_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tmp_path), "--graph"]) == 2
     assert "--graph is for files of graphshard.export, which end in .gshard" in capsys.readouterr().err
 
@@ -103,7 +103,7 @@ def test_verify(net_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "graphshard show: " in capsys.readouterr().err
 
 
-def test_verify_finds_what_has_right_checksums_and_is_wrong(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_faults_under_correct_checksums(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def other_region(facts: dict[str, Any], members: dict[str, bytes]) -> None:
         name = f"regions/{next(iter(facts['regions']))}.json"
         members[name] = members[name].replace(b'"text": "', b'"text": " ')
@@ -121,7 +121,9 @@ def test_verify_finds_what_has_right_checksums_and_is_wrong(net_file: Path, caps
     assert "a backward cannot be read" in printed(capsys, "verify", rewritten(net_file, no_operator), status=1)
 
 
-def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finish_compiles_missing_regions(
+    unfinished: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "to be compiled on the target, by `graphshard finish`" in printed(capsys, "show", unfinished)
     before = read_artifact(unfinished)
     assert not before.native
@@ -144,7 +146,7 @@ def test_finish_compiles_what_is_left(unfinished: Path, mesh: DeviceMesh, capsys
     assert error.field == "threads"
 
 
-def test_interrupted_finish_leaves_the_file_as_it_was(unfinished: Path) -> None:
+def test_interrupted_finish_keeps_the_file(unfinished: Path) -> None:
     before = unfinished.read_bytes()
     with (
         mock.patch("graphshard.lower.inductor.package", side_effect=KeyboardInterrupt),
@@ -166,7 +168,9 @@ def test_unfinished_regions_are_compiled_when_they_are_loaded(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_for_gpus_on_a_machine_without_one(
+    tmp_path: Path, mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("cffi")
     path = tmp_path / "blocks.gshard"
     given = {"example_inputs": (torch.zeros(2, 4),), "device": "cuda"}
@@ -186,15 +190,15 @@ def test_for_gpus_on_a_machine_without(tmp_path: Path, mesh: DeviceMesh, capsys:
 
 @pytest.fixture
 def for_gpus(tmp_path: Path) -> Path:
-    """For any GPU, without code."""
+    """Export for any GPU, without code."""
     pytest.importorskip("cffi")
     inputs = (torch.zeros(2, 4),)
     return graphshard.export(Blocks(1), (2,), tmp_path / "blocks.gshard", example_inputs=inputs, device="cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_finish_where_a_gpu_is(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is left becomes cubins for the kind of GPU that is there, as `export` writes them."""
+def test_finish_with_a_gpu(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing code becomes cubins for the local kind of GPU, as in `export`."""
     pytest.importorskip("triton")
     left = read_artifact(for_gpus).later
     with stand_in((9, 0)):
@@ -221,7 +225,7 @@ def test_finish_where_a_gpu_is(for_gpus: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_finish_where_a_gpu_of_another_kind_is(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finish_with_a_gpu_of_another_kind(for_gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = for_gpus.read_bytes()
     with stand_in((9, 0)), mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 6)):
         assert main(["finish", str(for_gpus)]) == 2
@@ -233,8 +237,8 @@ def test_finish_where_a_gpu_of_another_kind_is(for_gpus: Path, capsys: pytest.Ca
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize(("here", "codes"), [((9, 0), {("gpu", "9.0")}), ((8, 6), {("later",)})])
-def test_export_where_a_gpu_is(tmp_path: Path, here: tuple[int, int], codes: set[tuple[str, ...]]) -> None:
-    """For GPUs of other kinds than are known, regions are left to the load."""
+def test_export_with_a_gpu(tmp_path: Path, here: tuple[int, int], codes: set[tuple[str, ...]]) -> None:
+    """For unknown kinds of GPUs, regions are compiled at loading."""
     pytest.importorskip("cffi")
     pytest.importorskip("triton")
     given: dict[str, Any] = {"example_inputs": (torch.zeros(2, 4),), "device": "cuda"}

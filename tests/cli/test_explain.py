@@ -46,14 +46,14 @@ def failing():
 
 @pytest.fixture
 def factory(tmp_path):
-    """A file with factories."""
+    """Write a file with factories."""
     path = tmp_path / "small_factory.py"
     path.write_text(FACTORY)
     return path
 
 
 def test_command(factory, tmp_path, capsys):
-    """A single prediction with every file."""
+    """A single prediction with all output files."""
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "trace")}
     written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     options = ["--mesh", "8", "--batch", "2,8", "--param-dtype", "bfloat16", *written]
@@ -70,7 +70,7 @@ def test_command(factory, tmp_path, capsys):
 
 
 def test_command_with_a_grid(factory, capsys, monkeypatch):
-    """Several of each give a table; a module's name works as well as a file's."""
+    """Several values of each option give a table; a module's name works like a file's."""
     monkeypatch.chdir(factory.parent)
     options = ["--mesh", "8", "shard=64", "--batch", "2,8", "4,8", "--network", "isolated", "in-training"]
     assert main(["explain", "small_factory:Small", *options]) == 0
@@ -79,7 +79,7 @@ def test_command_with_a_grid(factory, capsys, monkeypatch):
 
 
 def test_flags_are_options(factory, tmp_path, capsys):
-    """What the flags choose is what the program shows: policies, units, what is saved, dynamic sizes."""
+    """Flags show in the program: policies, units, saved values, dynamic sizes."""
     seen = []
     real = Study.explain
 
@@ -102,8 +102,8 @@ def test_flags_are_options(factory, tmp_path, capsys):
     assert "activation=0.5 is about the units of Small, and none were found" in capsys.readouterr().err
 
 
-def test_how_a_model_is_trained(factory, tmp_path, capsys):
-    """Microbatches, clipping, the optimizer, tokens and price are those of the prediction."""
+def test_training_options(factory, tmp_path, capsys):
+    """Microbatches, clipping, optimizer, tokens and price are in the prediction."""
     flags = ["--accumulate", "4", "--foreach", "--clip-norm", "1", "--tokens", "1e9", "--price", "2.5"]
     json_file = str(tmp_path / "x.json")
     assert main(["explain", f"{factory}:Small", "--mesh", "8", "--batch", "2,8", "--json", json_file, *flags]) == 0
@@ -114,7 +114,7 @@ def test_how_a_model_is_trained(factory, tmp_path, capsys):
 
 
 def test_what_if(factory, tmp_path, capsys):
-    """Tables on stdout, progress on stderr, the page and the timeline beside it."""
+    """Tables on stdout, progress on stderr, the page, and the timeline next to it."""
     files = ["--html", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")]
     options = [
         "--mesh",
@@ -144,7 +144,7 @@ def test_what_if(factory, tmp_path, capsys):
 
 
 def test_a_program_for_gpus(factory, tmp_path, capsys, monkeypatch):
-    """Times of a GPU's regions are known by the keys of that program, which is captured where there is no GPU."""
+    """Regions of a GPU program are captured without a GPU, so that measured times match by key."""
     pytest.importorskip("cffi")
     options = ["explain", f"{factory}:Small", "--mesh", "8", "--batch", "2,8"]
     files = {name: tmp_path / f"{name}.json" for name in ("estimated", "times", "measured")}
@@ -174,7 +174,7 @@ def test_activation(text, value):
 
 
 def test_command_with_two_axes(factory, tmp_path):
-    """Without names they replicate and shard; names are the user's."""
+    """Unnamed axes replicate and shard; names are the user's."""
     options = ["--mesh", "2,4", "dp=2,fsdp=4", "--batch", "2,8"]
     assert main(["explain", f"{factory}:Small", *options, "--json", str(tmp_path / "x.json")]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())
@@ -241,7 +241,7 @@ def test_command_with_two_axes(factory, tmp_path):
     ],
 )
 def test_wrong_commands(factory, capsys, arguments, message):
-    """One line on stderr, after those of phases, and exit status 2."""
+    """One line on stderr, after the lines of phases, and exit status 2."""
     arguments = [a.replace("FILE", str(factory)) for a in arguments]
     assert main(["explain", *arguments]) == 2
     *phases, error = capsys.readouterr().err.splitlines()
@@ -268,7 +268,7 @@ def tp(model, mesh):
 
 
 def test_meshes_with_a_tensor_axis(tmp_path, capsys):
-    """The function that makes the model for a mesh, microbatches, and the best of several."""
+    """With the function that builds the model for a mesh, microbatches, and a ranking."""
     file = tmp_path / "parallel.py"
     file.write_text(PARALLEL)
     options = ["explain", f"{file}:Two", "--parallelize", f"{file}:tp", "--batch", "1,8", "--global-batch", "8"]

@@ -1,4 +1,4 @@
-"""The command `graphshard`: what it prints, and how it says what is wrong."""
+"""The command `graphshard`: its output and its errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fails(capsys: Capture, *argv: str) -> str:
-    """The one line a command fails with."""
+    """Return the one line that a command fails with."""
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -42,8 +42,8 @@ def fails(capsys: Capture, *argv: str) -> str:
     return err
 
 
-def refused(capsys: Capture, *argv: str) -> str:
-    """What is said of arguments that are wrong."""
+def usage_error(capsys: Capture, *argv: str) -> str:
+    """Return the output for wrong arguments."""
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     return capsys.readouterr().err
@@ -53,7 +53,7 @@ def refused(capsys: Capture, *argv: str) -> str:
 
 
 def test_show_a_stage(dump: Path, capsys: Capture):
-    """The text as it is, or made again from the JSON; folded, or whole."""
+    """The original text, or text rebuilt from JSON; folded or in full."""
     program = program_from_json((dump / "09-bucket.json").read_text())
     text = print_program(program)
     assert "... layers" in fold(text)
@@ -110,7 +110,7 @@ def test_show_lists_dumps_newest_first(tmp_path: Path, capsys: Capture):
     assert "line 1" not in out
 
 
-def test_show_of_a_dump_that_has_just_begun(tmp_path: Path, capsys: Capture):
+def test_show_of_a_dump_that_has_just_started(tmp_path: Path, capsys: Capture):
     (tmp_path / "summary.json").write_text('{"pid": 3}')
     assert main(["show", str(tmp_path)]) == 0
 
@@ -130,7 +130,7 @@ def test_diff(dump: Path, capsys: Capture):
     assert "\x1b" not in out
 
 
-def test_diff_of_text_and_json_of_a_stage_is_none(dump: Path):
+def test_diff_of_text_and_json_of_a_stage_is_empty(dump: Path):
     assert main(["diff", str(dump / "09-bucket.txt"), str(dump / "09-bucket.json")]) == 0
     assert main(["diff", str(dump / "09-bucket.txt"), str(dump / "09-bucket.json"), "--full"]) == 0
 
@@ -155,7 +155,7 @@ def test_diff_is_in_colour_on_a_terminal(dump: Path, capsys: Capture, monkeypatc
     assert main(["diff", str(dump / "00"), str(dump / "01")]) == 1
     out = capsys.readouterr().out
     assert "\x1b[32m+* %" in out
-    assert "[2, 4]" in out  # brackets are no markup
+    assert "[2, 4]" in out  # brackets are not interpreted as markup
 
 
 @pytest.mark.parametrize("argv", [["a"], ["a", "b", "--previous"]])
@@ -163,7 +163,7 @@ def test_diff_takes_two_stages(argv: list[str], capsys: Capture):
     assert fails(capsys, "diff", *argv) == "graphshard diff: give two stages, or one and --previous\n"
 
 
-# What can be wrong.
+# Errors.
 
 
 def test_no_such_file(dump: Path, capsys: Capture):
@@ -184,7 +184,7 @@ def test_a_file_of_another_kind(tmp_path: Path, capsys: Capture, command: str):
     assert message.endswith(f"{path} is not a stage: give a file NN-name.txt or NN-name.json of a dump\n")
 
 
-def test_a_text_that_is_none(tmp_path: Path, capsys: Capture):
+def test_rejects_a_file_other_than_a_text(tmp_path: Path, capsys: Capture):
     (tmp_path / "09-bucket.txt").write_bytes(b"\xff\xfe\x00")
     assert fails(capsys, "show", str(tmp_path / "09")).endswith("09-bucket.txt is not text\n")
 
@@ -197,7 +197,7 @@ def test_a_truncated_json(dump: Path, tmp_path: Path, capsys: Capture, command: 
     assert message.startswith(f"graphshard {command}: {path}: not JSON, cut off perhaps: ")
 
 
-def test_a_directory_in_the_place_of_a_stage(dump: Path, capsys: Capture):
+def test_a_directory_instead_of_a_stage(dump: Path, capsys: Capture):
     message = fails(capsys, "repro", str(dump))
     assert f"{dump} is a directory: give one of its stages, such as {dump / '00-capture.txt'}" in message
 
@@ -209,13 +209,13 @@ def test_a_directory_without_a_dump(tmp_path: Path, capsys: Capture):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"stages": [3]}', '{"stages": [{"name": "capture"}]}'])
-def test_a_summary_that_is_none(tmp_path: Path, capsys: Capture, text: str):
+def test_rejects_an_invalid_summary(tmp_path: Path, capsys: Capture, text: str):
     (tmp_path / "summary.json").write_text(text)
     assert "summary.json is not the summary of a dump" in fails(capsys, "show", str(tmp_path))
 
 
 def test_an_unknown_command(capsys: Capture):
-    assert "invalid choice: 'shwo' (choose from" in refused(capsys, "shwo")
+    assert "invalid choice: 'shwo' (choose from" in usage_error(capsys, "shwo")
 
 
 @pytest.mark.parametrize(
@@ -233,25 +233,25 @@ def test_an_unknown_command(capsys: Capture):
         (["finish", "a.gshard", "--thread"], "argument --threads: expected one argument"),
     ],
 )
-def test_what_was_meant(capsys: Capture, argv: list[str], message: str):
-    """Of a subcommand, an option, a value; the start of an option is that option."""
-    assert message in refused(capsys, *argv)
+def test_suggests_the_closest_name(capsys: Capture, argv: list[str], message: str):
+    """For a subcommand, an option or a value; a prefix of an option counts as the option."""
+    assert message in usage_error(capsys, *argv)
 
 
-def test_nothing_like_it_was_meant(capsys: Capture):
+def test_suggests_nothing_for_unrelated_names(capsys: Capture):
     for argv in (["quux"], ["show", "dump", "--quux"], ["show", "dump", "--", "--fulll"]):
-        assert "did you mean" not in refused(capsys, *argv)
+        assert "did you mean" not in usage_error(capsys, *argv)
 
 
-def test_choices_are_those_of_the_functions():
-    """Which the command does not import, as that takes torch."""
+def test_choices_match_the_functions():
+    """The command does not import them, because this would import torch."""
     assert get_args(Backend) == BACKENDS
     assert PIPELINE_SCHEDULES == SCHEDULES
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["--version"], ["explain", "--help"], ["shwo"]])
-def test_what_needs_no_torch_does_not_import_it(argv: list[str]):
-    """It takes seconds; `--version` names that which is installed."""
+def test_commands_without_torch_do_not_import_it(argv: list[str]):
+    """It takes seconds; `--version` names the installed version."""
     code = (
         "import atexit, runpy, sys\n"
         "atexit.register(lambda: print('torch' in sys.modules, 'rich' in sys.modules))\n"

@@ -1,7 +1,7 @@
-"""Every field of what a file holds comes back, whatever fields there are.
+"""Every field of stored classes survives a round trip.
 
-Values are made from the types of fields, none of them a default: a field that a file loses comes back as its default. A
-field that is added to one of these classes is tested without a change here; one of a type that no file can hold fails.
+Values are generated from the types of fields, without defaults: a lost field would come back as its default. A new
+field of one of these classes is tested automatically; a type that cannot be stored fails.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from graphshard.torch_compat.symbolic_sizes import new_size
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from tests.helpers import Blocks, captured, through
 
-# Fields that are blank when they come back: times, objects of another process, and the texts of earlier stages, which
-# have files of their own.
+# Fields that are blank after loading: times, objects of another process, and texts of earlier stages, which have
+# separate files.
 BLANK = {
     (Program, "lowering_seconds"): 0.0,
     (Program, "trace"): None,
     (Stage, "seconds"): 0.0,
     (Stage, "text"): "",
 }
-# Types whose fields are not those of a file: they are stored as a whole.
+# Types that are stored as a whole, not by field.
 WHOLE = (torch.Tensor, torch.SymInt, GraphModule, pytree.TreeSpec, Profile, Phase)
 NAMES = iter(f"x{index}" for index in range(10**6))
 
 
 @cache
 def dynamic_program() -> Program:
-    """Partitioned, with a size that is not fixed."""
+    """Build a partitioned program with a dynamic size."""
     batch = ({0: Dim("batch", min=2, max=64)},)
     return through(captured(Blocks(2), (torch.ones(3, 4),), dynamic_shapes=batch), "reorder")
 
 
 def sample(kind: Any) -> Any:
-    """A value of a type that is no field's default."""
+    """Return a value of a type that is not the default of a field."""
     origin, args = get_origin(kind), get_args(kind)
     if kind == Planner:
         return sample(PlanByCost)
@@ -93,13 +93,13 @@ def sample(kind: Any) -> Any:
 
 
 def filled(kind: type) -> Any:
-    """An instance of a dataclass without a default in it."""
+    """Build an instance of a dataclass without defaults."""
     hints = get_type_hints(kind)
     return kind(**{each.name: other(kind, each, hints[each.name]) for each in fields(kind)})
 
 
 def other(kind: type, each: Field[Any], hint: Any) -> Any:
-    """A value that is not the default of a field."""
+    """Return a value that is not the default of a field."""
     if (kind, each.name) in SPECIAL:
         return SPECIAL[kind, each.name]()
     return not each.default if isinstance(each.default, bool) else sample(hint)
@@ -122,7 +122,7 @@ LEAVES: dict[Any, Callable[[], Any]] = {
     Phase: lambda: dynamic_program().phases["forward"],
 }
 SPECIAL: dict[tuple[type, str], Callable[[], Any]] = {
-    (Program, "phases"): lambda: dynamic_program().phases,  # their names mean something
+    (Program, "phases"): lambda: dynamic_program().phases,  # phase names have a meaning
     (Program, "sizes"): lambda: dynamic_program().sizes,
     (Mesh, "axes"): lambda: Mesh.of_shape({"outer": 2, "inner": 4}).with_regather(2).axes,
     (Signature, "inputs"): lambda: (leaf_key(torch.ones(2, 3)), leaf_key(3), leaf_key(None)),
@@ -132,7 +132,7 @@ SPECIAL: dict[tuple[type, str], Callable[[], Any]] = {
 
 
 def comparable(value: Any) -> Any:
-    """The value with what is no data replaced by what a file says of it."""
+    """Replace objects other than data by their stored form."""
     if isinstance(value, GraphModule):
         return encode_graph(value.graph, {symbol: f"n{i}" for i, symbol in enumerate(size_inputs(value.graph))})
     if isinstance(value, torch.Tensor):
@@ -148,12 +148,12 @@ def comparable(value: Any) -> Any:
 
 
 def stored(value: Any) -> Any:
-    """What a file makes of plain data."""
+    """Write and read plain data."""
     return json.loads(to_json(value))
 
 
 def has_no_default(kind: type) -> None:
-    """Assert that the values made of a class would show a field that is lost."""
+    """Check that values made for a class reveal a lost field."""
     value = filled(kind)
     for each in fields(kind):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -165,25 +165,25 @@ def has_no_default(kind: type) -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Program, Program]:
-    """A program without a default, and what a stage's file makes of it."""
+    """Build a program without defaults, and its copy from a stage's file."""
     program = filled(Program)
     return program, program_from_json(program_to_json(program))
 
 
-def test_the_program_shows_what_is_lost() -> None:
+def test_the_program_has_no_defaults() -> None:
     has_no_default(Program)
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(Program)])
 def test_every_field_of_a_program(pair: tuple[Program, Program], name: str) -> None:
     given, found = (getattr(program, name) for program in pair)
-    if name == "regions":  # have files of their own
+    if name == "regions":  # stored in separate files
         given, found = list(given), list(found)
     assert comparable(found) == comparable(BLANK.get((Program, name), given))
 
 
 def test_equal_programs_are_equal_files(pair: tuple[Program, Program]) -> None:
-    """Sets have no order, and times are not those of the other run."""
+    """Sets are unordered, and times differ between runs."""
     given, found = pair
     assert program_to_json(given) == program_to_json(found)
     names = [f"p{index}" for index in range(50)]
@@ -192,7 +192,7 @@ def test_equal_programs_are_equal_files(pair: tuple[Program, Program]) -> None:
 
 
 def test_lowered_programs_keep_every_field() -> None:
-    """What was compiled, for the executors that are made again."""
+    """Compiled regions, for the executors that are rebuilt."""
     model = Blocks(2)
     program = through(captured(model, (torch.ones(3, 4),)), "reorder")
     compiled = {}
@@ -243,18 +243,18 @@ def test_every_field_of_a_region() -> None:
     assert stored(encode_region(found)) == data
 
 
-def test_every_field_of_where_another_backward_begins() -> None:
+def test_every_field_of_another_backwards_start() -> None:
     program, pipeline = dynamic_program(), Pipeline()
     given = filled(Partitioned)
     found = decode_partitioned(stored(encode_partitioned(given, program)), program, pipeline, torch.device("cpu"))
     assert comparable(found) == comparable(given)
 
 
-# --- what else files hold -----------------------------------------------------------------------------------
+# --- other contents of files ---------------------------------------------------------------------------------
 
 
 def parts(kind: Any, seen: dict[type, None]) -> Iterator[type]:
-    """The dataclasses among the types of the fields of a class, and of theirs, with the class."""
+    """Yield the dataclasses in the types of a class's fields, recursively, with the class."""
     if is_dataclass(kind) and kind not in seen and not issubclass(kind, WHOLE):
         seen[kind] = None
         yield kind
@@ -270,8 +270,8 @@ CLASSES = [kind for root in ROOTS for kind in parts(root, {})]
 ALONE = [kind for kind in dict.fromkeys(CLASSES) if kind not in (Program, Partitioned, Region)]
 
 
-def test_what_files_hold_is_found() -> None:
-    """Of a few classes it is known that they are among them."""
+def test_stored_classes_are_found() -> None:
+    """A few classes are known to be among them."""
     known = {ParamTable, ParamSpec, Plan, Bucket, Event, Prediction, Stage, Size, UnitMemory, Costs, Constraints}
     assert known <= set(ALONE)
 
@@ -290,7 +290,7 @@ def test_every_field_of_every_class(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", PASSES.values(), ids=lambda kind: kind.__name__)
 def test_every_option_of_every_pass(kind: type) -> None:
-    """With the class that it is; defaults come back, too."""
+    """With its class; defaults survive, too."""
     steps = [filled(kind)]
     if all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(kind)):
         steps.append(kind())
@@ -301,27 +301,27 @@ def test_every_option_of_every_pass(kind: type) -> None:
 
 @dataclass(frozen=True)
 class Extended(ParamSpec):
-    """A class with one more field, of types that files know."""
+    """A class with an additional field of a storable type."""
 
     since: Mapping[str, tuple[torch.dtype | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Locked:
-    """A class with a field that no file can hold."""
+    """A class with a field that cannot be stored."""
 
     name: str
     lock: Any
     guard: threading.Event | None = None
 
 
-def test_a_field_that_is_added_is_stored() -> None:
+def test_a_new_field_is_stored() -> None:
     row = filled(Extended)
     assert read(stored(write(row)), Extended) == row
 
 
-def test_a_field_that_no_file_can_hold_is_an_error() -> None:
-    """It is written, so that a dump never fails, and not read."""
+def test_a_field_that_cannot_be_stored_is_an_error() -> None:
+    """It is written, so that dumps never fail, but not read."""
     data = stored(write(Locked("x", None, threading.Event())))
     assert data == {"name": "x", "lock": None, "guard": {"unsupported": "Event"}}
     with pytest.raises(Exception, match="Event"):

@@ -1,4 +1,4 @@
-"""Programs as JSON: nothing a pass looks at is lost, and a file can do nothing but be read."""
+"""Programs as JSON: everything that passes read is kept, and reading a file has no side effects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STAGES = ("capture", *(step.name for step in Pipeline()))
 
 
 class Noisy(nn.Module):
-    """Dropout, and a batch norm whose statistics the step changes."""
+    """Dropout, and a batch norm whose statistics change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Saved:
 
 @pytest.fixture(scope="module", params=PROGRAMS)
 def saved(request: pytest.FixtureRequest) -> list[Saved]:
-    """Every stage of a program."""
+    """Return every stage of a program."""
     return stages_of(PROGRAMS[request.param]())
 
 
@@ -89,7 +89,7 @@ def blocks() -> list[Saved]:
 
 @pytest.fixture
 def loaded(blocks: list[Saved]) -> Program:
-    """A program that a test may change."""
+    """Load a program that a test may change."""
     return program_from_json(blocks[0].json)
 
 
@@ -106,7 +106,7 @@ def stages_of(program: Program) -> list[Saved]:
 
 
 def edited(text: str, *path: Any, value: Any) -> str:
-    """The JSON with another value at a path; `del` takes it out."""
+    """Return the JSON with another value at a path; `del` removes it."""
     data = json.loads(text)
     at = data
     for key in path[:-1]:
@@ -122,12 +122,12 @@ del_ = object()
 
 
 def first(text: str, op: str = "call_function", phase: str = "joint") -> int:
-    """Index of the first node of a kind."""
+    """Return the index of the first node of a kind."""
     return next(i for i, node in enumerate(json.loads(text)["phases"][phase]["nodes"]) if node["op"] == op)
 
 
-def test_every_stage_comes_back(saved: list[Saved]):
-    """Text and JSON are the same, and the rules hold that held before."""
+def test_every_stage_survives_a_round_trip(saved: list[Saved]):
+    """Text and JSON are equal, and the same rules hold."""
     for stage in saved:
         program = program_from_json(stage.json)
         assert print_program(program) == stage.text, stage.stage
@@ -137,8 +137,8 @@ def test_every_stage_comes_back(saved: list[Saved]):
 
 
 @pytest.mark.parametrize("start", range(len(STAGES) - 1), ids=STAGES[:-1])
-def test_passes_do_the_same_to_a_reloaded_program(saved: list[Saved], start: int):
-    """From any stage on: partitioner, planner and passes find everything they look at."""
+def test_passes_have_the_same_effect_on_a_reloaded_program(saved: list[Saved], start: int):
+    """From any stage on, partitioner, planner and passes find all their inputs."""
     program = program_from_json(saved[start].json)
     for step, expected in zip(Pipeline().passes[start:], saved[start + 1 :], strict=True):
         run_pass(step, program, Observer("off"))
@@ -146,7 +146,7 @@ def test_passes_do_the_same_to_a_reloaded_program(saved: list[Saved], start: int
         assert plan_of(program_to_json(program)) == plan_of(expected.json)
 
 
-def test_what_stands_beside_the_graphs_comes_back():
+def test_everything_except_graphs_survives_a_round_trip():
     program = captured(Noisy(), (torch.randn(2, 4),))
     program.reason, program.capture = 'x: "f32[2, 4]"\n', 3
     program.established.add("reduced_once")
@@ -157,8 +157,8 @@ def test_what_stands_beside_the_graphs_comes_back():
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of_shape({"dp": 2, "fsdp": 4}), Mesh.of_shape(4).with_regather(2)], ids=str)
-def test_every_axis_of_the_mesh_comes_back(mesh: Mesh):
-    """Behind every pass the rules hold, which know the axes that something may be communicated over."""
+def test_every_mesh_axis_survives_a_round_trip(mesh: Mesh):
+    """After every pass the rules hold, which check axes of communication."""
     program = replace(captured(Blocks(2), (torch.randn(2, 4),), world_size=4), mesh=mesh)
     for step in with_regather(Pipeline()) if mesh.regather else Pipeline():
         run_pass(step, program, Observer("off"))
@@ -180,21 +180,21 @@ def test_every_axis_of_the_mesh_comes_back(mesh: Mesh):
         ([2], "not a stage that can be read"),
     ],
 )
-def test_meshes_that_are_none(blocks: list[Saved], axes: Any, message: str):
+def test_rejects_invalid_meshes(blocks: list[Saved], axes: Any, message: str):
     with pytest.raises(ArgumentError, match=re.escape(message)):
         program_from_json(edited(blocks[0].json, "mesh", "axes", value=axes))
 
 
 def test_nodes_keep_their_names(saved: list[Saved]):
-    """Values that are saved are called after nodes."""
+    """Saved values are named after nodes."""
     stage = saved[STAGES.index("partition")].json
     names = {name: [n["name"] for n in phase["nodes"]] for name, phase in json.loads(stage)["phases"].items()}
     phases = program_from_json(stage).phases
     assert names == {name: [n.name for n in phase.module.graph.nodes] for name, phase in phases.items()}
 
 
-def test_a_parameter_may_be_called_like_a_builtin(loaded: Program):
-    """Partition names inputs after parameters; a graph that makes up names avoids those of builtins."""
+def test_a_parameter_named_like_a_builtin(loaded: Program):
+    """Partition names inputs after parameters, while generated names avoid builtins."""
     node = loaded.phases["joint"].placeholders[0]
     node.name = node.target = "id"
     again = program_from_json(program_to_json(loaded))
@@ -230,20 +230,20 @@ def test_values_have_strides_and_a_device():
     ],
     ids=repr,
 )
-def test_arguments_come_back(loaded: Program, value: Any):
+def test_arguments_survive_a_round_trip(loaded: Program, value: Any):
     first_call(loaded).kwargs = {"extra": value}
     again = program_from_json(program_to_json(loaded))
     assert repr(first_call(again).kwargs["extra"]) == repr(value)
 
 
-def test_nan_is_no_json(loaded: Program):
+def test_nan_is_not_json(loaded: Program):
     first_call(loaded).kwargs = {"alpha": float("nan")}
     text = program_to_json(loaded)
     json.loads(text, parse_constant=pytest.fail)
     assert math.isnan(first_call(program_from_json(text)).kwargs["alpha"])
 
 
-def test_constants_come_back_without_values():
+def test_constants_are_stored_without_values():
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -269,7 +269,7 @@ def test_an_output_of_another_class_stays_text(loaded: Program, output: Any):
 
 
 def test_a_cuda_program_loads_without_cuda(blocks: list[Saved]):
-    """A dump of a GPU cluster is looked at on a laptop."""
+    """A laptop can read a GPU cluster's dump."""
     program = program_from_json(blocks[0].json.replace('"cpu"]', '"cuda:0"]').replace('"cpu"', '"cuda"'))
     for step in Pipeline():
         run_pass(step, program, Observer("each"))
@@ -277,20 +277,20 @@ def test_a_cuda_program_loads_without_cuda(blocks: list[Saved]):
 
 
 def test_a_dump_never_fails(loaded: Program):
-    """What cannot be stored is marked; reading names it."""
+    """Values that cannot be stored are marked; reading names them."""
     first_call(loaded).kwargs = {"extra": object()}
     first_call(loaded).meta["recompute"] = object()
     with pytest.raises(ArgumentError, match="a value of type object, which a file cannot hold"):
         program_from_json(program_to_json(loaded))
 
 
-def test_a_lowered_program_is_refused(blocks: list[Saved]):
+def test_rejects_a_lowered_program(blocks: list[Saved]):
     text = edited(blocks[0].json, "phases", "joint", "nodes", first(blocks[0].json), "op", value="call_module")
     with pytest.raises(ArgumentError, match="lowered, take a stage before"):
         program_from_json(text)
 
 
-# The pass that runs next.
+# The next pass.
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_lowered_program_is_refused(blocks: list[Saved]):
     ],
     ids=lambda step: step.name,
 )
-def test_the_next_pass_comes_back_with_its_options(loaded: Program, step: Pass):
+def test_the_next_pass_is_stored_with_its_options(loaded: Program, step: Pass):
     found = next_pass_of(program_to_json(loaded, next_pass=step))
     assert found is not None
     assert (found.step, found.name, found.problem) == (step, step.name, "")
@@ -328,7 +328,7 @@ def test_an_option_that_cannot_be_stored_is_named(loaded: Program):
     assert (found.step, found.problem) == (None, "its option planner is a function, which a file cannot hold")
 
 
-def test_no_pass_is_none(blocks: list[Saved]):
+def test_no_next_pass(blocks: list[Saved]):
     assert next_pass_of(blocks[-1].json) is None
     with pytest.raises(ArgumentError, match='"next" is no pass'):
         next_pass_of(edited(blocks[0].json, "next", value=3))
@@ -343,7 +343,7 @@ def test_options_of_another_version_are_a_problem_not_an_error(blocks: list[Save
     assert found.problem == "'x' is no field of Bucketing"
 
 
-# Files that are not what they should be.
+# Malformed files.
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_options_of_another_version_are_a_problem_not_an_error(blocks: list[Save
     ],
     ids=["empty", "deep", "list", "format", "bare"],
 )
-def test_files_that_are_no_stage(text: str, message: str):
+def test_rejects_files_other_than_stages(text: str, message: str):
     with pytest.raises(ArgumentError, match=message):
         program_from_json(text)
 
@@ -392,14 +392,14 @@ NODE = ("phases", "joint", "nodes")
         ("op", "get_attr", "is a get_attr"),
     ],
 )
-def test_what_a_node_may_not_be(blocks: list[Saved], field: str, value: Any, message: str):
+def test_rejects_invalid_nodes(blocks: list[Saved], field: str, value: Any, message: str):
     text = edited(blocks[0].json, *NODE, first(blocks[0].json), field, value=value)
     with pytest.raises(ArgumentError, match=message):
         program_from_json(text)
 
 
-def test_an_inputs_name_is_no_code(blocks: list[Saved]):
-    """torch.fx writes it into the signature of the source it generates."""
+def test_names_of_inputs_are_not_executed(blocks: list[Saved]):
+    """torch.fx writes it to the signature of the generated source."""
     text = edited(blocks[0].json, *NODE, 0, "target", value="x=print('run')")
     with pytest.raises(ArgumentError, match="no identifier"):
         program_from_json(text)
@@ -417,14 +417,14 @@ def test_an_inputs_name_is_no_code(blocks: list[Saved]):
     ids=["factory", "enum"],
 )
 def test_an_output_structure_imports_nothing(blocks: list[Saved], spec: dict[str, Any]):
-    """pytree imports the modules that some structures name."""
+    """pytree imports modules named by some structures."""
     assert "this" not in sys.modules
     text = edited(blocks[0].json, "out_spec", value=json.dumps([1, {**spec, "children_spec": []}]))
     assert program_from_json(text).out_spec.type is UnknownOutput
     assert "this" not in sys.modules
 
 
-def test_slots_and_values_are_as_many(blocks: list[Saved]):
+def test_rejects_different_numbers_of_slots_and_values(blocks: list[Saved]):
     text = edited(blocks[0].json, "phases", "joint", "inputs", 0, value=del_)
     with pytest.raises(ArgumentError, match="not one slot for each input and output"):
         program_from_json(text)
@@ -441,8 +441,8 @@ JSON_VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_no_corruption_raises_anything_else(blocks: list[Saved], data: st.DataObject):
-    """One value of the file is another, or missing: it is refused, or what is read can be printed."""
+def test_corruption_raises_only_argument_errors(blocks: list[Saved], data: st.DataObject):
+    """One value of the file is changed or missing: the file is rejected, or the program can be printed."""
     content = json.loads(data.draw(st.sampled_from([blocks[0], blocks[-1]])).json)
     at: Any = content
     while True:
@@ -465,7 +465,7 @@ def test_no_corruption_raises_anything_else(blocks: list[Saved], data: st.DataOb
 
 @settings(max_examples=50, deadline=None)
 @given(cut=st.floats(0, 1, exclude_max=True))
-def test_no_cut_raises_anything_else(blocks: list[Saved], cut: float):
+def test_truncation_raises_only_argument_errors(blocks: list[Saved], cut: float):
     text = blocks[-1].json.rstrip()
     with pytest.raises(ArgumentError):
         program_from_json(text[: int(cut * len(text))])

@@ -1,4 +1,4 @@
-"""The cost model: what operators do, what kernels and collectives take, and profiles as files."""
+"""Cost model: FLOPs and bytes of operators, times of kernels and collectives, and profile files."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ H100 = load_profile("h100")
 
 
 def work_in(fn, *inputs):
-    """The kernels of a function's graph."""
+    """Return the kernels of a function's graph."""
     graph = torch.fx.experimental.proxy_tensor.make_fx(fn, tracing_mode="fake")(*inputs).graph
     return work_of(list(graph.nodes))
 
 
 def flops_in(fn, *inputs):
-    """Our count and torch's."""
+    """Return graphshard's FLOP count and torch's."""
     graph = torch.fx.experimental.proxy_tensor.make_fx(fn, tracing_mode="fake")(*inputs).graph
     with FlopCounterMode(display=False) as counter:
         fn(*inputs)
     return sum(flop_of(graph.nodes).values()), counter.get_total_flops()
 
 
-# What operators do
+# FLOPs and bytes
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def flops_in(fn, *inputs):
         (lambda x, w: F.conv_transpose2d(x, w, stride=2), [(2, 6, 8, 8), (6, 4, 3, 3)]),
     ],
 )
-def test_flops_are_torchs(fn, shapes):
-    """Where torch counts right, so do we: a multiply-add is two."""
+def test_flops_match_torch(fn, shapes):
+    """Where torch counts correctly, both agree: a multiply-add is two."""
     ours, theirs = flops_in(fn, *(torch.randn(shape) for shape in shapes))
     assert ours == theirs > 0
 
 
 def test_flops_of_backward():
-    """A convolution's two gradients multiply twice as often as its forward."""
+    """A convolution's two gradients have twice the multiplications of its forward."""
     x, w = torch.randn(2, 6, 8, 8, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=True)
 
     def step(x, w):
@@ -73,12 +73,12 @@ def test_flops_of_backward():
     forward = 2 * 2 * 6 * 6 * w.numel()
     ours, theirs = flops_in(step, x, w)
     assert ours == 3 * forward
-    assert theirs > ours  # torch takes no notice of groups in the gradient of the weight
+    assert theirs > ours  # torch ignores groups in the gradient of the weight
 
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, 0.5)])
 def test_flops_of_attention(causal, share):
-    """Two multiplications per pair forward and five backward; causal attention skips half of the pairs."""
+    """Two multiplications per pair in forward and five in backward; causal attention skips half of the pairs."""
     q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 4, 24, 8, requires_grad=True)
     v = torch.randn(2, 4, 24, 8, requires_grad=True)
 
@@ -91,7 +91,7 @@ def test_flops_of_attention(causal, share):
 
 
 def test_pointwise_chain_is_one_kernel():
-    """A chain reads its inputs once and writes its result once, whatever lies between."""
+    """A chain reads its inputs once and writes its result once, whatever is in between."""
     x, y = torch.randn(64, 32), torch.randn(32)
     (work,) = work_in(lambda x, y: ((x * y).relu() + y).exp(), x, y)
     assert work.num_bytes == (64 * 32 + 32 + 64 * 32) * 4
@@ -100,7 +100,7 @@ def test_pointwise_chain_is_one_kernel():
 
 
 def test_operators_that_run_one_by_one():
-    """Each reads its inputs and writes its result, and takes a launch; a multiplication is what it was."""
+    """Each reads its inputs, writes its result, and takes a launch; matmuls cost the same."""
     x, y, w = torch.randn(64, 32), torch.randn(32), torch.randn(32, 32)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x, y, w: (((x * y).relu() + 1) @ w).exp().view(-1))(
         x, y, w
@@ -117,7 +117,7 @@ def test_operators_that_run_one_by_one():
 
 
 def test_dynamic_sizes_cost_nothing():
-    """Numbers that are computed from sizes are no kernels."""
+    """Numbers computed from sizes are not kernels."""
     static, dynamic = (
         captured(Blocks(2), (torch.zeros(6, 3, 4),), dynamic_shapes=shapes) for shapes in (None, ({0: Dim.AUTO},))
     )
@@ -128,12 +128,12 @@ def test_dynamic_sizes_cost_nothing():
 
 
 def test_multiplications_split_chains():
-    """What runs before a multiplication cannot be fused with what runs behind it."""
+    """Operators before a matmul cannot be fused with operators after it."""
     x, w = torch.randn(64, 32), torch.randn(32, 32)
     works = work_in(lambda x, w: (x.exp() @ w).relu() + x.sin().cos(), x, w)
     assert [work.kind for work in works] == ["pointwise", "matmul", "pointwise"]
     assert works[0].num_bytes == 2 * 64 * 32 * 4
-    # sin and cos do not have to wait, and run where their result is used.
+    # sin and cos are fused with the user of their result.
     assert works[2].num_bytes == 3 * 64 * 32 * 4
     assert works[2].operations == 4 * 64 * 32
     assert works[1] == Work(
@@ -141,8 +141,8 @@ def test_multiplications_split_chains():
     )
 
 
-def test_views_and_picks_cost_what_they_touch():
-    """An expanded input is read once; an embedding reads rows, not its table; a slice only what it shows."""
+def test_views_and_indexing_cost_their_elements():
+    """An expanded input is read once; an embedding reads rows, not its table; a slice only its elements."""
     table, index = torch.randn(1000, 16), torch.zeros(8, dtype=torch.long)
     (work,) = work_in(lambda table, index: F.embedding(index, table) * 2, table, index)
     assert work.num_bytes == 8 * 8 + 2 * 8 * 16 * 4
@@ -153,8 +153,8 @@ def test_views_and_picks_cost_what_they_touch():
     assert work.num_bytes == 2 * 10 * 16 * 4
 
 
-def test_what_is_made_like_a_tensor_reads_nothing_of_it():
-    """Zeros in the shape of a tensor are written, whatever that has in it."""
+def test_like_functions_read_nothing():
+    """Zeros in the shape of a tensor do not read the tensor."""
     x, y = torch.randn(64, 32), torch.randn(8)
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x, y: (torch.zeros_like(x), x.new_zeros(16), torch.full_like(y, 2.0), x.new_ones(4))
@@ -165,8 +165,8 @@ def test_what_is_made_like_a_tensor_reads_nothing_of_it():
     assert work.num_bytes == 64 * 32 * 4
 
 
-def test_a_view_whose_schema_does_not_say_so_is_no_kernel():
-    """Products of three dimensions end in one."""
+def test_an_undeclared_view_is_not_a_kernel():
+    """Matmuls of three dimensions end in one."""
     x, w = torch.randn(2, 32, 16), torch.randn(16, 16)
     graph = torch.fx.experimental.proxy_tensor.make_fx(
         lambda x, w: torch.ops.aten._unsafe_view(x.view(64, 16) @ w, (2, 32, 16)).transpose(0, 1)
@@ -177,11 +177,11 @@ def test_a_view_whose_schema_does_not_say_so_is_no_kernel():
         assert work.num_bytes == (2 * 64 * 16 + 16 * 16) * 4
 
 
-# What it takes
+# Times
 
 
 def test_kernel_is_a_roofline():
-    """Launch, and then the slower of computing and moving."""
+    """A launch, plus the slower of computing and moving."""
     costs = Costs(dataclasses.replace(H100, units=0))
     rate, launch = H100.rate("bfloat16"), H100.kernel_seconds
     large = Gemm(1, 8192, 8192, 8192)
@@ -192,19 +192,19 @@ def test_kernel_is_a_roofline():
     work = Work("matmul", thin.flop, 0, 8192**2 * 2, "bfloat16", (thin,))
     assert costs.kernel(work) == pytest.approx(launch + 8192**2 * 2 / H100.memory_bandwidth)
     assert costs.kernel(Work("pointwise", 0, 1, 8, "float32")) == pytest.approx(launch, rel=1e-5)
-    # A thread of a CPU does one after the other.
+    # A CPU thread computes and moves sequentially.
     here = Costs(dataclasses.replace(H100, units=0, device="cpu"))
     work = Work("matmul", large.flop, 0, 3 * 8192**2 * 2, "bfloat16", (large,))
     assert here.kernel(work) == pytest.approx(launch + computed + 3 * 8192**2 * 2 / H100.memory_bandwidth)
 
 
 def seconds_of(gemm, profile=H100):
-    """Seconds of one bfloat16 product."""
+    """Return the seconds of one bfloat16 matmul."""
     return Costs(profile).kernel(Work("matmul", gemm.flop, 0, 0, "bfloat16", (gemm,)))
 
 
 def test_products_measured_on_an_h100():
-    """111 products, limited as the largest one in short runs: 4 % root mean square, and no more than 17 % off.
+    """111 matmuls, limited like the largest one in short runs: 4 % root mean square error, at most 17 %.
 
     The table is OpenXLA's for sm_90, xla/service/gpu/model/matmul_interpolator_data.h; the constants were fitted to it.
     """
@@ -224,7 +224,7 @@ def test_products_measured_on_an_h100():
 
 @pytest.mark.parametrize(("name", "measured"), [("a100", 271e12), ("h100", 794e12), ("b200", 1745e12)])
 def test_largest_products(name, measured):
-    """The largest that was measured on each chip (stas00/ml-engineering, MAMF) is what power leaves and tiles allow."""
+    """The largest one measured on each chip (stas00/ml-engineering, MAMF) is limited by power and tiles."""
     profile = load_profile(name)
     rate = profile.rate("bfloat16")
     assert profile.sustained < measured / rate.peak < rate.matmul, "in training it is less"
@@ -236,7 +236,7 @@ def test_largest_products(name, measured):
 
 
 def test_small_multiplications_achieve_less():
-    """Tiles in waves, whatever a tile takes besides its products: one row too many takes another wave."""
+    """Waves of tiles, and overhead of a tile: one row too many adds a wave."""
 
     def speed(size: int, inner: int) -> float:
         gemm = Gemm(1, size, size, inner)
@@ -249,13 +249,13 @@ def test_small_multiplications_achieve_less():
     one = dataclasses.replace(H100, tiles=H100.tiles[:1], kernel_seconds=0.0, split=0, sustained=1.0)
     full, over = Gemm(1, 128 * 132, 256, 1024), Gemm(1, 128 * 132 + 1, 256, 1024)
     assert seconds_of(over, one) == pytest.approx(2 * seconds_of(full, one))
-    # Few tiles are cut along the inner dimension, so that all units have some.
+    # Few tiles are split along the inner dimension, so that all units are busy.
     few = Gemm(1, 512, 512, 8192)
     assert seconds_of(few) < 0.8 * seconds_of(few, dataclasses.replace(H100, split=0))
 
 
 def test_products_are_monotone():
-    """More rows, columns or a longer inner dimension are never faster, but for a longer one that can be cut in two."""
+    """More rows, columns or a longer inner dimension are never faster, except an inner dimension that can be split."""
     for rows, columns, inner in itertools.product((1, 100, 1000, 5000), repeat=3):
         seconds = seconds_of(Gemm(1, rows, columns, inner))
         assert seconds >= H100.kernel_seconds
@@ -272,7 +272,7 @@ def test_products_are_monotone():
     ],
 )
 def test_attention_of_an_h100(kernel, backward, tflops):
-    """FlashAttention-3's paper: heads of 128, causal, 8,192 long, 16,384 tokens, 2,048 wide; within 3 %."""
+    """FlashAttention-3's paper: head size 128, causal, length 8,192, 16,384 tokens, width 2,048; within 3 %."""
     flop = (10 if backward else 4) * 2 * 16 * 8192**2 * 128 / 2
     shape = Attention(kernel, backward, 128, 8192, True, flop)
     seconds = Costs(H100).kernel(Work("attention", flop, 0, 0, "bfloat16", (), shape))
@@ -284,7 +284,7 @@ def test_attention_of_an_h100(kernel, backward, tflops):
 
 
 def test_attention_has_a_kernel_and_a_direction():
-    """The CPU's stands for flash attention; the graph says which direction, mask and width."""
+    """The CPU's operator counts as flash attention; the graph gives direction, mask and head size."""
     q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
 
     def step(q, k, v):
@@ -297,16 +297,16 @@ def test_attention_has_a_kernel_and_a_direction():
     ]
 
 
-def test_the_host_is_a_floor():
-    """Small kernels are no faster than the host calls them, in eager mode slower than in compiled regions."""
+def test_host_time_is_a_lower_bound():
+    """Small kernels are not faster than the host launches them; eager mode is slower than compiled regions."""
     works = [Work("pointwise", 0, 1, 8, "float32")] * 10
     compiled, eager = (Costs(H100, fused=fused).kernels(works) for fused in (True, False))
     assert compiled == pytest.approx(10 * H100.kernel_seconds, rel=1e-5)
     assert eager == pytest.approx(10 * H100.host_seconds["eager"])
 
 
-def test_all_wait_for_the_slowest():
-    """A share more for every doubling of the nodes; one node waits for nobody."""
+def test_stragglers():
+    """An additional fraction for every doubling of the nodes; a single node waits for none."""
     works = [Work("pointwise", 0, 0, 10**9, "float32")]
     alone, node, many = (Costs(H100, mesh=Mesh.of_shape((n,))).kernels(works) for n in (1, 8, 1024))
     assert alone == node == Costs(H100).kernels(works)
@@ -314,7 +314,7 @@ def test_all_wait_for_the_slowest():
 
 
 def test_optimizers():
-    """Fused it reads and writes everything once; operator by operator 20 times the parameters for AdamW."""
+    """A fused one reads and writes everything once; separate operators move 20 times the parameters for AdamW."""
     costs = Costs(H100)
     assert costs.optimizer(10**9, 2) == pytest.approx(7e9 / H100.memory_bandwidth)
     assert costs.optimizer(10**9, 2, foreach=True) == pytest.approx(20e9 / H100.memory_bandwidth)
@@ -322,7 +322,7 @@ def test_optimizers():
 
 
 def test_collectives():
-    """Latency and bandwidth, inside and between nodes; one rank needs none."""
+    """Latency and bandwidth, within and between nodes; one rank needs none."""
     costs = Costs(H100)
     eight, many = Axis("shard", 8, "shard"), Axis("shard", 256, "shard")
     assert costs.collective("gather", 10**9, 1, Axis("shard", 1, "shard")) == 0
@@ -341,14 +341,14 @@ def test_collectives():
 
 
 def by(name, protocols, **changes):
-    """Costs of a profile with one protocol alone."""
+    """Return the costs of a profile with one protocol only."""
     profile = load_profile(name)
     (only,) = [protocol for protocol in profile.protocols if protocol.name == protocols]
     return Costs(dataclasses.replace(profile, protocols=(only,), **changes))
 
 
 def test_a_tree_takes_few_steps_between_nodes():
-    """Of an all-reduce: NCCL takes a tree for small ones on many nodes, and a ring for large ones on few."""
+    """NCCL uses a tree for small all-reduces on many nodes, and a ring for large ones on few."""
     few, many = Axis("shard", 16, "shard"), Axis("shard", 1024, "shard")
     costs = Costs(H100)
     tree = by("h100", "Tree LL").collective("all_reduce", 4, 1, many)
@@ -365,7 +365,7 @@ def test_a_tree_takes_few_steps_between_nodes():
 
 
 def test_the_switch_of_a_node_adds_and_multicasts():
-    """NVLS from Hopper on, in one NVLink domain: 470 GB/s of an all-reduce on 8 H100, without steps between ranks."""
+    """NVLS from Hopper on, in one NVLink domain: 470 GB/s for an all-reduce on 8 H100, without steps between ranks."""
     eight, sixteen = Axis("tp", 8, "tensor"), Axis("tp", 16, "tensor")
     seconds = Costs(H100).collective("all_reduce", 10**9, 1, eight)
     assert 2 * 7 / 8 * 1e9 / seconds == pytest.approx(470e9, rel=0.01)
@@ -379,7 +379,7 @@ def test_the_switch_of_a_node_adds_and_multicasts():
 
 
 def test_an_nvlink_domain_of_72():
-    """What 64 GPUs gather stays on NVLink there, and crosses the network on boards of 8."""
+    """A gather of 64 GPUs stays on NVLink there, and crosses the network on boards of 8."""
     axis = Axis("shard", 64, "shard")
     inside, beyond = (Costs(load_profile(name)) for name in ("gb200", "b200"))
     assert (inside.link(axis), beyond.link(axis)) == ("node", "network")
@@ -389,7 +389,7 @@ def test_an_nvlink_domain_of_72():
 
 
 def test_networks_by_cards_and_rails():
-    """Half as many cards, or switches that flows meet on, are half the bandwidth; a node does not notice."""
+    """Half the cards, or shared switches, halve the bandwidth between nodes, but not within a node."""
     axis, node = Axis("shard", 64, "shard"), Axis("shard", 8, "shard")
 
     def seconds(axis, kind="gather", **changes):
@@ -407,7 +407,7 @@ def test_networks_by_cards_and_rails():
 
 
 def test_the_host_posts_the_steps_of_a_ring_between_nodes():
-    """As NCCL counts it: also those in a node take that long then."""
+    """As NCCL counts it: steps within a node take that long, too."""
     axis, node = Axis("shard", 64, "shard"), Axis("shard", 8, "shard")
     costs = by("h100", "Ring LL")
     assert costs.collective("gather", 8, 1, axis) == pytest.approx(6.6e-6 + 56 * 1e-6 + 7 * 2.7e-6, rel=1e-4)
@@ -415,13 +415,13 @@ def test_the_host_posts_the_steps_of_a_ring_between_nodes():
 
 
 def test_all_to_all_between_nodes_pays_for_every_pair():
-    """A ring crosses each border of a node once; all-to-all sends what every rank of another node wants."""
+    """A ring crosses each node border once; all-to-all sends a separate part to every rank of the other nodes."""
     costs, axis = Costs(H100), Axis("shard", 64, "shard")
     assert costs.collective("all_to_all", 10**9, 1, axis) > 5 * costs.collective("gather", 10**9, 1, axis)
 
 
 def test_outer_axis_leaves_the_node():
-    """Ranks along an outer axis are a node apart, along an inner one they share it."""
+    """Ranks along an outer axis are on different nodes, along an inner one they share a node."""
     mesh = Mesh.of_shape((8, 8))
     costs = Costs(H100, mesh=mesh)
     inside, outside = (costs.collective("all_reduce", 10**9, 1, axis) for axis in (mesh.shard, mesh.replicate))
@@ -430,7 +430,7 @@ def test_outer_axis_leaves_the_node():
 
 
 def test_copies():
-    """Packing reads and writes; the host is far away."""
+    """Packing reads and writes; host copies are slow."""
     costs = Costs(H100)
     assert costs.copy(10**9) == pytest.approx(H100.kernel_seconds + 2e9 / H100.memory_bandwidth)
     assert costs.host_copy(10**9) == pytest.approx(H100.kernel_seconds + 1e9 / H100.host_bandwidth)
@@ -465,7 +465,7 @@ def test_measured_regions_replace_estimates():
 
 @pytest.mark.parametrize("name", builtin_profiles())
 def test_builtin_profiles_have_sources(name):
-    """Every number says where it is from, and the file is what it would be written as."""
+    """Every number has a source, and the file is in canonical form."""
     profile = load_profile(name)
     assert profile.name == name
     assert all(profile.sources.values())
@@ -473,8 +473,8 @@ def test_builtin_profiles_have_sources(name):
     assert len(profile.hash) == 64
 
 
-def test_hash_is_of_the_numbers():
-    """Another number is another hash; another name or source is not."""
+def test_the_hash_covers_the_numbers():
+    """A different number changes the hash; a different name or source does not."""
     renamed = dataclasses.replace(H100, name="other", title="x", sources={}, made={"date": "today"})
     assert renamed.hash == H100.hash
     assert dataclasses.replace(H100, memory_bandwidth=1e12).hash != H100.hash
@@ -482,7 +482,7 @@ def test_hash_is_of_the_numbers():
 
 
 def broken(tmp_path, change):
-    """An H100 profile file with something changed."""
+    """Write an H100 profile file with a change."""
     data = json.loads(H100.to_json())
     change(data)
     path = tmp_path / "profile.json"
@@ -531,7 +531,7 @@ def broken(tmp_path, change):
     ],
 )
 def test_broken_profiles(tmp_path, change, message):
-    """The message names the file and the fault."""
+    """The message names the file and the error."""
     path = broken(tmp_path, change)
     with pytest.raises(graphshard.ArgumentError, match=message) as error:
         load_profile(path)
@@ -539,7 +539,7 @@ def test_broken_profiles(tmp_path, change, message):
 
 
 def test_unknown_hardware(tmp_path):
-    """The message lists what there is, and how to measure what is not."""
+    """The message lists known hardware, and how to measure other hardware."""
     with pytest.raises(graphshard.ArgumentError, match=r"neither a file nor one of a100, b200.*graphshard calibrate"):
         load_profile("tpu")
     with pytest.raises(graphshard.ArgumentError, match="hardware must be a name, a file or a Profile, got 8"):

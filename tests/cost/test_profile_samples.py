@@ -1,4 +1,4 @@
-"""Profiles with samples in the place of numbers."""
+"""Profiles with samples instead of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H100 = load_profile("h100")
 
 @pytest.mark.parametrize("name", builtin_profiles())
 def test_assumed_constants_have_ranges(name):
-    """What is assumed on a GPU has a range, but for tiles, links inside a node, and what hardly counts."""
+    """Assumed GPU constants have a range, except tiles, links within a node, and constants of little effect."""
     profile = load_profile(name)
     left_out = ("tiles.", "inside.", "protocols.", "host_bandwidth", "vector", "ranks_per_node", "units", "split")
     for path, source in profile.sources.items():
@@ -29,8 +29,8 @@ def test_assumed_constants_have_ranges(name):
             assert low <= number_at(profile, path) <= high
 
 
-def test_samples_are_as_often_below_as_above():
-    """Within the range, the same each time, with the value in the middle."""
+def test_the_value_is_the_median_of_samples():
+    """Within the range, deterministic, with the value as the median."""
     drawn, again = sampled(H100), sampled(H100)
     low, high = H100.ranges["sustained"]
     assert drawn.sustained.shape == (SAMPLES,)
@@ -43,7 +43,7 @@ def test_samples_are_as_often_below_as_above():
 
 
 def test_costs_of_samples_are_samples_of_costs():
-    """One evaluation is that of every sample by itself."""
+    """One evaluation equals separate evaluations of all samples."""
     drawn, gemm, mesh = sampled(H100, 5), Gemm(1, 4096, 4096, 4096), Mesh.of_shape((64,))
     works = [Work("matmul", gemm.flop, 0, 10**8, "bfloat16", (gemm,)), Work("pointwise", 0, 10**6, 10**8, "bfloat16")]
     together = Costs(drawn, mesh=mesh).kernels(works)
@@ -55,7 +55,7 @@ def test_costs_of_samples_are_samples_of_costs():
 
 
 def value_at(profile, path):
-    """An array at a path."""
+    """Return an array at a path."""
     for name in path.split("."):
         if isinstance(profile, (dict, tuple)):
             profile = profile[int(name) if isinstance(profile, tuple) else name]
@@ -65,7 +65,7 @@ def value_at(profile, path):
 
 
 def test_other_numbers():
-    """By their paths; the rest stays."""
+    """By path; the rest stays."""
     changed = with_numbers(
         H100, {"sustained": 0.5, "rates.bfloat16.attention.flash.forward": 0.25, "tiles.1.fraction": 0.9}
     )

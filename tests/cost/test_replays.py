@@ -1,4 +1,4 @@
-"""Which regions are launched as one graph: by themselves, together, or not at all."""
+"""Which regions are launched as one CUDA graph: separately, together, or not at all."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _alone(depth: int, size: int, costs: Costs = COSTS) -> bool:
     return bool(runs_that_pay(costs, [piece_of(costs, _region(depth, size), ["x"], ["y"])], {"y"}))
 
 
-def test_a_region_by_itself() -> None:
-    """Small regions of many operators are worth it, and large ones, or those of few operators, are not."""
+def test_a_single_region() -> None:
+    """Small regions of many operators pay, large regions and regions of few operators do not."""
     assert _alone(20, 100)
-    assert not _alone(LAUNCHES, 100)  # as many launches
+    assert not _alone(LAUNCHES, 100)  # the same number of launches
     assert not _alone(20, 10_000_000)  # kernels take longer than launches
     free = replace(COSTS, profile=replace(COSTS.profile, host_seconds={"eager": 0.0, "compiled": 0.0}))
     assert not _alone(20, 100, free)
 
 
 def _chain(*pieces: tuple[int, int]) -> list[Piece]:
-    """Each reads what the one before has made; launches, and bytes of the result."""
+    """Build a chain in which each piece reads the previous result, from launches and result bytes."""
     sizes = [size for _, size in pieces]
     return [
         Piece(launches, 1e-6 * launches, {f"v{i}": size}, {f"v{i + 1}": made})
@@ -53,31 +53,31 @@ def _chain(*pieces: tuple[int, int]) -> list[Piece]:
     ]
 
 
-def test_regions_that_are_worth_a_graph_together() -> None:
+def test_regions_that_pay_together() -> None:
     pieces = _chain(*[(LAUNCHES - 2, 1000)] * 4)
     assert runs_that_pay(COSTS, pieces[:1], {"v1"}) == []
     assert runs_that_pay(COSTS, pieces, {"v4"}) == [range(4)]
 
 
-def test_what_a_run_makes_for_itself_is_not_copied() -> None:
-    """A large value between two regions: nothing else reads it, or what comes behind does."""
+def test_values_within_a_run_are_not_copied() -> None:
+    """A large value between two regions, without and with a later reader."""
     large = int(40 * HOST * BANDWIDTH)
     pieces = _chain((20, large), (20, 1000))
     assert runs_that_pay(COSTS, pieces, {"v2"}) == [range(2)]
     assert runs_that_pay(COSTS, pieces, {"v1", "v2"}) == []
 
 
-def test_a_region_that_is_not_worth_it_ends_a_run() -> None:
-    """It is made of large inputs, which would have to be copied."""
+def test_a_region_that_does_not_pay_ends_a_run() -> None:
+    """Its large inputs would have to be copied."""
     pieces = _chain((20, 1000), (20, 1000), (2, 1000), (20, 1000), (20, 1000))
     weights = {"v2": 1000, "w": int(100 * HOST * BANDWIDTH)}
     pieces[2] = replace(pieces[2], given=weights)
     assert runs_that_pay(COSTS, pieces, {"v5"}) == [range(2), range(3, 5)]
-    pieces[2] = replace(pieces[2], given={**weights, "w": 0})  # a graph reads it where it lies
+    pieces[2] = replace(pieces[2], given={**weights, "w": 0})  # a graph reads it in place
     assert runs_that_pay(COSTS, pieces, {"v5"}) == [range(5)]
 
 
-def test_what_is_read_where_it_lies() -> None:
+def test_inputs_read_in_place() -> None:
     region = _region(3, 100)
     assert piece_of(COSTS, region, ["x"], ["y"]).given == {"x": 400}
     assert piece_of(COSTS, region, ["x"], ["y"], {"x"}).given == {"x": 0}
@@ -93,7 +93,7 @@ def test_runs_have_a_limit() -> None:
 
 
 def _saving(pieces: Sequence[Piece], run: range, kept: set[str]) -> float:
-    """What a run saves, by its definition."""
+    """Compute the saving of a run by definition."""
     inside, behind = pieces[run.start : run.stop], pieces[run.stop :]
     made = {name: size for piece in inside for name, size in piece.made.items()}
     given = {name: size for piece in inside for name, size in piece.given.items() if name not in made}

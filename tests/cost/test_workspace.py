@@ -1,4 +1,4 @@
-"""What a region allocates inside."""
+"""Memory allocated inside a region."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from graphshard.cost.workspace import workspace
 
 
 def of(fn, *inputs, fused, block=1):
-    """Of a function's graph."""
+    """Return the workspace of a function's graph."""
     return workspace(list(make_fx(fn, tracing_mode="fake")(*inputs).graph.nodes), fused=fused, block=block)
 
 
 def test_a_chain():
-    """Fused nothing is written but the result; one by one each operator writes its own, and the last is freed then."""
+    """Fused, only the result is written; as separate operators each writes a result, and the last one is then freed."""
     x = torch.zeros(100)
     assert of(lambda x: x.exp().sin().cos(), x, fused=True) == 0
     assert of(lambda x: x.exp().sin().cos(), x, fused=False) == 2 * 400 - 400
     assert of(lambda x: x.exp().sin().cos().sum(), x, fused=False) == 2 * 400 - 4
 
 
-def test_inputs_that_nothing_else_has():
-    """They make room for what comes behind their last use, not for what reads them, and not if they are returned."""
+def test_inputs_owned_by_the_region():
+    """Their memory is reusable after their last use, but not by their reader, and not if they are returned."""
 
     def inside(fn, *, fused):
         nodes = list(make_fx(fn, tracing_mode="fake")(torch.zeros(100), torch.zeros(1000)).graph.nodes)
@@ -39,7 +39,7 @@ def test_inputs_that_nothing_else_has():
 
 
 def test_between_products():
-    """What a product writes for another is alive inside; what is returned counts outside."""
+    """A matmul result that another matmul reads is alive inside; returned values count outside."""
     x, w = torch.zeros(8, 16), torch.zeros(16, 16)
     assert of(lambda x, w: x @ w, x, w, fused=True) == 0
     assert of(lambda x, w: (x @ w) @ w[:, :1], x, w, fused=True) == 8 * 16 * 4
@@ -49,7 +49,7 @@ def test_between_products():
 
 
 def test_logits_in_float32():
-    """The loss's logits in float32 and their logarithms are the largest of an eager step; fused they are not there."""
+    """The loss's float32 logits and their logarithms dominate an eager step; fused they do not exist."""
     logits, targets = torch.zeros(64, 1000, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.long)
 
     def loss(logits, targets):
@@ -60,8 +60,8 @@ def test_logits_in_float32():
     assert of(loss, logits, targets, fused=True) < 0.1 * wide
 
 
-def test_what_shows_a_product_takes_nothing():
-    """Its schema does not say that it has the product's memory. Read by two kernels, and returned, it is there once."""
+def test_an_undeclared_view_takes_no_memory():
+    """Its schema does not declare the alias. Read by two kernels, and returned, it exists once."""
     x, w = torch.zeros(8, 16), torch.zeros(16, 16)
 
     def seen(x, w):

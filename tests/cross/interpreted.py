@@ -1,8 +1,8 @@
 """Run the code of regions for GPUs on the CPU, with Triton's interpreter in the place of the kernels' cubins.
 
 `python -m tests.cross.interpreted FILE DIRECTORY` prints, for each output of each region of a file that was compiled
-without a GPU, how far kernels and operators are from the same region in float64. Its process must have
-TRITON_INTERPRET=1 before Triton is imported. Attention, which the CPU has not, is computed from its definition.
+without a GPU, how far kernels and operators are from the same region in float64. The process needs TRITON_INTERPRET=1
+before it imports Triton. Attention kernels that the CPU lacks are computed by definition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch._decomp import decomposition_table
-from torch._inductor.runtime import triton_helpers  # kernels call them
+from torch._inductor.runtime import triton_helpers  # called by kernels
 from torch.fx.node import map_aggregate
 from triton.runtime import interpreter
 
@@ -34,14 +34,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an output is from the region in float64, relative to its largest value.
+    """Deviation of an output from the region in float64, relative to its largest value.
 
     Attributes:
         region: its key.
         index: of the output.
-        eps: of the coarsest dtype that the region computes in; 0 of an output of integers.
-        kernels: of Triton's kernels, under the interpreter.
-        operators: of the region's operators, one by one. For integers both are the share that differs.
+        eps: of the coarsest dtype that the region computes in; 0 for an integer output.
+        kernels: deviation of Triton's kernels, under the interpreter.
+        operators: deviation of the region's operators in eager mode. For integers both are the fraction that differs.
     """
 
     region: str
@@ -52,7 +52,7 @@ class Difference:
 
 
 class LibDevice:
-    """CUDA's functions that Triton has, too; the interpreter exchanges those of Triton while a kernel runs."""
+    """CUDA functions that Triton has, too; the interpreter replaces Triton's while a kernel runs."""
 
     @staticmethod
     def tanh(x: Any) -> Any:
@@ -62,7 +62,7 @@ class LibDevice:
         return getattr(tl.math, name)
 
 
-# --- what is wrong with Triton 3.6's interpreter, and not with its compiler -----------------------------------
+# --- faults of Triton 3.6's interpreter, which its compiler does not have -------------------------------------
 
 
 def _in_order(handle: Any) -> Any:
@@ -70,12 +70,12 @@ def _in_order(handle: Any) -> Any:
 
 
 def _atomic_rmw(builder: Any, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-    """It reads memory as if broadcast values and masks lay in it one behind another."""
+    """It reads memory as if broadcast values and masks were contiguous."""
     return _ATOMIC_RMW(builder, op, _in_order(pointer), _in_order(value), _in_order(mask), sem, scope)
 
 
 def _patch_tensor(tensor: Any, scope: Any) -> None:
-    """NumPy from 2.4 on makes no number of an array of one dim, as bounds of loops are."""
+    """NumPy from 2.4 on does not convert one-element arrays to numbers, such as loop bounds."""
     _PATCH_TENSOR(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -90,7 +90,7 @@ interpreter._patch_lang_tensor = _patch_tensor
 
 
 def interpreted(kernel: Kernel) -> Launch:
-    """What runs a kernel's source instead of its cubin."""
+    """Return a launcher that interprets a kernel's source instead of its cubin."""
     first, _, source = kernel.source.partition("\n")
     constants, _ = json.JSONDecoder().raw_decode(first.removeprefix("# "))
     scope: dict[str, Any] = {"tl": tl, "tl_math": tl.math, "triton_helpers": triton_helpers, "libdevice": LibDevice()}
@@ -112,7 +112,7 @@ def interpreted(kernel: Kernel) -> Launch:
 
 
 def on_cpu(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph with what it makes on the CPU, and attention that the CPU has."""
+    """Move a graph's factory functions to the CPU, and replace attention operators."""
     for node in graph.nodes:
         move = lambda arg: CPU if isinstance(arg, torch.device) else arg  # noqa: E731
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), move)
@@ -121,7 +121,7 @@ def on_cpu(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def in_float64(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph with every floating dtype that it names replaced by float64."""
+    """Replace every floating-point dtype in the graph by float64."""
     for node in graph.nodes:
         widen = lambda arg: torch.float64 if isinstance(arg, torch.dtype) and arg.is_floating_point else arg  # noqa: E731
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), widen)
@@ -141,21 +141,21 @@ def _scores(query: Any, key: Any, bias: Any, causal: bool, scale: float | None) 
 
 
 def _attention(query: Any, key: Any, value: Any, bias: Any, causal: bool, scale: float | None) -> list[torch.Tensor]:
-    """The result, and the logarithm of the sum of exponentials for each query."""
+    """Compute attention and the log-sum-exp of each query."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = _scores(query, key, bias, causal, scale)
     return [scores.softmax(-1) @ value, scores.logsumexp(-1)]
 
 
 def _laid_out(operator: Any, args: Any, kwargs: Any, values: list[Any]) -> tuple[Any, ...]:
-    """Values as an operator returns them: sizes, strides and dtypes are those of its meta kernel."""
+    """Return values with the sizes, strides and dtypes of the operator's meta kernel."""
     meta = lambda arg: arg.to("meta") if isinstance(arg, torch.Tensor) else arg  # noqa: E731
     expected = operator(*map_aggregate(args, meta), **map_aggregate(kwargs, meta))
     found = []
     for like, value in zip(expected, [*values, *[None] * (len(expected) - len(values))], strict=True):
         if isinstance(like, torch.Tensor):
             made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(0)
-            if value is not None:  # sums of exponentials are padded
+            if value is not None:  # log-sum-exps are padded
                 made[tuple(slice(size) for size in value.shape)] = value.to(like.dtype)
             found.append(made)
         else:
@@ -192,7 +192,7 @@ def _backward(operator: Any, bias_at: int | None, causal_at: int) -> Callable[..
     return run
 
 
-# Where each has a bias, and whether it is causal.
+# The position of each operator's bias, and whether it is causal.
 ATTENTION = {
     operator: make(operator, bias_at, causal_at)
     for operator, make, bias_at, causal_at in (
@@ -208,7 +208,7 @@ ATTENTION = {
 
 
 def value_of(fake: torch.Tensor, *, positive: bool) -> torch.Tensor:
-    """Values for an input."""
+    """Create values for an input."""
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
     if fake.dtype.is_floating_point:
         drawn = torch.randn(fake.shape) * 0.5
@@ -217,19 +217,19 @@ def value_of(fake: torch.Tensor, *, positive: bool) -> torch.Tensor:
 
 
 class OnCpu(torch.fx.Interpreter):
-    """Runs operators that the CPU has not, or not with the dtypes that CUDA takes, by their decompositions."""
+    """Decomposes operators that the CPU lacks, or lacks for a dtype."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return super().call_function(target, args, kwargs)
-        except RuntimeError:  # NotImplementedError is one
+        except RuntimeError:  # includes NotImplementedError
             if target not in decomposition_table:
                 raise
             return decomposition_table[target](*args, **kwargs)
 
 
 def differences(path: Path) -> Iterator[Difference]:
-    """Of every output of every region that has kernels."""
+    """Yield the differences of every output of every region with kernels."""
     torch.manual_seed(0)
     artifact = read_artifact(path)
     for key, row in artifact.manifest.regions.items():
@@ -247,7 +247,7 @@ def _differences(code: GpuCode, region: Region, wide: Region) -> Iterator[Differ
     given = [node.meta["val"] for node in region.module.graph.find_nodes(op="placeholder")]
     on_cpu(region.module.graph)
     in_float64(on_cpu(wide.module.graph))
-    for positive in (False, True):  # variances and their like must be
+    for positive in (False, True):  # for example variances
         inputs = [value_of(fake, positive=positive) for fake in given]
         doubles = [value.double() if value.is_floating_point() else value.clone() for value in inputs]
         exact = OnCpu(wide.module).run(*doubles)

@@ -1,4 +1,4 @@
-"""Regions compiled to a GPU's kernels where there is none, in a file, under Triton's interpreter, and by its errors."""
+"""Regions compiled to GPU kernels without a GPU: files, results under Triton's interpreter, and errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ GIVEN: dict[str, Any] = {"example_inputs": (torch.zeros(6, dtype=torch.int64),),
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For three kinds of GPU."""
+    """Export for three kinds of GPU."""
     path = tmp_path_factory.mktemp("cross") / "net.gshard"
     return graphshard.export(Net(), (2,), path, **GIVEN, capability=CAPABILITIES)
 
@@ -100,7 +100,7 @@ def test_a_file_holds_cubins_for_each_kind_of_gpu(file: Path) -> None:
     assert seen >= 12
 
 
-def test_registers_are_those_that_cuobjdump_reads(file: Path, tmp_path: Path) -> None:
+def test_registers_match_cuobjdump(file: Path, tmp_path: Path) -> None:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip("this release of Triton comes without cuobjdump")
@@ -130,13 +130,13 @@ def test_code_runs_on_operators_of_aten_and_kernels(file: Path) -> None:
     assert {name.partition(".")[0] for name in targets} <= {"aten", "<built-in function getitem>"}
 
 
-def test_kernels_compute_what_the_operators_do(file: Path, tmp_path: Path) -> None:
+def test_kernels_match_operators(file: Path, tmp_path: Path) -> None:
     """Triton's interpreter runs each kernel of the file on the CPU."""
     assert_kernels_compute(file, tmp_path)
 
 
 def assert_kernels_compute(file: Path, directory: Path) -> None:
-    """Kernels are as near to the region in float64 as its operators are, but for what one of them rounds.
+    """Check that kernels are as close to float64 as operators are, up to rounding.
 
     Args:
         directory: for the sources of kernels.
@@ -167,10 +167,10 @@ def test_show_and_verify(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_dump_shows_what_kernels_take(
+def test_a_dump_shows_resources_of_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the files of its regions, in the report, and in what `show` prints."""
+    """In the files of its regions, in the report, and in the output of `show`."""
     monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path / "dump"))
     path = tmp_path / "blocks.gshard"
     capabilities = [(8, 0), (9, 0)]
@@ -205,7 +205,7 @@ def test_equal_exports_are_equal_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("here", "fits"), [((8, 0), True), ((10, 0), True), ((8, 6), False), ((12, 0), False)])
-def test_the_gpu_here_must_be_one_that_was_compiled_for(file: Path, here: tuple[int, int], fits: bool) -> None:
+def test_rejects_a_gpu_that_was_not_compiled_for(file: Path, here: tuple[int, int], fits: bool) -> None:
     artifact, mesh = read_artifact(file), Mesh.of_shape(2)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         if fits:
@@ -215,7 +215,7 @@ def test_the_gpu_here_must_be_one_that_was_compiled_for(file: Path, here: tuple[
             _check_place(artifact, CUDA, mesh, mesh.shape, 0)
     assert caught.value.field == "capability"
     assert "compiled for compute capability 8.0 and 9.0 and 10.0, and the GPU here has" in str(caught.value)
-    remedy = "without capability=: then regions are compiled where the file is loaded"  # export would refuse these two
+    remedy = "without capability=: then regions are compiled where the file is loaded"  # export would reject these two
     assert f"Export again {remedy}" in str(caught.value)
 
 
@@ -231,8 +231,8 @@ def test_a_file_for_an_h100_on_an_a100(tmp_path: Path) -> None:
     assert caught.value.field == "capability"
 
 
-def test_other_ways_to_the_program_have_the_same_regions(file: Path, tmp_path: Path) -> None:
-    """What is compiled on the target, and what is predicted for a GPU: kernels and measurements are found by key."""
+def test_compiled_and_predicted_programs_have_the_same_regions(file: Path, tmp_path: Path) -> None:
+    """Compiling on the target, and predicting for a GPU: kernels and measurements are found by key."""
     keys = set(read_artifact(file).manifest.regions)
     later = graphshard.export(Net(), (2,), tmp_path / "later.gshard", **GIVEN)
     assert set(read_artifact(later).manifest.regions) == keys
@@ -246,10 +246,10 @@ def test_other_ways_to_the_program_have_the_same_regions(file: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("here", CAPABILITIES)
-def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
+def test_a_program_captured_on_the_target_uses_the_files_code(
     file: Path, here: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in `compile(artifact=)`: code is found by the region's key, that for the GPU which is here."""
+    """As in `compile(artifact=)`: code is found by the region's key and the local GPU."""
     artifact = read_artifact(file)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         compiled = {
@@ -277,12 +277,12 @@ def test_a_program_that_is_captured_on_the_target_runs_the_code_of_the_file(
     assert {code.capability for call in calls for code in call.codes} == {here}
 
 
-def test_a_mesh_of_cpus_is_refused(file: Path, mesh: DeviceMesh) -> None:
+def test_rejects_a_cpu_mesh(file: Path, mesh: DeviceMesh) -> None:
     with pytest.raises(ArtifactError, match="device was cuda when it was exported and is cpu here"):
         graphshard.load(file, Net(), mesh)
 
 
-def test_damaged_cubins_do_not_pass(file: Path, tmp_path: Path) -> None:
+def test_rejects_damaged_cubins(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     at = len(whole) // 2  # kernels are most of the file
     damaged = tmp_path / "damaged.gshard"
@@ -292,7 +292,7 @@ def test_damaged_cubins_do_not_pass(file: Path, tmp_path: Path) -> None:
             read_artifact(damaged)
 
 
-def test_code_that_is_not_what_it_says(file: Path) -> None:
+def test_rejects_mislabeled_code(file: Path) -> None:
     artifact = read_artifact(file)
     key = next(key for key, row in artifact.manifest.regions.items() if row.gpus)
     code = artifact.gpu_code(key, (9, 0), CUDA)
@@ -311,8 +311,8 @@ def test_code_that_is_not_what_it_says(file: Path) -> None:
         check_code("r", replace(code, kernels=broken), inputs, output.args[0])
 
 
-def test_forged_code_is_refused(file: Path) -> None:
-    """With the right checksums."""
+def test_rejects_forged_code(file: Path) -> None:
+    """With correct checksums."""
     artifact = read_artifact(file)
     key = next(key for key, row in artifact.manifest.regions.items() if row.gpus)
     member = gpu_file(key, "9.0")
@@ -336,7 +336,7 @@ def test_a_kernel_cannot_be_loaded_here(file: Path) -> None:
 
 
 def test_code_is_made_ready_without_a_compiler(file: Path) -> None:
-    """Neither Triton nor Inductor is imported, and nothing is found in the PATH."""
+    """Neither Triton nor Inductor is imported, and PATH is empty."""
     command = [sys.executable, "-W", "ignore", "-c", _READY, str(file)]
     environment = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -358,7 +358,7 @@ print(sum(bool(GpuRegion(artifact.gpu_code(key, (9, 0), device), device).codes)
 """
 
 
-def test_inputs_that_begin_anywhere_are_copied(file: Path) -> None:
+def test_misaligned_inputs_are_copied(file: Path) -> None:
     seen = []
     region = object.__new__(GpuRegion)
     region._switches = False
@@ -411,7 +411,7 @@ def test_a_region_that_inductor_cannot_compile_runs_as_operators(
 
 
 def test_compiling_for_the_cpu_afterwards(tmp_path: Path) -> None:
-    """Nothing that torch keeps of devices is the GPU's."""
+    """torch's cached device properties are not the GPU's."""
     graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", example_inputs=(torch.zeros(2, 4),), **_FOR_H100)
     compiled = torch.compile(lambda x: F.silu(x) * x)
     x = torch.randn(8)

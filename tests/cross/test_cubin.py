@@ -1,4 +1,4 @@
-"""Headers of cubins, read in Python."""
+"""Cubin headers, parsed in Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cubin(
     registers: int = 22,
     spills: int = 8,
 ) -> bytes:
-    """A cubin as small as it can be: names, symbols, attributes and a kernel without code."""
+    """Build a minimal cubin: names, symbols, attributes and a kernel without code."""
     names = [b"", b".shstrtab", b".symtab", b".nv.info", f".text.{kernel}".encode(), kernel.encode()]
     table, offsets = b"", []
     for name in names:
@@ -41,7 +41,7 @@ def cubin(
     return header + body + b"".join(rows)
 
 
-def test_what_a_cubin_says() -> None:
+def test_parses_a_cubin() -> None:
     found = read_cubin("k", cubin())
     assert found.capability == (9, 0)
     assert found.kernels == {"add": Resources(registers=22, spills=8)}
@@ -62,7 +62,7 @@ def test_headers_of_older_compilers() -> None:
         (cubin(kernel="x").replace(b".text.x", b".data.x"), "it has no kernel"),
     ],
 )
-def test_what_is_no_cubin(content: bytes, message: str) -> None:
+def test_rejects_files_other_than_cubins(content: bytes, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
         read_cubin("k", content)
     assert message in str(caught.value)
@@ -70,13 +70,13 @@ def test_what_is_no_cubin(content: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize("length", range(0, len(cubin()), 7))
-def test_a_cubin_that_is_cut_off_is_refused_or_whole(length: int) -> None:
+def test_truncated_cubins(length: int) -> None:
     with pytest.raises(ArtifactError):
         read_cubin("k", cubin()[:length])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are no ELF files")
-def test_a_library_that_is_not_whole(tmp_path: Path) -> None:
+def test_truncated_libraries(tmp_path: Path) -> None:
     library = tmp_path / "library.so"
     command = ["g++", "-shared", "-fPIC", "-g", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=b'extern "C" int one() { return 1; }', check=True)

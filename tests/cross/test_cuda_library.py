@@ -1,4 +1,4 @@
-"""Tracing for CUDA with a build of torch for CPUs takes the operators and layouts of a build for CUDA."""
+"""Tracing for CUDA on a CPU build of torch uses the operators and layouts of a CUDA build."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def h100() -> Iterator[None]:
 
 
 def native_functions() -> dict[str, dict[str, Any]]:
-    """ATen's operators by name and overload, as torch is made of them."""
+    """Return ATen's operators by name and overload, from the spec that torch is generated from."""
     spec = importlib.util.find_spec("torchgen")
     assert spec is not None
     assert spec.origin is not None
@@ -48,12 +48,12 @@ def native_functions() -> dict[str, dict[str, Any]]:
 
 
 def registered(function: Mapping[str, Any]) -> set[str]:
-    """The keys that a function has kernels for."""
+    """Return the dispatch keys that a function has kernels for."""
     return {key.strip() for keys in function.get("dispatch") or {} for key in keys.split(",")}
 
 
 def with_kernels_for_cuda() -> dict[str, torch._ops.OpOverload]:
-    """ATen's operators that have a kernel for CUDA, in torch's builds for CUDA."""
+    """Return ATen's operators with a CUDA kernel in torch's CUDA builds."""
     functions = native_functions()
     found = {}
     for name, function in functions.items():
@@ -65,7 +65,7 @@ def with_kernels_for_cuda() -> dict[str, torch._ops.OpOverload]:
     return found
 
 
-def test_no_operator_with_a_kernel_for_cuda_is_taken_apart(h100: None) -> None:
+def test_operators_with_a_cuda_kernel_are_not_decomposed(h100: None) -> None:
     operators = with_kernels_for_cuda()
     assert len(operators) > 1000
     on_cuda = fake_tensor(new_tracing_mode(), [2], [1], torch.float32, torch.device("cuda", 0))
@@ -74,7 +74,7 @@ def test_no_operator_with_a_kernel_for_cuda_is_taken_apart(h100: None) -> None:
     assert not [name for name in whole if autograd_would_have_decomposed(operators[name], [on_cuda])]
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_the_patch_is_removed() -> None:
     def known() -> list[bool]:
         return [getattr(torch.ops.aten, name).default.has_kernel_for_dispatch_key(CUDA) for name in KERNELS]
 
@@ -95,13 +95,13 @@ def traced(module: nn.Module, *args: torch.Tensor, dtype: torch.dtype | None = N
 
 
 def found(program: Program) -> dict[str, Any]:
-    """Operators, and the value of the last of each."""
+    """Return the operators of a program, with the value of the last call of each."""
     nodes = [node for node in program.phases["joint"].module.graph.nodes if node.op == "call_function"]
     return {str(node.target).removeprefix("aten."): node.meta.get("val") for node in nodes}
 
 
 class Scaled(nn.Module):
-    """A function of what a parameter has scaled."""
+    """A function of a scaled parameter."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ SEQUENCE, IMAGES = torch.zeros(2, 3, 4), torch.zeros(2, 8, 10, 10)
 TARGETS = torch.ones(2, 4, dtype=torch.int64)
 LENGTHS = torch.full((2,), 12), torch.full((2,), 4)
 
-# What runs on a GPU as an operator with a kernel of its own, and its backward.
+# Operators with a CUDA kernel, and their backwards.
 WHOLE: dict[str, tuple[Any, tuple[torch.Tensor, ...], str, str]] = {
     "silu": (F.silu, (SEQUENCE,), "silu", "silu_backward"),
     "mish": (F.mish, (SEQUENCE,), "mish", "mish_backward"),
@@ -141,7 +141,7 @@ WHOLE: dict[str, tuple[Any, tuple[torch.Tensor, ...], str, str]] = {
         *("_ctc_loss", "_ctc_loss_backward"),
     ),
 }
-# What the test itself computes, and views.
+# Operators of the test itself, and views.
 BESIDE = {"mul", "sum", "expand", "_to_copy", "t", "detach", "<built-in function getitem>"}
 BESIDE |= {"_log_softmax", "_log_softmax_backward_data", "mean", "div", "clamp_min", "where", "eq", "zeros_like"}
 
@@ -164,7 +164,7 @@ def test_operators_of_one_kernel(
 
 
 def test_cells(h100: None) -> None:
-    """Gates of recurrent cells are one kernel on a GPU, whose workspace is as long as it is there."""
+    """Gates of recurrent cells are one kernel on a GPU, with a GPU's workspace size."""
     values = found(traced(Cell(nn.GRUCell(16, 8)), torch.zeros(4, 16)))
     assert [list(each.shape) for each in values["_thnn_fused_gru_cell.default"]] == [[4, 8], [4, 40]]
     shapes = [list(each.shape) for each in values["_thnn_fused_gru_cell_backward.default"]]
@@ -182,7 +182,7 @@ class Cell(nn.Module):
         return (state[0] if isinstance(state, tuple) else state).sum()
 
 
-def test_a_cpu_takes_them_apart_as_before() -> None:
+def test_a_cpu_decomposes_them() -> None:
     names = set(found(helpers.captured(Scaled(lambda x: F.rms_norm(x, (4,))), (torch.zeros(2, 4),))))
     assert "rsqrt.default" in names
     assert "_fused_rms_norm.default" not in names
@@ -206,7 +206,7 @@ class Convolution(nn.Module):
 def test_convolutions_leave_channels_last_as_cudnn_does(
     h100: None, layer: nn.Module, dtype: torch.dtype | None
 ) -> None:
-    """Where the input is so, or the weights are; in float64 cuDNN does not."""
+    """If the input or the weights are; in float64 cuDNN does not."""
     last, first = torch.channels_last, torch.contiguous_format
     x = torch.zeros(2, 8, 10, 10)
     for given, expected in ((x, first), (x.to(memory_format=last), last)):
@@ -220,7 +220,7 @@ def test_convolutions_leave_channels_last_as_cudnn_does(
 
 
 def test_functions_of_headers() -> None:
-    """In their order; a destructor has two places."""
+    """In order; a destructor has two slots."""
     names = hooks_functions()
     assert len(names) == len(set(names)) + 1
     assert names[:2] == ["~AcceleratorHooksInterface"] * 2
@@ -229,7 +229,7 @@ def test_functions_of_headers() -> None:
 
 
 def test_another_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the hooks are others, nothing is decided as on a CPU without a word."""
+    """If the hooks differ, there is an error instead of the CPU's decisions."""
     monkeypatch.setattr(cuda_library, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
     monkeypatch.setattr(cuda_library, "_VERSIONS", {})
     with pytest.raises(ArgumentError, match=r"does not ask CUDA's hooks for cuDNN\. Export where there is a GPU"):

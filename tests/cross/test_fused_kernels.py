@@ -1,4 +1,4 @@
-"""Kernels of regions from Inductor's scheduler for a GPU that is not there, and predictions made of them."""
+"""Kernels of regions from Inductor's scheduler for a missing GPU, and predictions from them."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ class Net(nn.Module):
 
 
 def study_of(model: nn.Module, **options: object) -> Study:
-    """Of a program for a GPU."""
+    """Create a study of a program for a GPU."""
     return Study(model, (TOKENS,), None, Options(**options), device="cuda")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    """Explained once."""
+    """Explain once."""
     found = study_of(Net())
     found.explain((8,), H100, "isolated")
     return found
 
 
 def test_kernels_have_the_schedulers_bytes(study: Study) -> None:
-    """What is fused is read and written once; products are the library's."""
+    """Fused values are read and written once; matmuls are library kernels."""
     found = study.explain((8,), H100, "isolated")
     assert found._program is not None
     assert found._costs is not None
@@ -85,14 +85,14 @@ def test_kernels_have_the_schedulers_bytes(study: Study) -> None:
     assert products > 4
 
 
-def test_regions_take_what_their_kernels_take(study: Study) -> None:
-    """In the table of regions, in the step, and in its range; not with rules, in eager mode, nor on a CPU."""
+def test_regions_use_the_times_of_their_kernels(study: Study) -> None:
+    """In the table of regions, in the step, and in its range; but not with rules, in eager mode, or on a CPU."""
     found = study.explain((8,), H100, "isolated")
     assert found._costs is not None
     costs = found._costs
     rows = {row.key: row for row in found.regions}
     for key, works in costs.scheduled.items():
-        assert rows[key].seconds == pytest.approx(float(costs.kernels(works)), rel=0.3)  # contention is in it
+        assert rows[key].seconds == pytest.approx(float(costs.kernels(works)), rel=0.3)  # includes contention
     eager = study_of(Net(), backend="eager").explain((8,), H100, "isolated")
     cpu = Study(Net(), (TOKENS,), None, Options()).explain((8,), H100, "isolated")
     for other in (eager, cpu):
@@ -106,8 +106,8 @@ def test_regions_take_what_their_kernels_take(study: Study) -> None:
     assert slower.step_range_s[0] > 100 * found.step_time_s
 
 
-def test_what_was_found_out_before_is_forgotten(study: Study) -> None:
-    """Inductor keeps whether Triton has a GPU; code that was compiled for the CPU before has asked."""
+def test_resets_inductors_caches(study: Study) -> None:
+    """Inductor caches whether Triton has a GPU, and earlier CPU compilation has set the cache."""
     assert not torch.cuda.is_available()
     assert not has_triton()
     fresh = study_of(Net()).explain((8,), H100, "isolated")
@@ -117,7 +117,7 @@ def test_what_was_found_out_before_is_forgotten(study: Study) -> None:
 
 
 def test_equal_regions_are_scheduled_once(study: Study) -> None:
-    """In a study, for all machines of one kind of GPU; an A100 is another. Regions do not become more with depth."""
+    """Once per study for each kind of GPU; an A100 is another kind. Depth does not add regions."""
     deep = study_of(Net(4))
     regions = len(set(deep.explain((8,), H100, "isolated")._program.regions))  # type: ignore[union-attr]
     assert len(deep._kernels) == regions
@@ -129,8 +129,8 @@ def test_equal_regions_are_scheduled_once(study: Study) -> None:
     assert {capability for _, capability in study._kernels.keys() - known.keys()} == {(8, 0)}
 
 
-def test_what_inductor_cannot_compile_is_predicted_by_rules(study: Study, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says which region and why."""
+def test_falls_back_to_rules(study: Study, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names region and reason."""
     from graphshard.cross import fused_kernels
 
     found = study.explain((8,), H100, "isolated")
@@ -147,7 +147,7 @@ def test_what_inductor_cannot_compile_is_predicted_by_rules(study: Study, caplog
 
 
 def test_gpus_by_their_multiprocessors() -> None:
-    """As profiles have them."""
+    """As in the profiles."""
     assert [capability_of(properties_of(each)["multi_processor_count"]) for each in CAPABILITIES] == list(CAPABILITIES)
     assert capability_of(int(graphshard.load_profile("gb200").units)) == (10, 0)
     assert capability_of(7) is None

@@ -1,4 +1,4 @@
-"""Kernels of models, run by Triton's interpreter, compute what the operators of their regions do."""
+"""Kernels of models match the operators of their regions under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICIES = {"bf16": BF16, "fp32": None}
 
 
 class ResidualBlock(nn.Module):
-    """A block of a ResNet, its head and a loss."""
+    """A ResNet block with a head and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ MODELS = {
     "llama": _of_transformers("llama", use_cache=False),
     "gpt2": _of_transformers("gpt2", use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "vit": _of_transformers("vit"),
-    # Not sorted by expert: equal numbers may come in any order.
+    # Not sorted by expert: the order of equal numbers is undefined.
     "mixtral": _of_transformers("mixtral", "batched_mm", use_cache=False),
     "resnet": _block,
 }
@@ -78,7 +78,7 @@ def test_in_bfloat16(tmp_path: Path) -> None:
 
 
 class Scan(nn.Module):
-    """Its kernel calls a function of its file."""
+    """A model whose kernel calls a function of its file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Scan(nn.Module):
 
 
 def test_functions_that_kernels_call(tmp_path: Path) -> None:
-    """The source that is shown has them, and is all that the interpreter needs."""
+    """The shown source contains them, and is sufficient for the interpreter."""
     given: dict[str, Any] = {"example_inputs": (torch.ones(4, 8),)}
     file = graphshard.export(Scan(), (2,), tmp_path / "scan.gshard", **given, device="cuda", capability=(9, 0))
     members = read_artifact(file).archive.members
@@ -98,7 +98,7 @@ def test_functions_that_kernels_call(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    """A convolution of so many channels that Inductor lays them out last."""
+    """A convolution with enough channels for a channels-last layout by Inductor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
 def test_layouts_of_convolutions(tmp_path: Path, given: torch.memory_format) -> None:
-    """Kernels read results as cuDNN lays them out, which the CPU's convolutions do, too."""
+    """Kernels read cuDNN's result layouts, which the CPU's convolutions have, too."""
     images = torch.zeros(2, 4, 5, 5).to(memory_format=given)
     file = graphshard.export(
         Wide(), (2,), tmp_path / "wide.gshard", example_inputs=(images,), device="cuda", capability=(9, 0)
@@ -119,12 +119,12 @@ def test_layouts_of_convolutions(tmp_path: Path, given: torch.memory_format) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # 110 s beside other work; the interpreter runs the programs of a kernel one by one
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of transformers
-# The interpreter has no atomic additions in bfloat16, by which gradients of chosen experts are added up.
+@pytest.mark.timeout(1800)  # 110 s on a busy machine; the interpreter runs the programs of a kernel sequentially
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # from transformers
+# The interpreter lacks bfloat16 atomic adds, which sum gradients of selected experts.
 @pytest.mark.parametrize(("name", "dtype"), sorted({*itertools.product(MODELS, POLICIES)} - {("mixtral", "bf16")}))
 def test_models(name: str, dtype: str, tmp_path: Path) -> None:
-    """Every region that has something to fuse has kernels, forward and backward, and they are right."""
+    """Every region with fused operators has kernels, forward and backward, with correct results."""
     model, kwargs = MODELS[name]()
     given: dict[str, Any] = {"example_kwargs": kwargs, "mp_policy": POLICIES[dtype]}
     file = graphshard.export(model, (2,), tmp_path / "model.gshard", **given, device="cuda", capability=(9, 0))

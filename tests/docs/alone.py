@@ -1,4 +1,4 @@
-"""For blocks of pages that want no process group: leave those of the page, and make new ones afterwards."""
+"""Helpers for code blocks that need no process group: leave the page's groups, and create new ones afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STORE = Path("come_back.store")
 
 
 def leave() -> tuple[int, int]:
-    """Leave all process groups; the rank and the number of ranks."""
+    """Leave all process groups; return the rank and the number of ranks."""
     place = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     reset_distributed()
@@ -20,7 +20,7 @@ def leave() -> tuple[int, int]:
 
 
 def come_back(rank: int, world_size: int) -> None:
-    """Make the group of all ranks again, by a file in the page's directory."""
+    """Create the group of all ranks again, with a file in the page's directory."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(_STORE.resolve()), world_size), rank=rank, world_size=world_size
     )

@@ -1,7 +1,7 @@
-"""Commands of the manual: those of graphshard run, of others the arguments are checked.
+"""Commands in the manual: graphshard's are run, of others the arguments are checked.
 
-A command that starts ranks or measures takes minutes, and most have tests of their own. What goes wrong in a manual is
-that a script or an option is gone, so the script is started and stopped where it has parsed its arguments.
+Commands that start ranks or measure take minutes, and most have tests. The usual error in a manual is a removed script
+or option, so the script is started and stopped after it has parsed its arguments.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.run import get_args_parser
 from graphshard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-# What measures this machine, or needs one that is not here.
+# Commands that measure this machine, or need another one.
 PARSED_ONLY = ("calibrate", "finish")
 _SUBSTITUTION = re.compile(r"\$\([^)]*\)")
 
 
 def commands_of(block: str) -> Iterator[list[str]]:
-    """The commands of a block as lists of words, without comments and settings of the environment."""
+    """Yield the commands of a block as lists of words, without comments and environment settings."""
     for line in block.replace("\\\n", " ").splitlines():
         words = shlex.split(_SUBSTITUTION.sub("substituted", line), comments=True)
         while words:
@@ -53,7 +53,7 @@ def _graphshard(arguments: list[str]) -> None:
         _parsed(functools.partial(main, words))
         return
     status = main(words)
-    # As of diff(1): 1 says that there is a difference.
+    # As in diff(1): 1 means different.
     assert status in ((0, 1) if words[0] == "diff" else (0,)), f"graphshard {shlex.join(words)}: exit status {status}"
 
 
@@ -63,14 +63,14 @@ def _torchrun(arguments: list[str]) -> None:
 
 
 def _sbatch(arguments: list[str]) -> None:
-    """A batch file of the repository, and what it is to run with torchrun."""
+    """Check a batch file of the repository, and the torchrun command that it runs."""
     index = next(index for index, word in enumerate(arguments) if word.endswith(".sbatch"))
     assert (ROOT / arguments[index]).is_file()
     _python(arguments[index + 1 :])
 
 
 def _python(arguments: list[str]) -> None:
-    """Start a script of the repository, or a module, and stop it when it has parsed its arguments."""
+    """Start a script of the repository, or a module, and stop it after it has parsed its arguments."""
     path: list[str] = []
     if arguments[0] == "-m":
         arguments = arguments[1:]
@@ -78,13 +78,13 @@ def _python(arguments: list[str]) -> None:
     else:
         script = str(ROOT / arguments[0])
         run = functools.partial(runpy.run_path, script, run_name="__main__")
-        path = [os.path.dirname(script)]  # as Python does: scripts import their neighbours
+        path = [os.path.dirname(script)]  # like Python: scripts import their siblings
     with mock.patch.object(sys, "argv", arguments), mock.patch.object(sys, "path", [*path, *sys.path]):
         _parsed(run)
 
 
 def _module(name: str) -> None:
-    """Run a module as a program; runpy warns of one that a test has imported."""
+    """Run a module as a program; runpy warns if a test has imported it."""
     imported = sys.modules.pop(name, None)
     try:
         runpy.run_module(name, run_name="__main__")
@@ -94,15 +94,15 @@ def _module(name: str) -> None:
 
 
 class _Parsed(Exception):
-    """The arguments are fine."""
+    """Raised if the arguments are valid."""
 
 
 def _parsed(run: Callable[[], object]) -> None:
-    """Call what parses arguments first of all, and go no further."""
+    """Call a function that first parses arguments, and stop there."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(self: argparse.ArgumentParser, *given: object) -> None:
-        parse(self, *given)  # SystemExit if they are wrong
+        parse(self, *given)  # raises SystemExit if they are wrong
         raise _Parsed
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
@@ -114,7 +114,7 @@ def _parsed(run: Callable[[], object]) -> None:
 
 
 def _pip(arguments: list[str]) -> None:
-    """`install -e .` or `install -e '.[extra]'`, where pyproject has the extra."""
+    """Check `install -e .` or `install -e '.[extra]'` against the extras in pyproject."""
     *install, project = arguments
     assert install == ["install", "-e"], arguments
     extra = project.removeprefix(".").strip("[]")
@@ -122,12 +122,12 @@ def _pip(arguments: list[str]) -> None:
 
 
 def _without_arguments(arguments: list[str]) -> None:
-    """`pytest`, which is what runs this."""
+    """Check that `pytest` has no arguments; this test is a part of it."""
     assert not arguments, arguments
 
 
 def _on_a_gpu(arguments: list[str]) -> None:
-    """`tests/gpu/run.sh`, which starts a module."""
+    """Check `tests/gpu/run.sh`, which starts a module."""
     assert "-m benchmarks.gpu " in (ROOT / "tests/gpu/run.sh").read_text()
     _python(["-m", "benchmarks.gpu", *arguments])
 

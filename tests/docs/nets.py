@@ -1,4 +1,4 @@
-"""Small models that the manual's code blocks compile; hidden blocks of a page import them."""
+"""Small models for the manual's code blocks; hidden blocks of a page import them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Config:
 
 
 def batch(size: int = 4, length: int = 3, vocab: int = 16) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one rank."""
+    """Return tokens and targets of one rank."""
     tokens, targets = torch.randint(0, vocab, (2, size, length)).unbind()
     return tokens, targets
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model in small: `model(tokens, targets)` is the loss, `model.encode(tokens)` what the head reads."""
+    """A small language model: `model(tokens, targets)` is the loss, `model.encode(tokens)` the head's input."""
 
     def __init__(self, config: Config = Config()) -> None:
         super().__init__()

@@ -4,8 +4,7 @@
 ```python                              runs on two gloo ranks, page by page, in one namespace
 ```output                              what the Python block before it printed
 ```diff                                both sides run, each on a copy of `model`
-```sh                                  `graphshard` commands run where the page's Python left its files; of others
-                                       the arguments are parsed by the script that gets them
+```sh                                  `graphshard` commands run in the page's directory; the arguments are parsed by the script that gets them
 ```text                                a picture or a measurement; nothing to run
 """
 
@@ -41,18 +40,18 @@ LANGUAGES = ("python", "output", "diff", "sh", "text")
 
 
 def parse(page: str, **evaluators: Evaluator) -> Document:
-    """A page and its code blocks, hidden ones too, with what runs those of a language."""
+    """Parse a page and its code blocks, including hidden ones, with evaluators by language."""
     return Document.parse(str(ROOT / page), *(CodeBlockParser(*pair) for pair in evaluators.items()))
 
 
 class PythonBlocks:
-    """Runs the Python of a page: what `parse` takes for each language."""
+    """Evaluators of a page's Python, output and diff blocks."""
 
     def __init__(self) -> None:
         self.printed = ""
 
     def python(self, block: Example) -> None:
-        """Run a block and keep what it prints; print it, too, for the report of a test that fails."""
+        """Run a block and keep its output; also print it, for the report of a failing test."""
         with contextlib.redirect_stdout(io.StringIO()) as out:
             PythonEvaluator()(block)
         self.printed = out.getvalue()
@@ -62,7 +61,7 @@ class PythonBlocks:
         assert _lines(block.parsed) == _lines(self.printed), f"{block.path}:{block.line}: it printed\n{self.printed}"
 
     def diff(self, block: Example) -> None:
-        """Run what it takes away and what it adds, each with a model of its own."""
+        """Run the removed and the added lines, each with a copy of the model."""
         for other in "+-":
             kept = [line[1:] for line in block.parsed.splitlines() if not line.startswith(other)]
             namespace = block.namespace | {"model": copy.deepcopy(block.namespace["model"])}
@@ -77,7 +76,7 @@ def run_python(rank: int, world_size: int, page: str, folder: str, backend: str)
     """Run a page's Python blocks on this rank, with files in `folder`."""
     blocks = PythonBlocks()
     document = parse(page, python=blocks.python, output=blocks.output, diff=blocks.diff)
-    module = types.ModuleType("page")  # classes of a page want a module to be found in
+    module = types.ModuleType("page")  # classes of a page need an importable module
     document.namespace = module.__dict__
     with _inside(folder), _compiled_with(backend), _importable(module):
         for example in document.examples():
@@ -87,7 +86,7 @@ def run_python(rank: int, world_size: int, page: str, folder: str, backend: str)
 
 @contextlib.contextmanager
 def _importable(page: types.ModuleType) -> Iterator[None]:
-    """A page as a module; what it imports stays, as libraries of operators cannot be imported twice."""
+    """Make a page importable as a module; its imports stay, because operator libraries cannot be imported twice."""
     sys.modules["page"] = page
     try:
         yield
@@ -97,7 +96,7 @@ def _importable(page: types.ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inside(folder: str) -> Iterator[None]:
-    """In a directory, and with the examples importable."""
+    """Change to a directory, and make the examples importable."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -109,7 +108,7 @@ def _inside(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiled_with(backend: str) -> Iterator[None]:
-    """Pages show the defaults; what regions are lowered with is not what they are about."""
+    """Replace the default backend: pages show defaults, and are not about lowering."""
     with contextlib.ExitStack() as stack:
         for name in ("compile", "export"):
             given = getattr(graphshard, name)
@@ -121,7 +120,7 @@ def _compiled_with(backend: str) -> Iterator[None]:
 
 
 def _nothing(block: Example) -> None:
-    """For who only wants to know which blocks there are."""
+    """Do nothing; used to list the blocks."""
 
 
 def _commands(block: Example) -> None:
@@ -131,7 +130,7 @@ def _commands(block: Example) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    """All blocks of a page run, with operators in the place of compiled regions."""
+    """All blocks of a page run, with the eager backend."""
     if page == "docs/parallelism.md" and not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("torch 2.11 has no DataParallelMeshDims")
     if list(parse(page, python=_nothing, diff=_nothing)):
@@ -148,8 +147,8 @@ def test_readme_with_inductor(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_block_is_left_out(page: str) -> None:
-    """A fence without a language, or with one that nothing here runs, would be a block that no test sees."""
+def test_every_block_is_run(page: str) -> None:
+    """No test would run a fence without a language, or with an unknown one."""
     text = (ROOT / page).read_text()
     opened = re.findall(r"^ *(?:```|~~~)(.*)$", text, re.MULTILINE)[::2]
     assert set(opened) <= set(LANGUAGES), opened
@@ -159,8 +158,8 @@ def test_no_block_is_left_out(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_to_files(page: str) -> None:
-    """From where the page lies. What the manual includes is read from a second place, so it has no relative links."""
+def test_relative_links_exist(page: str) -> None:
+    """Relative to the page. Included parts are read from a second location, so they have no relative links."""
     text = (ROOT / page).read_text()
     shared = "".join(re.findall(r"8<-- \[start:\w+\].*?8<-- \[end:\w+\]", text, re.DOTALL))
     links = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")

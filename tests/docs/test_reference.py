@@ -1,4 +1,4 @@
-"""What the manual names is there, and what is public is in the manual."""
+"""Names and files in the manual exist, and the manual covers all public names."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PACKAGES = [name for floor in FLOORS for name in floor if (ROOT / "graphshard" /
 FILE = re.compile(r"`([\w/]+\.py)`")
 
 SOURCES = ("graphshard", "passes", "tests", "benchmarks", "examples")
-WRITTEN = {"forward.py", "backward.py"}  # by a dump
+WRITTEN = {"forward.py", "backward.py"}  # in dumps
 
 
 def documented() -> list[str]:
-    """What the site takes from docstrings, by dotted name."""
+    """Return the dotted names that the site documents from docstrings."""
     return [name for page in PAGES for name in re.findall(r"^::: (\S+)$", (ROOT / page).read_text(), re.MULTILINE)]
 
 
 def docstring(package: str) -> str:
-    """Of a package, or of a module at the top."""
+    """Return the docstring of a package, or of a top-level module."""
     path = ROOT / "graphshard" / package
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.get_docstring(ast.parse(file.read_text())) or ""
@@ -45,14 +45,14 @@ def test_public_names_are_in_the_reference(module: ModuleType) -> None:
     assert not missing
 
 
-def test_every_package_says_how_it_is_built() -> None:
+def test_every_package_describes_its_design() -> None:
     assert [f"graphshard.{package}" for package in PACKAGES] == [
         name for name in documented() if name.removeprefix("graphshard.") in PACKAGES
     ]
 
 
-def test_table_of_the_floors() -> None:
-    """It is the list that the imports are held to, with the first line of each docstring."""
+def test_table_of_packages() -> None:
+    """The table equals the list that imports are checked with, with the first lines of docstrings."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)(?:/|\.py)` \| (.+) \|$", text, re.MULTILINE)
     numbered = list(enumerate(FLOORS, start=1))

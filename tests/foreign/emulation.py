@@ -1,6 +1,6 @@
-"""Run a graph with functional collectives on one process, as one of several ranks would see it, and watch for races.
+"""Run a graph with functional collectives in one process, as seen by one of several ranks, and detect races.
 
-What a launch returns is garbage until it is waited for, and what it was given must not change until then.
+The result of a launch is garbage until its wait, and its inputs must not change until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Emulation(Interpreter):
     """Other ranks' tensors are this one's plus their number; a group's name changes the numbers.
 
     Attributes:
-        launched: launches in order, as (operator, arguments besides tensors, number of tensors).
+        launched: launches in order, as (operator, non-tensor arguments, number of tensors).
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -62,7 +62,7 @@ class Emulation(Interpreter):
 
 
 def results(module: GraphModule, inputs: list[torch.Tensor], seed: int = 0) -> list[Any]:
-    """What a graph returns, and its inputs afterwards: it may write them."""
+    """Return the results of a graph, and its inputs afterwards, because it may write them."""
     inputs = [tensor.clone() for tensor in inputs]
     torch.manual_seed(seed)
     emulation = Emulation(module)
@@ -71,7 +71,7 @@ def results(module: GraphModule, inputs: list[torch.Tensor], seed: int = 0) -> l
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
-    """Bit for bit."""
+    """Return whether all values are bitwise equal."""
     return len(one) == len(other) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
     )

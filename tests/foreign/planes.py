@@ -1,4 +1,4 @@
-"""Graphs whose parameters are cut over two axes, as AutoParallel captures them, spelled out.
+"""Graphs with parameters sharded over two axes, as captured by AutoParallel, written out.
 
 weight  S(0) S(0): gathered over dp, then over tp, where it is used; its gradient is scattered over both
 weight  S(0) S(1): gathered over dp; along its columns the ranks of tp compute partial sums, which are all-reduced
@@ -20,7 +20,7 @@ wait = c10d.wait_tensor
 def planes(
     dp: str, tp: str, size: int, *, dim: int = 16, rows: int = 8, depth: int = 3
 ) -> tuple[Callable[..., Any], list[Tensor]]:
-    """Forward and backward of `depth` blocks on `size` x `size` ranks, and inputs of one rank."""
+    """Build forward and backward of `depth` blocks on `size` x `size` ranks, and inputs of one rank."""
 
     def whole(shard: Tensor, *groups: str) -> Tensor:
         for group in groups:
@@ -28,7 +28,7 @@ def planes(
         return shard.to(torch.float32)
 
     def exchanged(value: Tensor, group: str) -> Tensor:
-        """Some of the columns, of the rows of all ranks, whose mean is taken."""
+        """All-to-all that gives some columns of all ranks' rows, and averages them."""
         parts, sizes = torch.cat(value.chunk(size, dim=1)), [value.shape[0]] * size
         return wait(c10d.all_to_all_single(parts, sizes, sizes, group)).view(size, *sizes[:1], -1).mean(0)
 
@@ -44,7 +44,7 @@ def planes(
             saved.append(value)
             value = torch.relu(value @ whole(both, dp, tp))
             dealt = exchanged(value, tp)  # [rows, dim / size]
-            partial = dealt @ whole(columns, dp)  # [rows, dim], a part of the sum
+            partial = dealt @ whole(columns, dp)  # [rows, dim], partial sums
             value = wait(c10d.all_reduce(partial, "sum", tp)) + value.mean()
         gradient, gradients = value * 0.01, []
         for both, before in zip(shards[-2::-2], reversed(saved)):

@@ -1,4 +1,4 @@
-"""Random graphs with collectives of several groups: joined by data, with views, writes, random numbers, dead code."""
+"""Random graphs with collectives of several groups: data dependencies, views, writes, random numbers, dead code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
 c10d = torch.ops._c10d_functional
 ROWS, COLUMNS = 4, 3
-# Ranks by group; the shapes of values are the same before and after, so that anything can follow anything.
+# Ranks by group. Operators keep shapes, so that any can follow any.
 GROUPS = {"dp": 2, "tp": 2}
 Step = tuple[str, int, int]
 KINDS = (
@@ -25,7 +25,7 @@ KINDS = (
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Step]:
-    """Operators with two choices each: which values they read, and which group."""
+    """Draw operators with two choices each: the inputs and the group."""
     step = st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 30))
     return draw(st.lists(step, min_size=1, max_size=25))
 
@@ -36,7 +36,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 def program(chosen: list[Step], groups: dict[str, int]) -> Callable[..., list[torch.Tensor]]:
-    """A function of the inputs that makes these steps, and returns the last values and some in between."""
+    """Return a function that runs these steps, and returns the last values and some in between."""
     names = list(groups)
 
     def run(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ def _step(
 
 
 def graph(chosen: list[Step], groups: dict[str, int] = GROUPS, given: list[torch.Tensor] | None = None) -> GraphModule:
-    """The graph of a program, without dead code elimination; fake tensors of one mode tell which inputs are one."""
+    """Trace a program without dead code elimination; fake tensors of one mode show identical inputs."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (given or inputs())]
         return make_fx(program(chosen, groups))(*fakes)

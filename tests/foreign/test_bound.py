@@ -1,4 +1,4 @@
-"""Every itinerary of small courses is run: none beats the bound, and the best one is found."""
+"""Exhaustive search over small problems: no schedule beats the bound, and the best one is found."""
 
 from __future__ import annotations
 
@@ -96,18 +96,18 @@ def _best(course: Course) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(_courses())
-def test_no_itinerary_beats_it(course: Course) -> None:
+def test_no_schedule_beats_the_bound(course: Course) -> None:
     assert course_bound(course) <= _best(course) * (1 + 1e-9)
 
 
-def test_a_link_that_has_much_to_carry_before_something_is_needed() -> None:
-    """Neither is the longest path, nor all that the link carries, as long as three messages and what follows them."""
+def test_a_link_busy_before_a_deadline() -> None:
+    """Three messages and the following compute are longer than the critical path and than the link's total."""
     legs = [_leg(number, 0, 1, 3) for number in range(3)]
     course = Course((1.0, 9.0), tuple(legs), ("network",), _cost, 0.0)
     assert course_bound(course) == _best(course) == pytest.approx(3 * 3.75 + 9)
 
 
-def test_a_link_that_has_much_to_carry_after_something_is_there() -> None:
+def test_a_link_busy_after_a_release() -> None:
     legs = [_leg(number, 1, 2, 3, kind="reduce") for number in range(3)]
     course = Course((5.0, 1.0), tuple(legs), ("network",), _cost, 0.0)
     assert course_bound(course) == _best(course) == pytest.approx(5 + 3 * 3.75)
@@ -119,8 +119,8 @@ def test_messages_of_no_bytes() -> None:
     assert course_bound(course) == pytest.approx(_best(course))
 
 
-def test_what_follows_from_a_message_starts_when_that_has_come() -> None:
-    """Compute waits for the first to start the second: not before the last item, which hides the first."""
+def test_dependent_messages_start_after_arrival() -> None:
+    """Compute waits for the first to start the second: not before the last item, which overlaps the first."""
     legs = [_leg(0, 0, 2, 2), _leg(1, 1, 2, 0, wire=2, after=(0,)), _leg(2, 2, 2, 2)]
     course = Course((2.0, 2.0), tuple(legs), LINKS, _cost, 0.0)
     start = soon(course, [(0,), (1,), (2,)])

@@ -1,4 +1,4 @@
-"""Random graphs give the same bits after as before, under an emulation that sees races."""
+"""Random graphs give the same bits after scheduling, under an emulator that detects races."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_limit_is_kept(chosen: list[Step], share: float) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(random_graphs.steps(), st.floats(0.4, 1.2), st.booleans())
-def test_nothing_that_fits_beats_the_bound(chosen: list[Step], share: float, shared: bool) -> None:
-    """As it is found, before it is compared with what was found."""
+def test_no_feasible_schedule_beats_the_bound(chosen: list[Step], share: float, shared: bool) -> None:
+    """The raw bound, before it is combined with found schedules."""
     gm, groups = random_graphs.graph(chosen), SHARED if shared else GROUPS
     limit = max(1, int(schedule_graph(gm, groups, steps=0).peak_before * share))
     try:

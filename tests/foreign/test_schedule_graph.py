@@ -1,4 +1,4 @@
-"""What `schedule_graph` does to graphs, what it refuses, and what it reports."""
+"""`schedule_graph`: rewritten graphs, rejected graphs, and reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.foreign.emulation import results, same
 from tests.foreign.planes import planes
 from tests.ranks import FakeWorld
 
-# Kernels that are no longer than gathers; longer ones hide each gather alone, and plans are others.
+# Kernels no longer than gathers; a longer one would hide each gather by itself, with other plans.
 SHORT = dataclasses.replace(
     graphshard.load_profile("h100"),
     contention=0.0,
@@ -42,12 +42,12 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
 
 
 def calls(gm: GraphModule) -> list[str]:
-    """The operators of a graph in order, without namespace and overload."""
+    """Return the operators of a graph in order, without namespace and overload."""
     return [str(n.target).split(".")[-2] for n in gm.graph.nodes if n.op == "call_function" and "." in str(n.target)]
 
 
 def gathered(weights: int = 4, dim: int = DIM) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """A stack whose weights are cast and gathered where they are used."""
+    """Build a stack that casts and gathers its weights where they are used."""
 
     def run(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
         for shard in shards:
@@ -68,7 +68,7 @@ def test_gathers_start_ahead_and_casts_with_them() -> None:
     assert found.exposed_after < 0.6 * found.exposed_before
 
 
-def test_small_gathers_travel_together() -> None:
+def test_small_gathers_are_coalesced() -> None:
     function, inputs = gathered(6, 64)
     found = schedule_graph(traced(function, *inputs), GROUPS, hardware=SHORT, memory_limit=math.inf)
     assert "all_gather_into_tensor_coalesced" in calls(found.module)
@@ -76,8 +76,8 @@ def test_small_gathers_travel_together() -> None:
     assert found.seconds_after < found.seconds_before
 
 
-def test_only_equals_travel_together() -> None:
-    """Kind, group, reduction and dtype are those of all members; sums of gloo's on more than two ranks are alone."""
+def test_only_equal_collectives_are_coalesced() -> None:
+    """Members share kind, group, reduction and dtype; gloo sums on more than two ranks stay separate."""
 
     def run(*shards: torch.Tensor) -> list[torch.Tensor]:
         found = []
@@ -99,8 +99,8 @@ def test_only_equals_travel_together() -> None:
         assert members[0].args[-1] == bucket.group
 
 
-def test_groups_with_links_of_their_own_do_not_queue() -> None:
-    """Two collectives at once take as long as one on two links, and one after the other on the same."""
+def test_groups_on_separate_links_do_not_queue() -> None:
+    """Two collectives overlap on two links, and run in sequence on one."""
 
     def run(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         return [wait(c10d.all_gather_into_tensor(value, 2, name)) for value, name in ((x, "dp"), (y, "tp"))]
@@ -113,7 +113,7 @@ def test_groups_with_links_of_their_own_do_not_queue() -> None:
     assert shared.seconds_after == pytest.approx(2 * one)
 
 
-def test_the_link_of_a_group_is_that_of_its_ranks() -> None:
+def test_the_link_of_a_group_follows_from_its_ranks() -> None:
     profile = graphshard.load_profile("h100")
     assert Wire(Group(8), profile, "isolated").link == "node"
     assert Wire(Group(2, apart=8), profile, "isolated").link == "network"
@@ -137,7 +137,7 @@ def test_reductions_follow_compute_to_the_end() -> None:
 
 
 def test_a_write_is_not_crossed() -> None:
-    """A gather of what is written before it starts behind the write; another one starts ahead."""
+    """A gather of a written value starts after the write; another one starts ahead."""
 
     def run(x: torch.Tensor, buffer: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         x = torch.relu(x @ x)
@@ -157,8 +157,8 @@ def test_a_write_is_not_crossed() -> None:
     assert same(results(gm, inputs), results(found.module, inputs))
 
 
-def test_views_of_one_input_are_one_memory() -> None:
-    """Where each input's fake tensor has a mode of its own, any of two may be the other: a write holds both."""
+def test_views_of_one_input_alias() -> None:
+    """If each input's fake tensor has its own mode, any two may alias: a write blocks both."""
 
     def run(x: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         x = torch.relu(x @ x)
@@ -239,9 +239,9 @@ def test_a_memory_limit_is_kept_and_the_least_is_named() -> None:
 
 
 def test_the_bound_knows_the_limit() -> None:
-    """By hand: beside the first product, whose input is the graph's, there is room for one more weight, later for none.
+    """Hand-computed: next to the first matmul, whose input is the graph's, one more weight fits, later none.
 
-    So of four gathers the first, the third and the fourth are exposed in full, with the casts that they begin with.
+    Of four gathers the first, the third and the fourth are therefore fully exposed, with their casts.
     """
     function, inputs = gathered(4, 2048)
     gm = traced(function, *inputs)
@@ -257,14 +257,14 @@ def test_the_bound_knows_the_limit() -> None:
         return x
 
     alone = schedule_graph(traced(compute, inputs[0], inputs[0]), hardware=SHORT).seconds_after
-    # As long as the cast alone, which is nothing that compute does by itself.
+    # The duration of the cast, which runs without other compute.
     cast = schedule_graph(traced(lambda shard: torch.relu(shard.bfloat16()), inputs[1]), hardware=SHORT).seconds_after
     assert tight.lower_bound == pytest.approx(alone + 3 * (cast + tight.buckets[0].seconds))
     assert free.lower_bound <= free.seconds_after < tight.lower_bound <= tight.seconds_after
 
 
-def test_parameters_cut_over_two_axes() -> None:
-    """As AutoParallel captures them: the same bits; a gather over tp starts where that over dp has ended."""
+def test_parameters_sharded_over_two_axes() -> None:
+    """As captured by AutoParallel: the same bits; a gather over tp starts where the gather over dp ends."""
     function, inputs = planes("dp", "tp", 2, dim=64, rows=16)
     gm = traced(function, *inputs)
     found = {}
@@ -287,7 +287,7 @@ def test_parameters_cut_over_two_axes() -> None:
 
 
 def test_the_bound_of_one_link_is_nearly_met() -> None:
-    """A stack as FSDP2 runs it, with compute to hide behind."""
+    """A stack as run by FSDP2, with compute to overlap."""
 
     def run(x: torch.Tensor, *shards: torch.Tensor) -> Any:
         saved, reduced = [], []
@@ -377,7 +377,7 @@ def test_a_legacy_collective() -> None:
         schedule_graph(gm, GROUPS)
 
 
-def test_what_is_no_graph_or_has_no_sizes() -> None:
+def test_rejects_objects_other_than_graphs_and_missing_sizes() -> None:
     with pytest.raises(ArgumentError, match=r"gm must be a torch\.fx\.GraphModule of ATen operators, got a Linear"):
         schedule_graph(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     gm = traced(one_gather, torch.zeros(2, 2))
@@ -393,7 +393,7 @@ def test_a_size_that_depends_on_values() -> None:
         schedule_graph(gm, GROUPS)
 
 
-def test_groups_that_exist_need_no_description(fake_world: FakeWorld) -> None:
+def test_existing_groups_need_no_description(fake_world: FakeWorld) -> None:
     """Ranks 0 to 15 in pairs, on torch's fake backend."""
     fake_world(16)
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))

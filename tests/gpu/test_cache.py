@@ -1,4 +1,4 @@
-"""A second launch on a GPU finds what the first one has kept. Run with `pytest -m gpu`; skipped without a GPU."""
+"""A second launch on a GPU uses the cache of the first. Run with `pytest -m gpu`; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_kernels_are_kept_with_their_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that the next process waits for none of Inductor's processes: here they never are ready."""
+    """The next process waits for none of Inductor's processes: here they never become ready."""
 
     def losses() -> list[float]:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_kernels_are_kept_with_their_code(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first = losses()
-    # What a new process would not have.
+    # State that a new process would not have.
     codecache.PyCodeCache.cache_clear()
     async_compile.CompiledTritonKernels.cache_clear()
     asked, waited = [], []

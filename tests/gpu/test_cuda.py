@@ -1,4 +1,4 @@
-"""The CUDA path: one NCCL rank for numerics, a fake process group for the shape of the graph.
+"""The CUDA path: one NCCL rank for numerics, a fake process group for graphs of several ranks.
 
 Run with `pytest -m gpu`; skipped without a GPU.
 """
@@ -28,9 +28,9 @@ FP32 = MixedPrecisionPolicy()
 
 @pytest.fixture
 def nccl():
-    """A world of one rank on NCCL."""
+    """Create a world of one NCCL rank."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=store)  # norms of what is on the host
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=store)  # for norms of host tensors
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()
 
@@ -41,7 +41,7 @@ def model(layers: int = 2) -> Llama:
 
 
 def train(net: torch.nn.Module, steps: int) -> list[float]:
-    """Each token once in a batch: compiled kernels add up an embedding's gradients in no fixed order."""
+    """Train with each token once per batch: compiled kernels sum an embedding's gradients in no fixed order."""
     optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
     losses = []
     for step in range(steps):
@@ -72,7 +72,7 @@ def test_eager_equals_fsdp2(nccl, policy):
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_inductor_follows_eager(nccl, policy):
-    """Compiled regions train like the eager program within what fused kernels round."""
+    """Compiled regions train like the eager program, up to the rounding of fused kernels."""
     compiled, eager = model().cuda(), model().cuda()
     graphshard.compile(compiled, nccl, mp_policy=policy)
     graphshard.compile(eager, nccl, mp_policy=policy, backend="eager")
@@ -80,7 +80,7 @@ def test_inductor_follows_eager(nccl, policy):
 
 
 class Deciding(nn.Module):
-    """By a mask, of which `nn.TransformerEncoder` asks whether it is causal, a buffer and an input."""
+    """Branches on values: a mask, which `nn.TransformerEncoder` checks for causality, a buffer and an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Deciding(nn.Module):
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 def test_forward_decides_by_values(nccl, policy):
-    """Such a module is split; gradients, and the queue, have the bits of FSDP2."""
+    """The module is split; gradients and the queue have FSDP2's bits."""
     torch.manual_seed(0)
     ours = Deciding().cuda()
     theirs = fsdp2(copy.deepcopy(ours), nccl, mp_policy=policy)
@@ -118,7 +118,7 @@ def test_forward_decides_by_values(nccl, policy):
 
 
 def test_cpu_model_moves_to_the_mesh(nccl):
-    """A model on the CPU gets its shards and buffers on the device; CPU inputs follow."""
+    """A CPU model gets shards and buffers on the device; CPU inputs follow."""
     net = graphshard.compile(model(), nccl, backend="eager")
     assert {p.to_local().device.type for p in net.parameters()} == {"cuda"}
     assert {b.device.type for b in net.buffers()} == {"cuda"}
@@ -127,7 +127,7 @@ def test_cpu_model_moves_to_the_mesh(nccl):
 
 
 def test_graph_of_eight_ranks(fake_world):
-    """Large parameters travel as they are, small ones packed, in one launch per unit."""
+    """Large parameters are sent directly, small ones packed, in one launch per unit."""
     fake_world(8)
     tokens = torch.randint(0, 256, (2, 64), device="cuda")
     net = Llama(LlamaConfig(layers=3, dim=1024, heads=8, seq=64)).cuda()
@@ -141,7 +141,7 @@ def test_graph_of_eight_ranks(fake_world):
 
 
 def test_compiled_regions_of_a_rank_of_eight(fake_world):
-    """Each region is given what it was compiled for; collectives of the fake group leave values as they are."""
+    """Each region gets inputs as compiled for; the fake group's collectives keep values."""
     fake_world(8)
     net = Llama(LlamaConfig(layers=3, dim=1024, heads=8, seq=64)).cuda()
     graphshard.compile(net, init_device_mesh("cuda", (8,)), mp_policy=BF16)

@@ -1,4 +1,4 @@
-"""Exporting where there is a GPU: regions become CUDA code in the file, and a loaded model has the bits of `compile`.
+"""Export with a GPU: the file contains CUDA code, and a loaded model has the bits of `compile`.
 
 Run with `pytest -m gpu`; skipped without a GPU.
 """
@@ -29,7 +29,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A world of one rank on NCCL."""
+    """Create a world of one NCCL rank."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("nccl", rank=0, world_size=1, store=store)
     yield init_device_mesh("cuda", (1,))
@@ -54,7 +54,7 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
 
 
 def twin_of(path: Path, mesh: DeviceMesh, backend: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters that a loaded model has trained, and those of a compiled one."""
+    """Train a loaded and a compiled model; return both models' parameters."""
     torch.manual_seed(0)
     model = Blocks(2, 64, bias=True)
     twin = graphshard.compile(copy.deepcopy(model), mesh, mp_policy=POLICY, backend=backend)
@@ -68,8 +68,8 @@ def test_loaded_has_the_bits_of_compile(tmp_path: Path, mesh: DeviceMesh) -> Non
     assert all(map(torch.equal, loaded, compiled))
 
 
-def test_loaded_kernels_train_as_those_of_compile(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """But for the order of sums: kernels in a file are not tuned."""
+def test_loaded_kernels_train_like_compiled_ones(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """Up to the order of sums: kernels in a file are not autotuned."""
     path = exported(tmp_path / "blocks.gshard")
     for loaded, compiled in zip(*twin_of(path, mesh, "inductor"), strict=True):
         torch.testing.assert_close(loaded, compiled, rtol=1e-2, atol=1e-3)
@@ -94,7 +94,7 @@ def test_finish_adds_the_code(tmp_path: Path, mesh: DeviceMesh) -> None:
 
 
 def test_compile_has_the_regions_of_the_prediction(mesh: DeviceMesh) -> None:
-    """So what is measured here replaces estimates, and kernels are found by key."""
+    """Therefore measurements replace estimates, and kernels are found by key."""
     inputs = (torch.zeros(8, 64),)
     explained = graphshard.explain(
         Blocks(2, 64, bias=True), (1,), example_inputs=inputs, mp_policy=POLICY, device="cuda"

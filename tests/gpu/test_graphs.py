@@ -20,8 +20,8 @@ def graphs_of(net):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_the_bits_of_training_without(nccl, backend, monkeypatch):  # noqa: F811
-    """Compiled twice, so Inductor must not tune: how sums are taken would depend on what is fastest at that moment."""
+def test_matches_training_without_graphs(nccl, backend, monkeypatch):  # noqa: F811
+    """Compiled twice, so Inductor must not autotune, which would change the order of sums."""
     monkeypatch.setattr(pkgutil.resolve_name("torch._inductor.config"), "deterministic", True)
     replayed = model().cuda()
     plain = copy.deepcopy(replayed)
@@ -45,7 +45,7 @@ def test_offloaded(nccl):  # noqa: F811
 
 
 def scripted(mesh, device, script, **options):
-    """Train with graphs and without by a script that the recorder is tested with, too."""
+    """Train with and without graphs, using a script of the recorder's tests."""
     replayed = Net().to(device)
     plain = copy.deepcopy(replayed)
     graphshard.compile(replayed, mesh, backend="eager", cuda_graphs=True, max_captures=16, **options)

@@ -1,4 +1,4 @@
-"""Models of transformers on one NCCL rank: the bits of FSDP2, and compiled regions beside operators.
+"""Models of transformers on one NCCL rank: FSDP2's bits, and compiled regions compared with operators.
 
 Run with `pytest -m gpu`; skipped without a GPU.
 """
@@ -53,7 +53,7 @@ def _skip_where_torch_cannot(name: str, policy: str) -> None:
 @MODELS
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_eager_equals_fsdp2(nccl: DeviceMesh, name: str, policy: str) -> None:  # noqa: F811
-    """Losses, parameters and buffers, with what dropout draws."""
+    """Losses, parameters and buffers, with dropout."""
     _skip_where_torch_cannot(name, policy)
     model, batch = _given(name)
     theirs = fsdp2(copy.deepcopy(model), nccl, mp_policy=POLICIES[policy])
@@ -66,7 +66,7 @@ def test_eager_equals_fsdp2(nccl: DeviceMesh, name: str, policy: str) -> None:  
 
 @pytest.mark.parametrize("cudnn", [False, True], ids=["without cuDNN", "with cuDNN"])
 def test_batch_norm(nccl: DeviceMesh, cudnn: bool) -> None:  # noqa: F811
-    """cuDNN's kernels write to statistics without saying so, and are not in programs; ATen's round otherwise."""
+    """cuDNN's kernels write statistics without declaring it, and are not in programs; ATen's round differently."""
     model, batch = _given("resnet")
     with torch.backends.cudnn.flags(enabled=cudnn, deterministic=True, allow_tf32=False):
         theirs = fsdp2(copy.deepcopy(model), nccl)
@@ -83,7 +83,7 @@ def test_batch_norm(nccl: DeviceMesh, cudnn: bool) -> None:  # noqa: F811
 @MODELS
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_inductor_follows_eager(nccl: DeviceMesh, name: str, policy: str) -> None:  # noqa: F811
-    """Compiled regions train as operators do but for rounding; without dropout."""
+    """Compiled regions train like operators up to rounding; without dropout."""
     _skip_where_torch_cannot(name, policy)
     model, batch = _given(name)
     for module in model.modules():
@@ -101,9 +101,9 @@ def test_inductor_follows_eager(nccl: DeviceMesh, name: str, policy: str) -> Non
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
 def test_generation(nccl: DeviceMesh, reshard: bool) -> None:  # noqa: F811
-    """Without programs, from a prompt on the CPU: the bits of FSDP2, and its tokens; training goes on behind it."""
+    """Without programs, from a prompt on the CPU: FSDP2's bits and tokens; training continues afterwards."""
     model, batch = _given("llama")
-    # On a mesh of one rank FSDP2 trains with old values of the root's parameters behind a forward without gradients.
+    # On a mesh of one rank FSDP2 trains with old root parameters after a forward without gradients.
     theirs, trained = (fsdp2(copy.deepcopy(model), nccl, mp_policy=POLICIES["bf16"]) for _ in range(2))
     ours = graphshard.compile(model, nccl, mp_policy=POLICIES["bf16"], backend="eager")
     prompt = batch["input_ids"][:, :4]

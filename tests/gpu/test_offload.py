@@ -1,4 +1,4 @@
-"""CPUOffloadPolicy on a GPU: shards, gradients and optimizer state on the host, the bits of FSDP2."""
+"""CPUOffloadPolicy on a GPU: shards, gradients and optimizer state on the host, with FSDP2's bits."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""`tests/gpu/run.sh`: how parts are run, what is made of what they find, and all of it in small on a CPU."""
+"""`tests/gpu/run.sh`: running parts, reporting their rows, and a small version of everything on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def part(name: str, code: str, share: float = 1.0) -> Part:
-    """A part that runs code, which has `emit` and `limit`."""
+    """Build a part that runs code, which can use `emit` and `limit`."""
     start = (
         "import os, sys, time, pathlib; from benchmarks.gpu.table import Row, appending;"
         "emit = appending(pathlib.Path(sys.argv[2])); limit = float(sys.argv[4])\n"
@@ -35,7 +35,7 @@ def part(name: str, code: str, share: float = 1.0) -> Part:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Callable[..., tuple[list[Row], list[str]]]:
-    """Runs parts; what they found, and what was shown."""
+    """Return a function that runs parts and returns rows and output."""
 
     def run(*parts: Part, seconds: float = 60.0) -> tuple[list[Row], list[str]]:
         shown: list[str] = []
@@ -63,7 +63,7 @@ def test_one_table_of_all_rows() -> None:
     )
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_skips_a_truncated_line(tmp_path: Path) -> None:
     emit = appending(tmp_path / "rows")
     emit(Row("a", step=1.5, note="é"))
     with (tmp_path / "rows").open("a") as file:
@@ -72,7 +72,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "none") == []
 
 
-def test_a_part_that_fails_keeps_no_other_from_running(ran) -> None:
+def test_a_failed_part_does_not_stop_others(ran) -> None:
     rows, shown = ran(
         part("raises", "emit(Row('raises', note='before')); raise ValueError('what is wrong')"),
         part("dies", "os.kill(os.getpid(), 9)"),
@@ -89,8 +89,8 @@ def test_a_part_that_fails_keeps_no_other_from_running(ran) -> None:
     assert "[works] fine" in shown
 
 
-def test_a_part_is_ended_over_its_share_with_all_that_it_started(ran, tmp_path: Path) -> None:
-    """What it had found counts, and what parts leave is for those that follow."""
+def test_a_part_over_its_share_is_killed_with_its_children(ran, tmp_path: Path) -> None:
+    """Its rows count, and its unused time goes to later parts."""
     child = f"import time; time.sleep(4); open({str(tmp_path / 'lived')!r}, 'w')"
     code = f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
     began = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_part_is_ended_over_its_share_with_all_that_it_started(ran, tmp_path: 
     assert not (tmp_path / "lived").exists()
 
 
-def test_the_exit_status_says_whether_anything_failed(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_exit_status_reports_failures(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(command, "machine", lambda: dict.fromkeys(("device", "torch", "python", "date"), "x"))
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     for name in ("TORCHINDUCTOR_CACHE_DIR", "GRAPHSHARD_CACHE"):
@@ -122,7 +122,7 @@ def test_the_exit_status_says_whether_anything_failed(tmp_path: Path, monkeypatc
         assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named_in_one_line(monkeypatch) -> None:
+def test_missing_tools_are_named_in_one_line(monkeypatch) -> None:
     assert command.missing_packages() == ""
     monkeypatch.setitem(command.NEEDED, "no_such_package", "a test")
     assert command.missing_packages() == "missing: no_such_package (a test). --wheels DIR takes wheels of them"
@@ -143,12 +143,12 @@ def test_wrong_arguments(argument: list[str], message: str, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_no_file_of_tests_is_forgotten() -> None:
+def test_covers_all_test_files() -> None:
     assert {*tests.FILES, "test_run.py"} == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
-def test_where_no_file_can_be_made_without_the_gpu(tmp_path: Path, monkeypatch) -> None:
-    """As with torch 2.11: that is said, and the rest is shown with a file that is made beside the GPU."""
+def test_export_without_the_gpu_fails(tmp_path: Path, monkeypatch) -> None:
+    """As with torch 2.11: it is reported, and the rest uses a file exported with the GPU."""
     made = []
 
     def fail(*_: object) -> None:
@@ -164,7 +164,7 @@ def test_where_no_file_can_be_made_without_the_gpu(tmp_path: Path, monkeypatch) 
     assert rows[0].note.startswith("export without a GPU ended with 2")
 
 
-def test_losses_that_differ() -> None:
+def test_different_losses() -> None:
     losses, row = torch.tensor([2.0, 1.0]), Row("artifact")
     assert artifact.compared(losses, losses, row).note == "2 losses as of compile, bit for bit"
     near = artifact.compared(losses * 1.001, losses, row)
@@ -179,7 +179,7 @@ def test_kernels_are_counted_without_copies() -> None:
     assert workers.num_kernels([*events, SimpleNamespace(name="aten::mm", device_type=DeviceType.CPU)]) == 2
 
 
-def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
+def test_skips_settings_without_time(monkeypatch) -> None:
     monkeypatch.setattr(steps, "_setting", lambda *_, **__: time.sleep(0.2))
     rows: list[Row] = []
     steps.measure(Setup.of(dry=True), rows.append, seconds=0.3)
@@ -188,8 +188,8 @@ def test_settings_are_left_out_when_no_time_is_left(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
-    """One that cannot begin, and one whose process is gone, which is begun again for the next setting."""
+def test_a_failed_variant_does_not_stop_others(monkeypatch) -> None:
+    """One that cannot start, and one whose process died, which restarts for the next setting."""
     lost: list[workers.Worker] = []
 
     class Worker(workers.Worker):
@@ -212,7 +212,7 @@ def test_a_variant_that_fails_keeps_no_other_from_running(monkeypatch) -> None:
     assert [row.variant for row in rows if row.step is not None] == ["FSDP2", "FSDP2", "DDP"]
 
 
-def test_a_process_that_does_not_answer_is_ended() -> None:
+def test_kills_an_unresponsive_process() -> None:
     worker = workers.Worker(Setup.of(dry=True), "FSDP2")
     with pytest.raises(workers.FailedError, match="ended: no time is left"):
         worker.answer(time.monotonic() + 0.1)
@@ -220,7 +220,7 @@ def test_a_process_that_does_not_answer_is_ended() -> None:
 
 
 def test_each_variant_is_measured_somewhere() -> None:
-    """And those that are compared most in every world."""
+    """And the most compared ones in every world."""
     everywhere = {"FSDP2", "FSDP2, compiled blocks", "graphshard", "graphshard, compile_step", "DDP"}
     assert set(names(64)) == everywhere
     assert set(names(1)) == everywhere | {"torch.compile, not sharded"}
@@ -229,7 +229,7 @@ def test_each_variant_is_measured_somewhere() -> None:
 
 @pytest.mark.parametrize("variant", ["FSDP2", "graphshard", "DDP"])
 def test_variants_train_as_a_rank_of_eight(variant: str) -> None:
-    """By collectives of whatever names torch's releases give them; none does anything."""
+    """With collectives of any torch release's names; none has an effect."""
     setup = Setup.of(dry=True)
     size = setup.sizes()[0]
     with world(setup, 8) as mesh:
@@ -239,8 +239,8 @@ def test_variants_train_as_a_rank_of_eight(variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2500)
-def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
-    """Every part finds something, and nothing fails."""
+def test_everything_on_a_cpu(tmp_path: Path) -> None:
+    """Every part reports rows, and nothing fails."""
     run = [str(ROOT / "tests/gpu/run.sh"), "--dry", "--budget", "2400", "--out", str(tmp_path)]
     done = subprocess.run(run, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -1,7 +1,7 @@
-"""Two ranks and more on one GPU: gloo sends, as NCCL wants a GPU for each rank.
+"""Two or more ranks on one GPU, with gloo because NCCL needs a GPU per rank.
 
-`pytest -m gpu` runs them on the GPU. On a CPU they run as they are, so that they are known to be right where there is
-none: one in the quick tests, the others with `pytest -m slow`.
+`pytest -m gpu` runs them on the GPU. Without one they run on the CPU, which keeps them correct: one in the quick tests,
+the others with `pytest -m slow`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", id="on_cpu", ma
 
 
 def _mesh(device: str, *shape: int) -> DeviceMesh:
-    """All ranks; on CUDA all of them on the first GPU."""
+    """Build a mesh of all ranks; on CUDA all of them use the first GPU."""
     if device == "cuda":
         torch.cuda.set_device(0)
     names = ("replicate", "shard") if len(shape) == 2 else None
@@ -108,7 +108,7 @@ def _offload(rank: int, world_size: int, device: str) -> None:
 
 @DEVICES
 def test_offloading_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    """Then parameters that are gathered by hand, and kept, from shards that live on the host."""
+    """Followed by `unshard` of parameters whose shards are on the host."""
     ranks(2).run(_offload, device)
 
 

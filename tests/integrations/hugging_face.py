@@ -1,4 +1,4 @@
-"""Small models of transformers, and Accelerate in ranks that stay alive from test to test."""
+"""Small transformers models, and Accelerate in ranks that stay alive between tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 61
 
 
 def llama(**changes: Any) -> nn.Module:
-    """The same random weights on all ranks; uneven shards, as the vocabulary is odd."""
+    """Build a Llama with equal random weights on all ranks; the odd vocabulary makes shards uneven."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -27,7 +27,7 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """With tied embeddings, and without dropout."""
+    """Build a GPT-2 with tied embeddings and without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Asked for a tuple: one capture serves all ranks then."""
+    """Return the loss of a tuple output, so that one capture serves all ranks."""
     return model(input_ids=rows, labels=rows, return_dict=False)[0]
 
 
@@ -46,13 +46,13 @@ def text(rows: int) -> Tensor:
 
 
 def loader(rows: int = 24, batch: int = 2) -> DataLoader[tuple[Tensor, ...]]:
-    """Of all ranks; Accelerate gives each its batches."""
+    """Return a loader of all ranks' data; Accelerate distributes the batches."""
     return DataLoader(TensorDataset(text(rows)), batch_size=batch)
 
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """As `torchrun` starts a rank, with Accelerate's singletons as in a new process."""
+    """Set the environment of a `torchrun` rank, with Accelerate's singletons reset."""
     from accelerate.state import AcceleratorState, GradientState
 
     def reset() -> None:

@@ -1,7 +1,7 @@
 """Ray Train's `TorchTrainer` with two CPU workers on this machine: `python -m tests.integrations.ray_train FOLDER`.
 
-Each worker trains a compiled model and FSDP2's beside it. One of them fails once, and Ray starts both again; they go on
-from the checkpoint in FOLDER, and write their losses there.
+Each worker trains a compiled model and FSDP2's. One worker fails once, and Ray restarts both; they resume from the
+checkpoint in FOLDER, and write their losses there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import graphshard
 from tests.docs.nets import Transformer, batch
 
 STEPS, FAILS_AT = 4, 2
-# Ray otherwise takes an address of this machine that others reach, whatever it is given.
+# Otherwise Ray uses an external address of this machine, whatever it is configured with.
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 OF_WORKERS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs; Ray has made the process group."""
+    """Run on each worker; Ray has created the process group."""
     import ray.train
 
     folder, fails = Path(config["folder"]), bool(config["fails"])
@@ -76,7 +76,7 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer, step: int) -> Tensor:
 
 
 def main(folder: Path, *, fails: bool) -> None:
-    """Start Ray on loopback, train, and stop it again."""
+    """Start Ray on loopback, train, and stop it."""
     os.environ |= ON_LOOPBACK
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig

@@ -1,4 +1,4 @@
-"""Accelerate trains a compiled model as FSDP2's, bit for bit: accumulation, clipping, saving and loading."""
+"""Accelerate trains a compiled model like FSDP2's, bit for bit: accumulation, clipping, saving and loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY = 2  # microbatches of a step
 
 
 def small() -> nn.Module:
-    """Captured in a moment, where it matters little what the model is."""
+    """Build a model that captures quickly."""
     torch.manual_seed(0)
     return Transformer(Config(vocab=VOCAB))
 
@@ -39,14 +39,14 @@ def _accelerator(**options: Any) -> Any:
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Biases and norms apart, as most people do."""
+    """Build AdamW with separate groups for biases and norms."""
     params = list(model.parameters())
     matrices, rest = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
     return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
 
 
 def _train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any, schedule: Any = None) -> list[Tensor]:
-    """One epoch as Accelerate's guide has it; losses and norms."""
+    """Train one epoch as in Accelerate's guide; return losses and norms."""
     told = []
     for (rows,) in batches:
         with accelerator.accumulate(model):
@@ -62,8 +62,10 @@ def _train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any, sch
     return told
 
 
-def _train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> list[Tensor]:
-    """The same with the calls of FSDP2 that Accelerate stands for."""
+def _train_with_fsdp2_calls(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int
+) -> list[Tensor]:
+    """Train with the FSDP2 calls that Accelerate wraps."""
     told = []
     batches = text(24).split(2)[rank::world_size]
     for number, rows in enumerate(batches, 1):
@@ -81,7 +83,7 @@ def _train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 def _trains(rank: int, world_size: int, name: str, precision: str) -> None:
     mp = {} if precision == "no" else {"mp_policy": BF16}
     theirs = fsdp2(MODELS[name](), world_mesh(), **mp)
-    expected = _train_by_hand(theirs, _adamw(theirs), rank, world_size)
+    expected = _train_with_fsdp2_calls(theirs, _adamw(theirs), rank, world_size)
     with launched():
         accelerator = use_graphshard(_accelerator(mixed_precision=precision), backend="eager", **mp)
         given = MODELS[name]()
@@ -99,7 +101,7 @@ def _trains(rank: int, world_size: int, name: str, precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_training_is_that_of_fsdp2(ranks: Ranks, name: str) -> None:
+def test_training_matches_fsdp2(ranks: Ranks, name: str) -> None:
     ranks(2).run(_trains, name, "no")
 
 
@@ -108,7 +110,7 @@ def test_mixed_precision(ranks: Ranks) -> None:
 
 
 def _resume(rank: int, world_size: int, folder: str, kind: str, writer: str) -> None:
-    """Save after an epoch and train another; load what was saved and train the same one again."""
+    """Save after an epoch and train another; load the checkpoint and train the same epoch again."""
     from accelerate import FullyShardedDataParallelPlugin
 
     def start(impl: str) -> tuple[Any, ...]:
@@ -138,5 +140,5 @@ def _resume(rank: int, world_size: int, folder: str, kind: str, writer: str) -> 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("writer", ["graphshard", "fsdp2"])
 def test_training_resumes(ranks: Ranks, tmp_path: Path, kind: str, writer: str) -> None:
-    """From a state that Accelerate saved here, or with its own FSDP2."""
+    """From a state that Accelerate saved here, or with its FSDP2."""
     ranks(2).run(_resume, str(tmp_path), kind, writer)

@@ -1,4 +1,4 @@
-"""What an accelerator is asked that graphshard does otherwise, or not: the plugin's settings, empty shards, errors."""
+"""Accelerate features that graphshard supports differently or not at all: plugin settings, empty shards, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import Ranks
 
 
 class Narrow(nn.Module):
-    """Several parameters of one row, which all ranks but the first have nothing of."""
+    """Several parameters of one row; all ranks except the first have empty shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ def _empty_shards(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(theirs), "parameters")
 
 
-def test_empty_shards_stay_apart(ranks: Ranks) -> None:
-    """Accelerate tells parameters apart by their address, which empty ones have not."""
+def test_empty_shards_stay_distinct(ranks: Ranks) -> None:
+    """Accelerate identifies parameters by address, which empty ones lack."""
     ranks(2).run(_empty_shards)
 
 
@@ -124,12 +124,12 @@ def _refused(rank: int, world_size: int) -> None:
     assert not any(isinstance(param, torch.distributed.tensor.DTensor) for param in model.parameters())
 
 
-def test_what_does_not_fit_is_refused(ranks: Ranks) -> None:
-    """And the model stays as it was."""
+def test_rejects_unsupported_settings(ranks: Ranks) -> None:
+    """The model does not change."""
     ranks(2).run(_refused)
 
 
-def test_one_process_is_refused() -> None:
+def test_rejects_one_process() -> None:
     from accelerate.state import AcceleratorState
 
     try:

@@ -1,4 +1,4 @@
-"""bitsandbytes: what it has for the CPU does not go with shards, with FSDP2 as here, and each says so."""
+"""bitsandbytes' CPU optimizers and weights do not support shards, with FSDP2 and here, and errors say so."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _optimizers(rank: int, world_size: int) -> list[str]:
     return errors
 
 
-def test_its_optimizers_refuse_shards(ranks: Ranks) -> None:
-    """When this fails, docs/integrations/peft.md is to be written anew."""
+def test_its_optimizers_reject_shards(ranks: Ranks) -> None:
+    """When this test fails, rewrite docs/integrations/peft.md."""
     for ours, theirs in ranks(2).run(_optimizers):
         print(ours, theirs)
         assert "DTensor" in ours
@@ -50,5 +50,5 @@ def _four_bits(rank: int, world_size: int) -> None:
     assert isinstance(model[0].weight, torch.nn.Parameter)
 
 
-def test_its_weights_in_four_bits_are_refused(ranks: Ranks) -> None:
+def test_rejects_its_four_bit_weights(ranks: Ranks) -> None:
     ranks(2).run(_four_bits)

@@ -1,4 +1,4 @@
-"""Training scripts that were written for FSDP2, and converted: with `--impl fsdp2` they print the same losses."""
+"""Converted training scripts that were written for FSDP2 print the same losses with `--impl fsdp2`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ["--backend", "eager", "--layers", "2", "--dim", "16", "--batch", "2"]
 
 
 def _train(script: str, folder: Path, *flags: Any) -> dict[str, Any]:
-    """What a script writes with `--json`."""
+    """Run a script and return its `--json` output."""
     file = folder / "losses.json"
     command = [*LAUNCHER, str(EXAMPLES / script), *SMALL, "--json", str(file), *map(str, flags)]
     result = subprocess.run(
@@ -33,7 +33,7 @@ def _train(script: str, folder: Path, *flags: Any) -> dict[str, Any]:
 
 
 def test_gpt(tmp_path: Path) -> None:
-    """Losses, validation, norms and the saved weights: accumulation, dropout, tied embeddings, two groups."""
+    """Losses, validation, norms and saved weights, with accumulation, dropout, tied embeddings and two groups."""
     seen, weights = [], []
     for impl in ("graphshard", "fsdp2"):
         flags = ["--impl", impl, "--steps", 4, "--evaluate-every", 2, "--save", tmp_path / f"{impl}.pt"]
@@ -48,7 +48,7 @@ def test_gpt(tmp_path: Path) -> None:
 
 
 def test_fsdp2_example(tmp_path: Path) -> None:
-    """Three steps of FSDP2 are the first three of five; from its file come the other two."""
+    """Three steps of FSDP2 equal the first three of five; the other two resume from its file."""
     flags, folder = ["--prefetch", "--mixed-precision"], tmp_path / "run"
     theirs = _train("train_fsdp2.py", tmp_path, "--impl", "fsdp2", "--steps", 3, *flags, "--checkpoint", folder)
     ours = _train("train_fsdp2.py", tmp_path, "--steps", 5, *flags)
@@ -61,7 +61,7 @@ def test_fsdp2_example(tmp_path: Path) -> None:
 
 
 def test_mixture_of_experts(tmp_path: Path) -> None:
-    """Experts that are dealt out to two ranks, by one grouped product, in bfloat16: FSDP2's losses."""
+    """Experts distributed to two ranks, with a grouped matmul in bfloat16: FSDP2's losses."""
     ours, theirs = (_train("train_moe.py", tmp_path, "--impl", impl, "--steps", 4) for impl in ("graphshard", "fsdp2"))
     assert ours == theirs
     assert len(set(ours["losses"])) == 4

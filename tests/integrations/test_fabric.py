@@ -1,4 +1,4 @@
-"""Lightning Fabric's `ModelParallelStrategy` trains a compiled model as it trains one of FSDP2: the same bits."""
+"""Lightning Fabric's `ModelParallelStrategy` trains a compiled model like FSDP2's, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _fabric(parallelize: Callable[..., nn.Module], rank: int, world_size: int, **options: Any) -> Fabric:
-    """As torchrun's ranks make it; the process group is there already."""
+    """Create a Fabric as torchrun's ranks do; the process group already exists."""
     strategy = ModelParallelStrategy(
         parallelize_fn=parallelize, data_parallel_size=world_size, tensor_parallel_size=1, **options
     )
@@ -52,7 +52,7 @@ def _set_up(fabric: Fabric, *, empty: bool = False) -> tuple[nn.Module, torch.op
 
 
 def _train(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[Any]:
-    """Losses and norms of steps of microbatches."""
+    """Train microbatched steps; return losses and norms."""
     seen = []
     for step in range(steps):
         for index in range(MICROBATCHES):
@@ -72,7 +72,7 @@ def _side_by_side(rank: int, world_size: int, empty: bool) -> None:
     for parallelize in (_compile, _fully_shard):
         fabric = _fabric(parallelize, rank, world_size)
         model, optimizer = _set_up(fabric, empty=empty)
-        first = _train(fabric, model, optimizer, steps=1)  # which captures, too
+        first = _train(fabric, model, optimizer, steps=1)  # also captures
         with CountLaunches() as counts:
             seen.append(first + _train(fabric, model, optimizer, steps=2))
         models.append(model)
@@ -89,12 +89,12 @@ def test_equals_fsdp2(ranks: Ranks) -> None:
 
 
 def test_equals_fsdp2_from_meta_device(ranks: Ranks) -> None:
-    """`init_module(empty_init=True)`: Lightning gives the shards their memory and calls `reset_parameters`."""
+    """`init_module(empty_init=True)`: Lightning allocates the shards and calls `reset_parameters`."""
     ranks(2).run(_side_by_side, True)
 
 
 def _save_and_load(rank: int, world_size: int, folder: str, distributed: bool) -> None:
-    """Models of graphshard and of FSDP2 go on with what one saved: a folder of graphshard's, or a file of FSDP2's."""
+    """Models of graphshard and FSDP2 resume from one checkpoint: a folder of graphshard, or a file of FSDP2."""
     path = Path(folder, "checkpoint")
     parallelize = _compile if distributed else _fully_shard
     fabric = _fabric(parallelize, rank, world_size, save_distributed_checkpoint=distributed)
@@ -116,7 +116,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, distributed: bool) -
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
 def test_checkpoint(ranks: Ranks, tmp_path: Path, distributed: bool) -> None:
-    """`fabric.save` and `fabric.load`, of shards and of a whole state."""
+    """`fabric.save` and `fabric.load`, of shards and of a full state."""
     ranks(2).run(_save_and_load, str(tmp_path), distributed)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with `ModelParallelStrategy` trains a compiled model as it trains one of FSDP2: the same bits."""
+"""Lightning's Trainer with `ModelParallelStrategy` trains a compiled model like FSDP2's, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 BATCHES, MICROBATCHES = 5, 2
-STEPS = 3  # the last one has a batch of its own
+STEPS = 3  # the last one has a different batch
 SIZE = 2  # of a batch
 
 
 class Tokens(Dataset[tuple[Tensor, Tensor]]):
-    """Sequences that are a function of their number."""
+    """Sequences determined by their index."""
 
     def __len__(self) -> int:
         return BATCHES * SIZE * 2
@@ -38,7 +38,7 @@ class Tokens(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Module(lightning.LightningModule):
-    """A language model that shards what it holds, by `parallelize`."""
+    """A language model that `parallelize` shards."""
 
     def __init__(self, parallelize: Callable[..., nn.Module], sync_last: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _fit(rank: int, world_size: int, folder: str, sync_last: bool) -> None:
             _trainer(rank, world_size, folder, max_epochs=1).fit(module, _data(), _data())
         module.model.reshard()  # FSDP2 keeps the root gathered after the validation
         modules.append(module)
-        # What graphshard traces is counted, too, under another name than what two gloo ranks run.
+        # graphshard's traced collectives are counted under other names than the all-to-alls of two gloo ranks.
         launches.append(counts.launches["reduce_scatter_by_all_to_all_single"] + counts.of("_reduce_scatter_base_"))
     ours, theirs = modules
     assert len(ours.losses) == 2 * BATCHES
@@ -113,12 +113,12 @@ def _fit(rank: int, world_size: int, folder: str, sync_last: bool) -> None:
 
 
 def test_equals_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
-    """Training, clipping and validation; every microbatch reduces, as the Trainer has it."""
+    """Training, clipping and validation; every microbatch reduces, the Trainer's default."""
     ranks(2).run(_fit, str(tmp_path), False)
 
 
 def test_no_sync(ranks: Ranks, tmp_path: Path) -> None:
-    """With the switch in a hook, one reduction for each step."""
+    """With the switch in a hook, one reduction per step."""
     ranks(2).run(_fit, str(tmp_path), True)
 
 
@@ -139,5 +139,5 @@ def _resume(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_resume(ranks: Ranks, tmp_path: Path) -> None:
-    """What the Trainer saved after an epoch continues bit for bit, in graphshard and in FSDP2."""
+    """The Trainer's checkpoint after an epoch resumes bit for bit, in graphshard and in FSDP2."""
     ranks(2).run(_resume, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Several nodes: two agents of torchrun on loopback, which the batch file starts, train as one node does."""
+"""Several nodes: two torchrun agents on loopback, started by the batch file, train like one node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = str(ROOT / "examples" / "train_llama.py")
 SIZES = ["--layers", "1", "--dim", "16", "--batch", "1", "--seq", "8", "--steps", "3", "--sample", "0"]
 FLAGS = [*SIZES, "--backend", "eager"]
 
-# What Slurm's commands do in a job of two nodes, here both of this machine.
+# Slurm's commands in a job of two nodes, both of which are this machine.
 SCONTROL = """#!/bin/bash
 [ "$*" = "show hostnames here[1-2]" ] && printf 'localhost\\nlocalhost\\n'
 """
@@ -58,7 +58,7 @@ def _losses(file: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_nodes_of_slurm(tmp_path: Path) -> None:
-    """The batch file's two agents find each other; the losses are those of two ranks on one node."""
+    """The batch file's two agents find each other; the losses equal two ranks on one node."""
     for name, text in {"scontrol": SCONTROL, "srun": SRUN, "torchrun": TORCHRUN}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -84,7 +84,7 @@ def test_two_nodes_of_slurm(tmp_path: Path) -> None:
 
 
 def test_the_manifest_starts_an_example() -> None:
-    """Kubernetes' manifest is YAML; its command is torchrun's, with flags that the example has."""
+    """The Kubernetes manifest is valid YAML, and runs torchrun with flags that the example has."""
     job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert worker["replicas"] == job["spec"]["elasticPolicy"]["minReplicas"]

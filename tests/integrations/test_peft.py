@@ -1,4 +1,4 @@
-"""Adapters of peft train beside FSDP2 bit for bit, over weights in float32 and in four bits, and are saved alone."""
+"""peft adapters match FSDP2 bit for bit, on float32 and four-bit weights, and are saved separately."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _train(impl: str, in_four_bits: bool, rank: int) -> tuple[nn.Module, dict[st
 
 
 def _parts(model: nn.Module) -> dict[str, Any]:
-    """Plain tensors of all parameters: a weight in four bits has several."""
+    """Return the plain tensors of all parameters: a four-bit weight has several."""
     from tests.distributed.extended import tell
 
     return {f"{name} {key}": part for name, param in params_of(model).items() for key, part in tell(param).items()}
@@ -79,7 +79,7 @@ def _trains(rank: int, world_size: int, in_four_bits: bool, folder: str) -> None
 
 
 def _saves(model: nn.Module, folder: str, rank: int) -> None:
-    """Adapters alone are gathered, by the first rank, and load onto the base model."""
+    """Gather only adapters, on the first rank, and load them onto the base model."""
     from peft import PeftModel
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -99,5 +99,5 @@ def test_lora(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lora_over_four_bits(ranks: Ranks, tmp_path: Path) -> None:
-    """torchao's NF4 in plain linears, which is QLoRA where bitsandbytes has no kernels."""
+    """torchao's NF4 in plain linears, which is QLoRA without bitsandbytes' kernels."""
     ranks(2).run(_trains, True, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Ray Train's `TorchTrainer`, two CPU workers: the same bits as FSDP2, and training goes on after one has failed."""
+"""Ray Train's `TorchTrainer` with two CPU workers: FSDP2's bits, and training resumes after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_RAY, reason="ray is n
 
 
 def _run(folder: Path, *flags: str) -> list[list[dict[str, Any]]]:
-    """What each rank wrote, step by step."""
+    """Return the output of each rank, step by step."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.integrations.ray_train", str(folder), *flags]
     # Paths of Ray's sockets must be short.

@@ -1,4 +1,4 @@
-"""Safetensors files are read into shards and written from shards, and no rank holds all of a model."""
+"""Safetensors files are read into shards and written from shards; no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _both_ways(rank: int, world_size: int, name: str, folder: str) -> None:
     torch.distributed.barrier()
     with init_empty_weights():
         model = MODELS[name]()
-    model.tie_weights()  # which init_empty_weights has undone
+    model.tie_weights()  # init_empty_weights has untied them
     graphshard.compile(model, world_mesh(), backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     load_safetensors(model, f"{folder}/theirs")
@@ -59,7 +59,7 @@ def _peak(rank: int, world_size: int, folder: str) -> float:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
     graphshard.compile(model, world_mesh(), backend="eager")
-    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark again
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = resident("VmRSS")
     load_safetensors(model, folder)
     peak = (resident("VmHWM") - before) / MIB
@@ -67,8 +67,8 @@ def _peak(rank: int, world_size: int, folder: str) -> float:
     return peak
 
 
-def test_no_rank_holds_all(ranks: Ranks, tmp_path: Path) -> None:
-    """128 MiB in files of 16 are read by two ranks: each peaks at its shards and its part of a file, not at all."""
+def test_no_rank_holds_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
+    """Two ranks read 128 MiB in files of 16: the peak is the shards plus a part of a file."""
     for index in range(8):
         save_file({f"{index}.weight": torch.full((2048, 2048), float(index))}, tmp_path / f"{index}.safetensors")
     peaks = ranks(2).run(_peak, str(tmp_path))
@@ -102,13 +102,13 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
         load_safetensors(nn.Linear(4, 4), folder)
 
 
-def test_what_does_not_fit_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """On all ranks, before anything was read."""
+def test_rejects_mismatched_files(ranks: Ranks, tmp_path: Path) -> None:
+    """On all ranks, before anything is read."""
     ranks(2).run(_refused, str(tmp_path))
 
 
 def _reduced_precision(rank: int, world_size: int, folder: str) -> None:
-    """Values are read in the model's dtype, and written in it."""
+    """Values are read and written in the model's dtype."""
     if rank == 0:
         save_file({"weight": torch.full((4, 4), 1 / 3)}, f"{folder}/model.safetensors")
     torch.distributed.barrier()
@@ -121,5 +121,5 @@ def _reduced_precision(rank: int, world_size: int, folder: str) -> None:
     assert torch.equal(written, torch.full((4, 4), 1 / 3, dtype=torch.bfloat16))
 
 
-def test_the_models_dtype_holds(ranks: Ranks, tmp_path: Path) -> None:
+def test_keeps_the_models_dtype(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_reduced_precision, str(tmp_path))

@@ -1,4 +1,4 @@
-"""torchao's optimizers with states in eight and four bits, and in float8, update shards as they update FSDP2's."""
+"""torchao's optimizers with eight-bit, four-bit and float8 states update shards like FSDP2's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES = {"Adam8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8
 
 
 class Wide(nn.Module):
-    """Shards of 4,096 elements, from which on torchao makes states small; biases and the head have fewer."""
+    """Shards of 4,096 elements, from which torchao compresses states; biases and the head have fewer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def _steps(rank: int, world_size: int, name: str, whole: bool) -> None:
     pair = twins(Wide(), world_mesh())
     optims = [getattr(torchao.optim, name)(model.parameters(), lr=1e-2) for model in pair]
     whole_step = graphshard.compile_step(pair[0], optims[0], _loss)
-    with torch.compiler.set_stance("force_eager"):  # or Inductor would compile the step for each shape
+    with torch.compiler.set_stance("force_eager"):  # otherwise Inductor compiles the step for each shape
         for step in range(3):
             for model, optim in zip(pair, optims):
                 x = rows(10 * step + rank, 4, 64)
@@ -65,6 +65,6 @@ def _steps(rank: int, world_size: int, name: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in STATES), ("Adam8bit", True)])
-def test_states_of_few_bits(ranks: Ranks, name: str, whole: bool) -> None:
-    """Parameters and states bit for bit; also as a step in one call."""
+def test_low_bit_states(ranks: Ranks, name: str, whole: bool) -> None:
+    """Parameters and states, bit for bit; also with `compile_step`."""
     ranks(2).run(_steps, name, whole)

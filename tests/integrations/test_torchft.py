@@ -1,4 +1,4 @@
-"""torchft averages over groups of ranks that come and go: the bits of FSDP2, and a group that was lost is healed."""
+"""torchft averages over groups that come and go: the bits of FSDP2, and a lost group recovers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _values(folder: Path, group: int, rank: int) -> dict[str, torch.Tensor]:
     return torch.load(folder / f"{group}-{rank}.pt", weights_only=True)
 
 
-def test_two_groups_have_the_bits_of_fsdp2(tmp_path: Path) -> None:
+def test_two_groups_match_fsdp2(tmp_path: Path) -> None:
     for implementation in ("graphshard", "fsdp2"):
         _run(tmp_path / implementation, implementation)
     for group in range(GROUPS):
@@ -48,8 +48,8 @@ def test_two_groups_have_the_bits_of_fsdp2(tmp_path: Path) -> None:
     assert _steps(tmp_path / "graphshard", 0, 0)[0]["loss"] != _steps(tmp_path / "graphshard", 1, 0)[0]["loss"]
 
 
-def test_a_group_that_is_lost_comes_back(tmp_path: Path) -> None:
-    """The other goes on alone, and gives it its state."""
+def test_a_lost_group_recovers(tmp_path: Path) -> None:
+    """The other group continues and provides its state."""
     _run(tmp_path, "graphshard", "--fails")
     for rank in range(RANKS):
         stayed, lost = (_steps(tmp_path, group, rank) for group in range(GROUPS))

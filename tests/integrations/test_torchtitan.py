@@ -1,7 +1,7 @@
-"""torchtitan's Llama trains with the `parallelize_fn` of the manual as with its own, which is FSDP2: the same bits.
+"""torchtitan's Llama trains with the manual's `parallelize_fn` as with torchtitan's, which uses FSDP2: the same bits.
 
-torchtitan is in the extra `integrations`. On a CPU it wants triton, which it imports, and torchtitan's own attention
-without a mask: FlexAttention has no backward there.
+torchtitan is in the extra `integrations`. On a CPU it needs triton, which it imports, and its attention without a mask,
+because FlexAttention has no backward there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LENGTH = 16
 
 
 def _from_the_manual() -> Callable[..., nn.Module]:
-    """The function that the page shows, with operators in the place of compiled regions."""
+    """Return the manual's function, with the eager backend."""
     namespace: dict[str, Any] = {}
 
     def run(block: Example) -> None:
@@ -46,7 +46,7 @@ def _from_the_manual() -> Callable[..., nn.Module]:
 
 
 def _config(parallelism: Any, tied: bool) -> Any:
-    """The debug model of torchtitan, with two layers."""
+    """Return the config of torchtitan's debug model with two layers."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import llama3_configs
 
@@ -63,16 +63,16 @@ def _config(parallelism: Any, tied: bool) -> Any:
 def _model(
     parallelize: Callable[..., nn.Module], world_size: int, folder: str, *, bf16: bool, tied: bool, checkpointing: bool
 ) -> nn.Module:
-    """Made as torchtitan's trainer makes one: on the meta device, parallelized, then initialised."""
+    """Create a model as torchtitan's trainer does: on the meta device, parallelized, then initialized."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC
 
-    # The default asks FSDP2 of torch 2.13 for what only later ones do.
+    # The default needs a feature of FSDP2 after torch 2.13.
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     degrees = {"dp_replicate": 1, "dp_shard": world_size, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
     dims = ParallelDims(**degrees, world_size=world_size, spmd_backend=parallelism.spmd_backend)
-    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):  # it takes no GPU for a GPU
+    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):  # it would assume a GPU
         dims.build_mesh()
     with torch.device("meta"):
         model = _config(parallelism, tied).build()
@@ -93,7 +93,7 @@ def _model(
 
 
 def _train(model: nn.Module, chunks: int) -> dict[str, Tensor]:
-    """Losses and norms of two steps, as torchtitan's trainer takes them."""
+    """Train two steps as torchtitan's trainer does; return losses and norms."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -121,11 +121,11 @@ def _train(model: nn.Module, chunks: int) -> dict[str, Tensor]:
 def _side_by_side(rank: int, world_size: int, folder: str, chunks: int, options: dict[str, bool]) -> None:
     from torchtitan.models.llama3 import parallelize_llama
 
-    with mock.patch("torchtitan.distributed.utils._spmd_backend", "partial_dtensor"):  # as its trainer sets it
+    with mock.patch("torchtitan.distributed.utils._spmd_backend", "partial_dtensor"):  # as set by its trainer
         models = [_model(make, world_size, folder, **options) for make in (_from_the_manual(), parallelize_llama)]
         assert_same(params_of(models[0]), params_of(models[1]), "after initialisation")
         for module in models[1].modules():
-            if isinstance(module, FSDPModule):  # without it FSDP2 asks gloo for a product that only NCCL has
+            if isinstance(module, FSDPModule):  # otherwise FSDP2 needs a premultiplied sum, which only NCCL has
                 module.set_force_sum_reduction_for_comms(True)
         ours, theirs = (_train(model, chunks) for model in models)
     assert_same(ours, theirs, "losses and norms")
@@ -138,7 +138,7 @@ def _side_by_side(rank: int, world_size: int, folder: str, chunks: int, options:
     [(0, {}), (0, {"bf16": True}), (4, {}), (0, {"tied": True}), (0, {"checkpointing": True})],
     ids=["float32", "bfloat16", "chunked loss", "tied", "checkpointed"],
 )
-def test_equals_its_own(ranks: Ranks, tmp_path: Path, chunks: int, changed: dict[str, bool]) -> None:
+def test_matches_torchtitans_fsdp2(ranks: Ranks, tmp_path: Path, chunks: int, changed: dict[str, bool]) -> None:
     """Losses, norms and parameters of two steps."""
     options = {"bf16": False, "tied": False, "checkpointing": False} | changed
     ranks(2).run(_side_by_side, str(tmp_path), chunks, options)

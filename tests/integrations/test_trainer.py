@@ -1,4 +1,4 @@
-"""The Trainer of transformers trains a compiled model as FSDP2's, bit for bit, saves and resumes."""
+"""The Trainer of transformers trains a compiled model like FSDP2's, bit for bit, saves and resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class Scored(Transformer):
-    """A model by the Trainer's rules that is captured in a moment."""
+    """A model with the Trainer's interface that captures quickly."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -47,7 +47,7 @@ class Scored(Transformer):
 
 
 def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_STATE_DICT", **changes: Any) -> Any:
-    """Four steps of two microbatches; a checkpoint after the second."""
+    """Create a Trainer of four steps of two microbatches, with a checkpoint after the second."""
     from accelerate import FullyShardedDataParallelPlugin
     from transformers import Trainer, TrainingArguments
 
@@ -75,7 +75,7 @@ def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_S
 
 
 def told(trainer: Any) -> dict[str, Any]:
-    """Losses, norms and learning rates by step."""
+    """Return losses, norms and learning rates by step."""
     return {
         f"{name} {entry['step']}": entry[name]
         for entry in trainer.state.log_history
@@ -89,7 +89,7 @@ def _trains(rank: int, world_size: int, folder: str) -> None:
         theirs = trainer_of(f"{folder}/fsdp2", "fsdp2", save_strategy="no")
         theirs.train()
         expected = {name: local(param).clone() for name, param in params_of(theirs.model).items()}
-        evaluated = theirs.evaluate()  # which leaves some of FSDP2's parameters gathered
+        evaluated = theirs.evaluate()  # leaves some of FSDP2's parameters gathered
     with launched():
         ours = trainer_of(f"{folder}/graphshard", "graphshard")
         ours.train()
@@ -105,7 +105,7 @@ def _trains(rank: int, world_size: int, folder: str) -> None:
         assert_same(params_of(resumed.model), params_of(ours.model), "resumed parameters")
 
 
-def test_training_is_that_of_fsdp2_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
+def test_training_matches_fsdp2_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_trains, str(tmp_path))
 
 
@@ -126,7 +126,7 @@ def test_a_whole_model_is_saved_and_generates(ranks: Ranks, tmp_path: Path) -> N
 
 
 class Pairs(Rows):
-    """Of a sequence and the one that is to be made of it."""
+    """Pairs of a sequence and its target."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": self.rows[index], "labels": self.rows[index].flip(0)}
@@ -152,7 +152,7 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
         trainer.train()
         captured = len(graphshard.programs(trainer.model))
         found = trainer.predict(Pairs(8)).predictions
-        assert len(graphshard.programs(trainer.model)) <= captured + 1  # the one that computes the loss
+        assert len(graphshard.programs(trainer.model)) <= captured + 1  # the program that computes the loss
         plain.load_state_dict({name: value.full_tensor() for name, value in trainer.model.state_dict().items()})
         plain.eval()
         expected = plain.generate(Pairs(8).rows, generation_config=args.generation_config)
@@ -162,10 +162,10 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_evaluation_generates(ranks: Ranks, tmp_path: Path) -> None:
-    """With caches, of which no program is made."""
+    """With caches, without programs."""
     ranks(2).run(_predicts, str(tmp_path))
 
 
-def test_something_else_is_no_trainer() -> None:
+def test_rejects_objects_other_than_trainers() -> None:
     with pytest.raises(graphshard.ArgumentError, match=r"trainer must be a transformers\.Trainer, got Linear\."):
         use_graphshard(torch.nn.Linear(1, 1))

@@ -1,8 +1,8 @@
 """torchft's fault tolerance on this machine: `python -m tests.integrations.torchft_train FOLDER graphshard|fsdp2`.
 
 Two groups of two gloo ranks each. A model is sharded over the ranks of a group, and a hook averages gradients over the
-groups that are there. With `--fails` the second group ends in its third step and is started again: it takes the state
-of the first, which has gone on alone. Each rank writes what it saw of each step to FOLDER.
+active groups. With `--fails` the second group dies in its third step and restarts with the state of the first, which
+has continued alone. Each rank writes its results of each step to FOLDER.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.docs.nets import Transformer, batch
 
 GROUPS, RANKS, STEPS = 2, 2, 7
 FAILS_AT, BACK_AT = 2, 4
-HEARTBEAT_MS = 15000  # after which a group counts as lost: three times torchft's, for busy machines
-LOST = 3  # the exit status of a group that is lost
+HEARTBEAT_MS = 15000  # timeout for a lost group: three times torchft's, for busy machines
+LOST = 3  # exit status of a lost group
 
 
 def shard(model: nn.Module, implementation: str) -> nn.Module:
-    """Over the ranks of this group."""
+    """Shard over the ranks of this group."""
     mesh = init_device_mesh("cpu", (RANKS,))
     if implementation == "graphshard":
         return graphshard.compile(model, mesh, backend="eager")
@@ -41,7 +41,7 @@ def shard(model: nn.Module, implementation: str) -> nn.Module:
 
 
 def _until(file: Path) -> None:
-    """Wait until another process has written this."""
+    """Wait until another process has written a file."""
     deadline = time.monotonic() + 300
     while not file.exists():
         assert time.monotonic() < deadline, f"{file} is not there"
@@ -49,7 +49,7 @@ def _until(file: Path) -> None:
 
 
 def train(folder: Path, implementation: str, group: int, *, fails: bool, again: bool) -> None:
-    """What each rank runs. The manager averages over groups, counts the steps and heals a group that comes back."""
+    """Run on each rank. The manager averages over groups, counts steps and heals a returning group."""
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
     dist.init_process_group("gloo")
@@ -66,7 +66,7 @@ def train(folder: Path, implementation: str, group: int, *, fails: bool, again: 
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optim": inner.state_dict()},
         min_replica_size=1,
-        use_async_quorum=False,  # or a thread reads the state during forward, when FSDP2's parameters are no shards
+        use_async_quorum=False,  # a thread would read the state during forward, when FSDP2 is unsharded
         replica_id=f"group{group}",
         hostname="localhost",
     )
@@ -86,11 +86,11 @@ def train(folder: Path, implementation: str, group: int, *, fails: bool, again: 
         step = manager.current_step()
         if fails and group == 1 and step == FAILS_AT and not again:
             os._exit(LOST)
-        if fails and group == 0 and step == BACK_AT:  # these steps take milliseconds, a new process seconds
+        if fails and group == 0 and step == BACK_AT:  # these steps take milliseconds, a new process takes seconds
             _until(folder / "ready-1-again")
-        optimizer.zero_grad()  # a quorum of groups is formed, and one that is behind is healed
+        optimizer.zero_grad()  # forms a quorum and heals a group that is behind
         while fails and group == 0 and step == BACK_AT and manager.num_participants() < GROUPS:
-            time.sleep(0.2)  # it is there, and has not asked yet: the one that stayed would go on alone to the end
+            time.sleep(0.2)  # the returning group has not joined the quorum yet, and this one must not finish alone
             optimizer.zero_grad()
         torch.manual_seed(100 * step + 10 * group + dist.get_rank())
         loss = model(*batch())
@@ -107,7 +107,7 @@ def train(folder: Path, implementation: str, group: int, *, fails: bool, again: 
 
 
 def main(folder: Path, implementation: str, *, fails: bool) -> None:
-    """The lighthouse, and the groups; one that is lost is started again."""
+    """Run the lighthouse and the groups, and restart a lost group."""
     from torch.distributed.elastic.utils.distributed import get_free_port
     from torchft.coordination import LighthouseServer
 

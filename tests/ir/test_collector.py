@@ -1,4 +1,4 @@
-"""The search for cycles is paused in a block, and is afterwards as it was."""
+"""The cyclic garbage collector is paused in a block and restored afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from graphshard.utils.progress import collector_paused
 
 
-def test_it_is_paused_and_goes_on() -> None:
+def test_paused_and_resumed() -> None:
     assert gc.isenabled()
     with collector_paused():
         assert not gc.isenabled()
@@ -19,13 +19,13 @@ def test_it_is_paused_and_goes_on() -> None:
     assert gc.isenabled()
 
 
-def test_it_goes_on_after_an_error() -> None:
+def test_resumed_after_an_error() -> None:
     with pytest.raises(ValueError, match="in the block"), collector_paused():
         raise ValueError("in the block")
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_the_user_has_turned_it_off() -> None:
+def test_stays_off_if_the_user_disabled_it() -> None:
     gc.disable()
     try:
         with collector_paused():

@@ -16,7 +16,7 @@ from tests.helpers import COALESCED, captured, through
 
 
 class _Block(nn.Module):
-    """All that is computed belongs to the block."""
+    """A block that contains all computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _program(depth: int, stage: str) -> Program:
 
 
 def test_a_scheduled_program() -> None:
-    """Blocks that are started, computed and returned in the same way are given once; first and last stay."""
+    """Blocks with equal starts, compute and results are printed once; the first and last stay."""
     assert_expected_inline(
         fold(print_program(_program(8, "reorder"))),
         """\
@@ -176,7 +176,7 @@ def test_nothing_to_fold() -> None:
 
 
 def test_a_block_that_differs_is_shown() -> None:
-    """One relu of another shape: its block is not folded away."""
+    """A relu of another shape: its block is not folded."""
     program = _program(8, "partition")
     text = print_program(program)
     lines = text.splitlines(keepends=True)
@@ -190,7 +190,7 @@ def test_a_block_that_differs_is_shown() -> None:
 
 
 class _Alternating(nn.Module):
-    """Blocks of two kinds in turn."""
+    """Two kinds of blocks in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,12 +203,12 @@ class _Alternating(nn.Module):
 
 
 def test_alternating_blocks() -> None:
-    """Groups of blocks that repeat are folded as well."""
+    """Groups of blocks that repeat are folded, too."""
     folded = fold(print_program(through(captured(_Alternating(), (torch.ones(3, 4),)), "partition")))
     assert "  ... layers.2 to layers.11: 5 times 3 lines like layers.0 to layers.1\n" in folded
 
 
 def test_folding_is_stable() -> None:
-    """A folded text folds to itself: a dump may be folded again."""
+    """Folded text folds to itself, so a dump may be folded again."""
     folded = fold(print_program(_program(8, "reorder")))
     assert fold(folded) == folded

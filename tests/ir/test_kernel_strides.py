@@ -1,4 +1,4 @@
-"""Fake results are laid out as real ones: a trace takes the operators that eager mode takes."""
+"""Fake results have the strides of real ones, so a trace selects eager mode's operators."""
 
 from __future__ import annotations
 

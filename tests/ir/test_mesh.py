@@ -1,4 +1,4 @@
-"""Axes by role: what a mesh says of itself, and which are refused."""
+"""Mesh axes by role, and rejected meshes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TWO = Mesh((Axis("replicate", 2, "replicate"), Axis("shard", 4, "shard")))
         ({"dp": 3}, Mesh((Axis("dp", 3, "shard"),))),
         ((2, 4), TWO),
         ({"replicate": 2, "shard": 4}, TWO),
-        # The place says what an axis is for, not the name.
+        # The position gives the role, not the name.
         ({"shard": 2, "replicate": 4}, Mesh((Axis("shard", 2, "replicate"), Axis("replicate", 4, "shard")))),
     ],
     ids=str,
 )
 def test_shapes(shape: Any, mesh: Mesh) -> None:
-    """The last axis shards, a first of two replicates; those without names are called after their roles."""
+    """The last axis shards, the first of two replicates; unnamed axes are named after their roles."""
     assert Mesh.of_shape(shape) == mesh
 
 
 def test_device_meshes(fake_world: FakeWorld) -> None:
-    """Names are the mesh's; of two axes both must have one, but where only the shape counts."""
+    """Names come from the mesh; two axes need names, unless only the shape counts."""
     fake_world(8)
     named = init_device_mesh("cpu", (2, 4), mesh_dim_names=("nodes", "gpus"))
     axes = Mesh((Axis("nodes", 2, "replicate"), Axis("gpus", 4, "shard")))
@@ -57,7 +57,7 @@ def test_device_meshes(fake_world: FakeWorld) -> None:
 
 
 def test_an_axis_that_only_replicates() -> None:
-    """An axis of one rank shards, which users do not see."""
+    """Internally an axis of one rank shards, which is hidden from users."""
     mesh = Mesh.of_shape({"dp": 4, "dp/1": 1})
     assert (mesh.only_replicates, mesh.replicate, mesh.shard) == (True, Axis("dp", 4, "replicate"), by_itself("dp"))
     assert mesh.placements(0) == (Replicate(),)
@@ -126,13 +126,13 @@ def test_wrong_shapes(shape: Any, message: str) -> None:
         ((), "mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing."),
     ],
 )
-def test_axes_that_are_no_mesh(axes: Any, message: str) -> None:
-    """However a mesh is made: from a file, too."""
+def test_rejects_invalid_axes(axes: Any, message: str) -> None:
+    """However a mesh is created, including from a file."""
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         Mesh(axes)
 
 
-# --- what is asked ------------------------------------------------------------------------------------------------
+# --- queries ------------------------------------------------------------------------------------------------------
 
 
 def test_axes_by_role() -> None:
@@ -143,8 +143,8 @@ def test_axes_by_role() -> None:
         TWO.named("tensor")
 
 
-def test_neighbours_that_gather_again() -> None:
-    """An axis to communicate over, and none of the grid: it adds no ranks."""
+def test_regather_among_neighbors() -> None:
+    """An axis for communication that is not part of the grid: it adds no ranks."""
     mesh = TWO.with_regather(2)
     assert mesh.regather == mesh.named("shard/2") == Axis("shard/2", 2, "regather")
     assert (mesh.axes, mesh.grid) == ((*TWO.axes, mesh.regather), TWO.axes)
@@ -154,14 +154,14 @@ def test_neighbours_that_gather_again() -> None:
     assert Mesh.of_shape(mesh.shape) == TWO
 
 
-def test_a_name_that_neighbours_would_share() -> None:
+def test_rejects_the_name_of_a_neighbor_axis() -> None:
     taken = Mesh.of_shape({"shard/2": 2, "shard": 4})
     with pytest.raises(ArgumentError, match="mesh has 2 axes with the name 'shard/2'"):
         taken.with_regather(2)
 
 
-def test_how_far_ranks_are_apart() -> None:
-    """Along the inner axis they lie side by side, along the outer one as many apart as there are on the inner one."""
+def test_distance_of_ranks() -> None:
+    """Along the inner axis ranks are adjacent, along the outer one they are an inner axis apart."""
     mesh = TWO.with_regather(2)
     assert [mesh.distance(axis) for axis in mesh.axes] == [4, 1, 1]
     assert [mesh.place(axis) for axis in mesh.axes] == [0, 1, 1]
@@ -178,7 +178,7 @@ def test_another_size() -> None:
 
 
 def test_plain_data() -> None:
-    """A key of dictionaries, and JSON as it is."""
+    """Hashable, and convertible to JSON."""
     assert {TWO: 1}[Mesh.of_shape((2, 4))] == 1
     data = json.loads(json.dumps(asdict(TWO.with_regather(2))))
     assert Mesh(tuple(Axis(**axis) for axis in data["axes"])) == TWO.with_regather(2)

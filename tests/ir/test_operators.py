@@ -1,4 +1,4 @@
-"""Copies between host and device, on a device that is simulated: what each waits for, by streams and events."""
+"""Copies between host and a simulated device: stream and event dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphshard.ir.operators import copied_to, finish_copies
 
 
 class Stream:
-    """What was launched on a stream, and all that must be done before it."""
+    """A stream's launches, and everything that must finish before its next launch."""
 
     def __init__(self, device: Any = None) -> None:
         self.tail: frozenset[str] = frozenset()
@@ -29,20 +29,20 @@ class Stream:
         self.tail |= other.tail
 
     def record_event(self) -> Stream:
-        return self  # nothing more is launched before somebody waits for it
+        return self  # nothing is launched before the wait
 
     def synchronize(self) -> None:
         self.synchronized = True
 
 
 class Device:
-    """Stands for `torch.cuda`."""
+    """Fake `torch.cuda`."""
 
     Stream = Stream
 
     def __init__(self) -> None:
         self.compute = self.current = Stream()
-        self.before: dict[str, frozenset[str]] = {}  # what must be done before each
+        self.before: dict[str, frozenset[str]] = {}  # dependencies of each launch
 
     def current_device(self) -> int:
         return 0
@@ -57,13 +57,13 @@ class Device:
         self.current = before
 
     def run(self, name: str) -> Tensor:
-        """Compute something on the current stream."""
+        """Compute on the current stream."""
         self.current.launch(name, self.before)
         return Tensor(name, self, is_cuda=True)
 
 
 class Tensor:
-    """A tensor of the device or the host; what is done to it is launched on the current stream."""
+    """A tensor on device or host, whose operations are launched on the current stream."""
 
     device = torch.device("cuda", 0)
 
@@ -98,7 +98,7 @@ def cuda() -> Iterator[Device]:
 
 
 def test_no_upload_waits_for_a_download_or_for_compute(cuda: Device) -> None:
-    """They would, on one stream: a download waits for the compute that makes it."""
+    """On one stream they would: a download waits for its producer."""
     first = operators._upload(Tensor("w0", cuda), "cuda")
     operators._arrived(first)
     gradient = cuda.run("compute")
@@ -113,7 +113,7 @@ def test_no_upload_waits_for_a_download_or_for_compute(cuda: Device) -> None:
 
 
 def test_memory_is_kept_for_the_streams_that_use_it(cuda: Device) -> None:
-    """What is uploaded is read by compute, and what compute made by its download."""
+    """Compute reads uploads, and downloads read results of compute."""
     copies = operators._copies(torch.device("cuda", 0))
     assert operators._upload(Tensor("w", cuda), "cuda").recorded == [cuda.compute]
     gradient = cuda.run("compute")
@@ -123,7 +123,7 @@ def test_memory_is_kept_for_the_streams_that_use_it(cuda: Device) -> None:
 
 
 def test_the_host_waits_for_both_directions(cuda: Device) -> None:
-    """A shard may be written to, and a gradient read, once they are done; the compute need not be."""
+    """A shard may be written, and a gradient read, after the copies; compute may still run."""
     copies = operators._copies(torch.device("cuda", 0))
     finish_copies(torch.device("cuda"))
     assert copies.up.synchronized
@@ -131,8 +131,8 @@ def test_the_host_waits_for_both_directions(cuda: Device) -> None:
     assert not cuda.compute.synchronized
 
 
-def test_the_host_waits_for_what_is_gathered_by_hand(cuda: Device) -> None:
-    """It may write to shards behind `unshard`, while the device computes what it was given before."""
+def test_the_host_waits_for_unshard(cuda: Device) -> None:
+    """It may write to shards after `unshard`, while the device still computes."""
     cuda.run("compute")
     copies = copied_to([Tensor("w0", cuda), Tensor("w1", cuda)], torch.device("cuda"))
     cuda.run("gather")

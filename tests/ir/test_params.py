@@ -1,4 +1,4 @@
-"""The parameter table and the arithmetic of shards."""
+"""The parameter table and shard arithmetic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _table(
 
 @st.composite
 def _rows(draw: st.DrawFn) -> tuple[ParamSpec, torch.Tensor]:
-    """A row of any shape, dim, memory order and number of shards, and a parameter of that kind."""
+    """Draw a row of any shape, dim, memory order and number of shards, and a matching parameter."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(shape))))
     memory = torch.arange(math.prod(shape)).view([shape[d] for d in order])
@@ -57,8 +57,8 @@ def _rows(draw: st.DrawFn) -> tuple[ParamSpec, torch.Tensor]:
 
 @given(_rows())
 @settings(deadline=None)
-def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamSpec, torch.Tensor]) -> None:
-    """torch.chunk makes fewer chunks when elements run out; the ranks behind them hold nothing."""
+def test_shards_match_torch_chunk(drawn: tuple[ParamSpec, torch.Tensor]) -> None:
+    """torch.chunk makes fewer chunks when elements run out; the remaining ranks are empty."""
     row, full = drawn
     empty = full.narrow(row.dim, 0, 0)
     chunks = [*full.chunk(row.num_shards, row.dim), *[empty] * row.num_shards]
@@ -72,7 +72,7 @@ def test_shards_are_the_chunks_of_torch(drawn: tuple[ParamSpec, torch.Tensor]) -
 @given(_rows())
 @settings(deadline=None)
 def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamSpec, torch.Tensor]) -> None:
-    """A contiguous tensor has order (); lengths of 1 leave the order open, and then the strides do not matter."""
+    """A contiguous tensor has order (); dims of size 1 leave the order open, and their strides do not matter."""
     row, full = drawn
     assert (row.order == ()) == full.is_contiguous()
     in_memory = torch.empty_strided(row.shape, row.stride_of(row.shape)).permute(row.order or tuple(range(full.dim())))
@@ -83,14 +83,14 @@ def test_strides_are_dense_in_the_memory_order(drawn: tuple[ParamSpec, torch.Ten
     assert row.in_memory(row.shape)[row.memory_dim] == row.shape[row.dim]
 
 
-def test_tensors_with_gaps_have_no_order() -> None:
+def test_strided_tensors_have_no_order() -> None:
     gaps = torch.empty(4, 6)[:, ::2]
     overlapping = torch.empty(4, 1).expand(4, 3)
     assert memory_order(gaps) == memory_order(overlapping) == ()
 
 
 def test_units_and_their_defaults() -> None:
-    """Without a choice the root keeps its parameters, and the units gather theirs again."""
+    """By default the root keeps its parameters, and units gather theirs again."""
     model = nn.Module()
     model.blocks, model.head = Blocks(2), nn.Linear(4, 4)
     table = _table(model)
@@ -133,7 +133,7 @@ def test_rows_are_in_registration_order() -> None:
 
 
 def test_precision_follows_fsdp2() -> None:
-    """Only floating parameters are computed in `param_dtype`; without `reduce_dtype` it depends on torch."""
+    """Only floating-point parameters use `param_dtype`; the default of `reduce_dtype` depends on torch."""
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(4))
     model.index = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
@@ -144,7 +144,7 @@ def test_precision_follows_fsdp2() -> None:
         return row.dtype, row.compute_dtype, row.reduce_dtype
 
     assert dtypes() == (f32, f32, f32)
-    new = hasattr(FSDPModule, "finalize_backward")  # as of torch 2.15 gradients are reduced in the shard's dtype
+    new = hasattr(FSDPModule, "finalize_backward")  # from torch 2.15 on gradients are reduced in the shard's dtype
     assert dtypes(param_dtype=bf16) == (f32, bf16, f32 if new else bf16)
     assert dtypes(param_dtype=bf16, reduce_dtype=bf16) == (f32, bf16, bf16)
     assert dtypes(param_dtype=bf16, reduce_dtype=f32) == (f32, bf16, f32)
@@ -159,7 +159,7 @@ def test_frozen_parameters_are_marked() -> None:
 
 
 def test_packing_order_has_submodules_before_their_parents() -> None:
-    """`nn.MultiheadAttention` has parameters of its own beside a layer with some."""
+    """`nn.MultiheadAttention` has parameters and a child with parameters."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "head": nn.Linear(4, 2)})
     table = build_table(model, mesh=Mesh.of_shape(2), units=(), precision=Precision(), reshard_after_forward=None)
     own, out, head = ["in_proj_weight", "in_proj_bias"], ["out_proj.weight", "out_proj.bias"], ["weight", "bias"]

@@ -1,4 +1,4 @@
-"""What a policy of mixed precision means for one parameter, with each release of torch."""
+"""Meaning of a mixed precision policy for one parameter, by torch release."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ FLOAT, HALF = torch.float32, torch.bfloat16
         (torch.float64, False, torch.float64),
     ],
 )
-def test_gradients_are_reduced_as_the_torch_at_hand_does_it(
+def test_reduce_dtype_follows_the_installed_torch(
     monkeypatch: pytest.MonkeyPatch, reduce_dtype: torch.dtype | None, own_dtype: bool, expected: torch.dtype
 ) -> None:
-    """Since 2.15 FSDP2 takes the parameter's own dtype where none is named, before the gradient's."""
+    """Since 2.15 FSDP2 defaults to the parameter's dtype, before to the gradient's."""
     monkeypatch.setattr(units, "_IN_OWN_DTYPE", own_dtype)
     assert reduced_in(MixedPrecisionPolicy(HALF, reduce_dtype), own=FLOAT, grad=HALF) == expected
 
 
-def test_dtypes_by_parameter_are_refused() -> None:
+def test_rejects_dtypes_by_parameter() -> None:
     @dataclass(frozen=True)
     class Newer(MixedPrecisionPolicy):
-        """As in torch 2.15."""
+        """The policy class of torch 2.15."""
 
         param_dtype_override_fn: Any = None
 
@@ -52,7 +52,7 @@ def test_dtypes_by_parameter_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
-def test_gradients_of_another_dtype_are_refused(fake_world: FakeWorld, dtype: torch.dtype | None) -> None:
+def test_rejects_gradients_of_another_dtype(fake_world: FakeWorld, dtype: torch.dtype | None) -> None:
     fake_world(2)
     model = Blocks(2)
     model.layers[0].weight.grad_dtype = dtype

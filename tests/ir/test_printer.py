@@ -1,4 +1,4 @@
-"""Programs as text that does not depend on the names FX gives."""
+"""Programs as text that does not depend on FX's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def program() -> Program:
 
 
 def test_a_graph() -> None:
-    """Numbered values, keywords, several results, constants among the results, labels where there are any."""
+    """Numbered values, keywords, several results, constants among the results, optional labels."""
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[object, ...]:
         values, _ = torch.ops.aten.max.dim(x, 1)
@@ -53,7 +53,7 @@ def test_a_graph() -> None:
 
 
 def test_collectives_and_modules() -> None:
-    """Collectives start with a star; a comment names the module whose forward or backward made a value."""
+    """Collectives start with a star; a comment names the module that computed a value."""
     program = through(captured(Blocks(1), (torch.ones(3, 4),)), "insert-collectives")
     assert_expected_inline(
         print_program(program),
@@ -110,7 +110,7 @@ def test_names_of_nodes_do_not_matter(program: Program) -> None:
 
 
 def test_communication(program: Program) -> None:
-    """What ranks compare: the collectives of all phases in order, with what each sends."""
+    """What ranks compare: the collectives of all phases in order, with the tensors that each sends."""
     assert_expected_inline(
         "\n".join(print_communication(program)),
         """\
@@ -155,7 +155,7 @@ def test_describe() -> None:
 
 
 def test_lines_of_an_earlier_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did not change is not printed again; what did is, also where only its name in others' lines is another."""
+    """Unchanged lines are cached, changed ones are printed again, also if only a name in them changed."""
     program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
     known, asked = Lines(), []
     text = print_program(program, known)
@@ -174,7 +174,7 @@ def test_lines_of_an_earlier_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     negative.meta["bucket"] = "gather a"
     assert "[gather a]" in print_program(program, known)
 
-    with relu.graph.inserting_before(relu):  # a copy takes the number, and the original another one
+    with relu.graph.inserting_before(relu):  # a copy takes the number, and the original gets another one
         relu.graph.node_copy(relu)
     assert print_program(program, known) == print_program(program)
     negative.target = torch.ops.aten.abs.default

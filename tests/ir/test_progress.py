@@ -1,4 +1,4 @@
-"""What is said while something takes long: a spinner on a terminal, lines of commands elsewhere."""
+"""Progress of long operations: a spinner on a terminal, lines of commands elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def terminal() -> Iterator[io.StringIO]:
-    """What a terminal is sent."""
+    """Capture the output of a terminal."""
     sent = io.StringIO()
     console = Console(file=sent, force_terminal=True, width=200, _environ={"TERM": "xterm"})
     with mock.patch.object(module, "Console", return_value=console):
@@ -59,7 +59,7 @@ def test_a_spinner_has_the_phase_with_its_seconds_and_all_of_them(terminal: io.S
 
 
 @pytest.mark.parametrize("lines", [False, True])
-def test_names_are_no_markup_and_no_commands_of_a_terminal(terminal: io.StringIO, lines: bool) -> None:
+def test_names_are_escaped(terminal: io.StringIO, lines: bool) -> None:
     with progress("graphshard: \x1b[31m", lines=lines) as show:
         show("[bold]capture[/bold]")
     assert "graphshard: \\x1b[31m: [bold]capture[/bold], 0 s" in terminal.getvalue()
@@ -80,7 +80,7 @@ def test_lines_are_written_as_phases_end(capsys: Capture) -> None:
     assert out == ""
 
 
-def test_a_long_phase_is_heard_of(capsys: Capture) -> None:
+def test_a_long_phase_is_reported(capsys: Capture) -> None:
     with mock.patch.object(module, "_BEAT", 0.01), progress("graphshard explain", lines=True) as show:
         show("plan")
         deadline = time.monotonic() + 30
@@ -90,7 +90,7 @@ def test_a_long_phase_is_heard_of(capsys: Capture) -> None:
 
 
 def test_an_error_ends_a_phase_without_a_line(capsys: Capture) -> None:
-    """What went wrong is the last line of a command."""
+    """The error is the last line of a command."""
 
     def fail() -> None:
         with progress("graphshard explain", lines=True) as show:
@@ -112,7 +112,7 @@ def test_functions_and_other_ranks_are_silent(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_line_that_cannot_be_written_does_no_harm() -> None:
+def test_ignores_errors_of_the_stream() -> None:
     class Full(io.StringIO):
         def write(self, _: str) -> int:
             raise OSError("No space left on device")
@@ -122,7 +122,7 @@ def test_a_line_that_cannot_be_written_does_no_harm() -> None:
         show("capture")
 
 
-# Who says what.
+# Sources of progress.
 
 
 def test_compile_names_passes_and_another_backward(fake_world: FakeWorld) -> None:
@@ -153,7 +153,7 @@ def test_inductor_names_regions_and_how_many(compile_regions: Compiler) -> None:
 
 
 class Two(nn.Module):
-    """Two outputs; only a scalar one is likely to have a gradient."""
+    """Two outputs; only the scalar one gets a gradient by default."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operators that may be given a gradient of any strides: they make the same of each."""
+"""Operators that accept gradients of any strides give equal results for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Q, _K, _V = (g(2, 2, 5, 4, seed=seed) for seed in (1, 2, 3))
 _ATTENDED, _LOGSUMEXP = aten._scaled_dot_product_flash_attention_for_cpu.default(_Q, _K, _V)
 _STATISTICS = (g(3, seed=1), g(3, seed=2), g(3, seed=3).square() + 1, g(3, seed=4), g(3, seed=5).square() + 1)
 
-# By operator, the gradient and what else it is given.
+# By operator, the gradient and the other arguments.
 CALLS: dict[OpOverload, tuple[Any, ...]] = {
     aten._adaptive_avg_pool2d_backward.default: (g(2, 3, 2, 2), _PICTURE),
     aten._log_softmax_backward_data.default: (g(2, 3, 4), g(2, 3, 4, seed=1), 1, torch.float32),
@@ -117,12 +117,12 @@ CALLS: dict[OpOverload, tuple[Any, ...]] = {
     aten.var.correction: (g(2, 3, 4), [1]),
 }
 
-# Of these nobody reads the values.
+# The values of these do not matter.
 EMPTY = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 
 
 def layouts(value: Any) -> list[Any]:
-    """A tensor with its dims in other orders in the memory."""
+    """Return a tensor with its dims in other memory orders."""
     if isinstance(value, list):
         return [list(each) for each in zip(*map(layouts, value))]
     dims = range(value.dim())
@@ -135,7 +135,7 @@ def test_each_operator_has_a_call() -> None:
 
 
 @pytest.mark.parametrize("operator", CALLS, ids=str)
-def test_strides_do_not_change_what_an_operator_makes(operator: OpOverload) -> None:
+def test_results_do_not_depend_on_strides(operator: OpOverload) -> None:
     given, *rest = CALLS[operator]
     first, *others = (operator(value, *rest) for value in layouts(given))
     if isinstance(given, list) or given.dim() > 1:

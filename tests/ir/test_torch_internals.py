@@ -1,4 +1,4 @@
-"""Torch internals that need a look of their own."""
+"""Patches of torch attributes that are None or inherited."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from graphshard.torch_compat.torch_ops import replaced
 
 
-def test_an_attribute_that_was_none_is_there_again() -> None:
+def test_an_attribute_that_was_none_is_restored() -> None:
     """Dynamo's code state is None until something is compiled: `torch.cond` failed after a capture."""
     owner = SimpleNamespace(state=None)
     with replaced(owner, "state", 1):
@@ -15,7 +15,7 @@ def test_an_attribute_that_was_none_is_there_again() -> None:
     assert owner.state is None
 
 
-def test_an_inherited_attribute_is_inherited_again() -> None:
+def test_an_inherited_attribute_is_restored() -> None:
     class Base:
         state = 0
 

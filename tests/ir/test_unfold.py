@@ -1,4 +1,4 @@
-"""Lists of a few equal blocks become those of all, and back; what is not equal is refused."""
+"""Lists of a few equal blocks expand to all blocks, and back; unequal blocks are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEATS = Repeats("model.layers", first=1, period=2, groups=8)
 
 
 def texts(groups: list[int]) -> list[str]:
-    """Each group names its second block, and the first one of the group behind it, if there is one."""
+    """Return texts in which each group names its second block, and the first one of the next group."""
     found = ["embed"]
     for group, behind in zip(groups, [*groups[1:], None]):
         found.append(f"gather model.layers.{2 + 2 * group}.up")
@@ -31,7 +31,7 @@ def test_texts(descending: bool) -> None:
 
 
 def test_events_move_with_their_windows() -> None:
-    """A gather starts five positions before its window, and the last event comes at the end."""
+    """A gather starts five positions before its window, and the last event is at the end."""
 
     def events(begins: dict[int, int], end: int) -> list[Event]:
         starts = [Event("start", f"model.layers.{1 + 2 * g}", max(at - 5, 0)) for g, at in begins.items()]

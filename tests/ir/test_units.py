@@ -1,4 +1,4 @@
-"""Which modules are gathered together."""
+"""Modules that are gathered together: units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _module(**children: nn.Module) -> nn.Module:
 
 
 def _block() -> nn.Module:
-    """A transformer's layer: attention, and experts in a list of their own."""
+    """Build a transformer layer: attention, and experts in a list."""
     experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     return _module(attention=nn.Linear(2, 2), mlp=_module(experts=experts), norm=nn.LayerNorm(2))
 
@@ -44,7 +44,7 @@ def test_two_stacks() -> None:
 
 
 def test_lists_of_lists() -> None:
-    """A list is no block: its elements are."""
+    """A list is not a block, its elements are."""
     model = _module(stages=nn.ModuleList([nn.ModuleList([_block(), _block()]), nn.ModuleList([_block()])]))
     assert find_units(model) == ("stages.0.0", "stages.0.1", "stages.1.0")
 
@@ -55,14 +55,14 @@ def test_a_sequential_of_blocks() -> None:
 
 
 def test_a_sequential_of_layers_is_a_block() -> None:
-    """Linear and BatchNorm in a Sequential are layers of a block; the block is what holds the Sequential."""
+    """Linear and BatchNorm in a Sequential are layers of a block; the module that holds the Sequential is the block."""
     stem = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
     assert find_units(stem) == ()
     assert find_units(nn.Sequential(stem, stem)) == ("0",)  # one module under two names is one block
     assert find_units(nn.ModuleList([stem, nn.Sequential(nn.Linear(2, 2))])) == ("0", "1")
 
 
-def test_elements_of_dicts_are_units_like_those_of_lists() -> None:
+def test_elements_of_dicts_are_units() -> None:
     experts = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "act": nn.ReLU()})
     assert find_units(_module(experts=experts, head=nn.Linear(2, 2))) == ("experts.a", "experts.b")
     layers = _module(layers=nn.ModuleList([nn.Linear(2, 2)]))
@@ -72,7 +72,7 @@ def test_elements_of_dicts_are_units_like_those_of_lists() -> None:
     )
 
 
-def test_blocks_without_parameters_are_none() -> None:
+def test_blocks_without_parameters_are_not_units() -> None:
     assert find_units(nn.ModuleList([nn.ReLU(), nn.Linear(2, 2), nn.Dropout()])) == ("1",)
     assert find_units(nn.Linear(2, 2)) == ()
 
@@ -93,7 +93,7 @@ def test_blocks_without_parameters_are_none() -> None:
     ],
 )
 def test_patterns(patterns: Sequence[str], units: Sequence[str]) -> None:
-    """A `*` does not cross a dot; the order is that of registration."""
+    """A `*` does not cross a dot; the order is registration order."""
     assert find_units(_llama(), patterns) == units
 
 
@@ -122,5 +122,5 @@ def test_modules_without_parameters_do_not_match() -> None:
         ("", ""),
     ],
 )
-def test_the_innermost_unit_counts(name: str, unit: str) -> None:
+def test_parameters_belong_to_the_innermost_unit(name: str, unit: str) -> None:
     assert unit_of(name, ["layers.1", "layers.1.experts.0"]) == unit

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` in the model, `activation=` of compile."""
+"""Checkpoints in the model and `activation=` of compile."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _partitioned(around: Callable[..., Tensor]) -> tuple[nn.Module, Program]:
 
 
 def _eager_saved_bytes(model: nn.Module) -> int:
-    """Bytes of the distinct activations that eager autograd keeps from forward to backward."""
+    """Return the bytes of distinct activations that eager autograd keeps from forward to backward."""
     kept: dict[int, Tensor] = {}
     outside = {t.untyped_storage().data_ptr() for t in (X, *model.parameters())}
 
@@ -116,8 +116,8 @@ def _eager_saved_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "nested"])
-def test_saved_bytes_are_those_of_eager_mode(around: str) -> None:
-    """The inputs of the blocks and what lies outside of them; random states aside, which eager mode keeps elsewhere."""
+def test_saved_bytes_match_eager_mode(around: str) -> None:
+    """The inputs of the blocks and values outside of them, without random states, which eager mode stores elsewhere."""
     model, program = _partitioned(AROUND[around])
     values = saved_values(program.phases["forward"])
     assert sum("random_state" not in node.name for node in values) == len(values) - 2
@@ -127,7 +127,7 @@ def test_saved_bytes_are_those_of_eager_mode(around: str) -> None:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "selective"])
-def test_dropout_draws_the_same_mask_again(around: str) -> None:
+def test_recomputes_the_same_dropout_mask(around: str) -> None:
     found = []
     for name in ("plain", around):
         model, program = _partitioned(AROUND[name])
@@ -138,7 +138,7 @@ def test_dropout_draws_the_same_mask_again(around: str) -> None:
 
 
 def test_selective_checkpoint_of_the_user() -> None:
-    """The listed operator is not computed again, the others are."""
+    """The listed operator is not recomputed, the others are."""
     _, program = _partitioned(_selective)
     for row in program.saved[1:]:
         assert row.saved["addmm"] in (1, 2)
@@ -165,14 +165,14 @@ def test_policy_of_the_user_sees_every_operator_and_its_arguments() -> None:
 
 
 def test_checkpoint_around_autocast() -> None:
-    """What is traced inside a block of autocast belongs to the region around it."""
+    """Operators traced within autocast belong to the surrounding region."""
     _, program = _partitioned(_autocast)
     assert len([n for n in calls(program.phases["backward"], "addmm") if n.meta.get("recomputed")]) == 4
     assert [row.unit for row in program.saved] == ["", "layers.0", "layers.1"]
 
 
-def test_no_gradient_goes_into_a_reentrant_checkpoint_without_one() -> None:
-    """As in eager mode, which warns of it."""
+def test_a_reentrant_checkpoint_without_input_gradients() -> None:
+    """As in eager mode, which warns."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -200,7 +200,7 @@ def test_other_contexts_cannot_be_traced() -> None:
         captured(_Net(around), (X,))
 
 
-def test_capture_leaves_checkpoint_as_it_was() -> None:
+def test_capture_restores_checkpoint() -> None:
     before = dict(vars(torch_checkpoint)), dict(vars(torch_checkpoint.CheckpointFunction))
     captured(_Net(FULL), (X,))
     assert (dict(vars(torch_checkpoint)), dict(vars(torch_checkpoint.CheckpointFunction))) == before
@@ -210,7 +210,7 @@ def test_capture_leaves_checkpoint_as_it_was() -> None:
 
 
 def test_policy_adds_to_the_users_regions() -> None:
-    """A block that the user checkpointed stays as it is, the other one gets the policy."""
+    """A block that the user checkpointed does not change; the other one gets the policy."""
 
     class Half(_Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models that cannot be compiled: what is said of them."""
+"""Models that cannot be compiled, and the errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _traced() -> nn.Module:
 @pytest.mark.parametrize("make", [_scripted, _traced, lambda: torch.jit.script(nn.Linear(4, 4))])
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_modules_of_torch_jit(mesh: DeviceMesh, make: Any) -> None:
-    """An AttributeError of torch's."""
+    """torch raised an AttributeError."""
     with pytest.raises(
         graphshard.ArgumentError, match=r"was made by torch.jit, .*\. Leave torch.jit.script or trace out"
     ):
@@ -56,7 +56,7 @@ def test_functions_of_torch_jit(mesh: DeviceMesh) -> None:
     [(lambda: nn.LazyLinear(4), "weight of LazyLinear"), (nn.LazyBatchNorm1d, "weight of LazyBatchNorm1d")],
 )
 def test_modules_without_shapes(mesh: DeviceMesh, make: Any, name: str) -> None:
-    """torch's message was of a tensor."""
+    """torch's message was about a tensor."""
     model = nn.Sequential(nn.Linear(4, 4), make())
     with pytest.raises(graphshard.ArgumentError, match=rf"1\.{name} has no shape yet\. Call the model once with an"):
         graphshard.compile(model, mesh)

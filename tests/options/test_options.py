@@ -1,4 +1,4 @@
-"""`Options`: one value for what every public function takes; each of them alike, and each mistake found at once."""
+"""`Options` has the common arguments of public functions; errors are found at once."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ EXPLAINING = (graphshard.explain, graphshard.explain_grid, graphshard.what_if)
 FUNCTIONS = (graphshard.compile, *EXPLAINING, graphshard.export, graphshard.load)
 NAMES = {field.name for field in fields(Options)}
 
-# Where a function takes something of the same name in another sense, and of its own documentation.
+# Arguments with another meaning and a separate description in some function.
 OF_ITS_OWN = {(function.__name__, "hardware") for function in EXPLAINING}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_every_function_takes_every_option(function: Callable[..., Any]) -> None:
-    """By keyword, under the same name, with the same default and annotation."""
+    """By keyword, with the same name, default and annotation."""
     shown = inspect.signature(function).parameters
     for field in fields(Options):
         if (function.__name__, field.name) not in OF_ITS_OWN:
@@ -48,8 +48,8 @@ def test_every_function_takes_every_option(function: Callable[..., Any]) -> None
     assert not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in shown.values())
 
 
-def test_what_type_checkers_see_are_the_fields() -> None:
-    """The keys of what functions unpack are the fields of `Options`, of the same types."""
+def test_type_annotations_match_the_fields() -> None:
+    """The keys of unpacked arguments are the fields of `Options`, with equal types."""
     known = typing.get_type_hints(Options)
     assert typing.get_type_hints(CompileArguments) == {name: known[name] for name in NAMES}
     assert typing.get_type_hints(OptionArguments).keys() == NAMES - {"hardware"}
@@ -66,7 +66,7 @@ def test_every_option_is_documented() -> None:
 
 
 def test_every_option_is_compared_with_a_file() -> None:
-    """By rows, by a fact, or not, with a reason; and nothing else is."""
+    """By rows, by a fact, or not at all with a reason; there are no other entries."""
     compared = {*ROWS.values(), *(name for options in FACTS.values() for name in options)}
     assert compared | NOT_COMPARED.keys() == NAMES
     assert not compared & NOT_COMPARED.keys()
@@ -82,8 +82,8 @@ def test_every_option_is_compared_with_a_file() -> None:
         ("colour", "It takes model, mesh"),
     ],
 )
-def test_misspelt_arguments(function: Callable[..., Any], name: str, hint: str) -> None:
-    """The message says what was meant; it comes before anything else is looked at."""
+def test_misspelled_arguments(function: Callable[..., Any], name: str, hint: str) -> None:
+    """The message suggests the correct name, before anything else is checked."""
     given = [None] * len([p for p in inspect.signature(function).parameters.values() if p.default is p.empty])
     hint = hint.replace("model, mesh", ", ".join(list(inspect.signature(function).parameters)[:2]))
     with pytest.raises(ArgumentError) as caught:
@@ -118,8 +118,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("option", "message"), WRONG, ids=lambda value: next(iter(value)) if type(value) is dict else ""
 )
-def test_an_option_that_is_wrong_by_itself(option: dict[str, Any], message: str) -> None:
-    """Found when the options are made, whichever function was called."""
+def test_rejects_invalid_options(option: dict[str, Any], message: str) -> None:
+    """Found when options are created, in any function."""
     with pytest.raises(ArgumentError, match=message):
         Options(**option)
     for function in (graphshard.compile, graphshard.explain, graphshard.explain_grid):
@@ -128,7 +128,7 @@ def test_an_option_that_is_wrong_by_itself(option: dict[str, Any], message: str)
 
 
 def test_every_option_is_checked() -> None:
-    """By itself, and above; but for `hardware`, which is checked where its file is read."""
+    """Individually, as above; `hardware` is checked when its file is read."""
     assert CHECKS.keys() == {name for option, _ in WRONG for name in option} == NAMES - {"hardware"}
     with pytest.raises(ArgumentError, match="hardware 'tpu' is neither"):
         profile_here(torch.device("cpu"), Options(hardware="tpu").hardware)
@@ -153,15 +153,17 @@ def test_every_option_is_checked() -> None:
         ({"shard_placement_fn": lambda _: 1}, None, r"shard_placement_fn returned 1 for parameter layers\.0"),
     ],
 )
-def test_an_option_that_does_not_fit(option: dict[str, Any], mesh: tuple[int, ...] | None, message: str) -> None:
-    """Found when it meets the model and the mesh."""
+def test_rejects_options_that_do_not_fit_the_model(
+    option: dict[str, Any], mesh: tuple[int, ...] | None, message: str
+) -> None:
+    """Found in combination with the model and the mesh."""
     axes = MeshAxes(Mesh.of_shape(mesh or 4))
     with pytest.raises(ArgumentError, match=message):
         capture_spec(ModelContents.of(Blocks(2)), axes, Options(**option), torch.device("cpu"))
 
 
 def test_level_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As given, by the environment, or at both ends."""
+    """The argument, the environment, or both ends."""
     monkeypatch.delenv("GRAPHSHARD_VERIFY", raising=False)
     assert Options().level == "ends"
     monkeypatch.setenv("GRAPHSHARD_VERIFY", "each")
@@ -181,7 +183,7 @@ def test_iterators_are_read_once() -> None:
         assert [row.ignored for row in table] == [True, False]
 
 
-def test_options_stay_as_they_are() -> None:
+def test_options_are_immutable() -> None:
     with pytest.raises(AttributeError):
         Options().units = ["layers.*"]  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -189,7 +191,7 @@ def test_options_stay_as_they_are() -> None:
 
 
 def test_settings_of_a_grid() -> None:
-    """Those of all settings, and those of each, which replace them; a machine is no setting, there is a list."""
+    """Common settings, replaced by each one's; hardware is not a setting, because there is a list."""
     inputs = (torch.zeros(3, 4),)
     found = graphshard.explain_grid(
         Blocks(2),

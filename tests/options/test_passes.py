@@ -1,4 +1,4 @@
-"""The planner that compile and explain choose: which profile, which order, memory limits."""
+"""The planner of compile and explain: profile, order, memory limits."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ BATCH = (torch.randn(3, 16),)
 
 @pytest.fixture(scope="module")
 def partitioned() -> Program:
-    """Four units with two parameters each."""
+    """Partition four units with two parameters each."""
     return through(captured(Blocks(4, 16, bias=True), BATCH), "partition")
 
 
 def test_the_profile_of_the_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As given, by the environment, by the device's name; an unknown GPU has none and is logged."""
+    """The argument, the environment, or the device's name; an unknown GPU has no profile and is logged."""
     monkeypatch.delenv("GRAPHSHARD_HARDWARE", raising=False)
     assert profile_here(CPU, None).name == "cpu-gloo"
     assert profile_here(CPU, "h100").name == "h100"
@@ -59,7 +59,7 @@ def test_the_profile_of_the_device(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
-    """Another plan costs compilation; a prediction is there all the same."""
+    """A different plan costs compilation time; there is always a prediction."""
     (step,) = (s for s in with_planner(Pipeline(), COSTS, Options()) if s.name == "plan")
     ours, theirs = step.planner(partitioned), PlanByUnit()(partitioned)
     assert ours.events == theirs.events
@@ -67,15 +67,15 @@ def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:
     assert ours.prediction.lower_bound <= ours.prediction.step_seconds
 
 
-def test_what_is_worth_it_is_taken(partitioned: Program) -> None:
-    """The larger the gain that is asked for, the closer the plan is to FSDP2's; never more memory than that takes."""
+def test_uses_plans_with_sufficient_gain(partitioned: Program) -> None:
+    """The higher the required gain, the closer the plan is to FSDP2's, and never with more memory."""
     plans = [PlanByCost(COSTS, worth=worth)(partitioned) for worth in (1e9, 0.02)]
     assert plans[1].prediction.step_seconds < 0.98 * plans[0].prediction.step_seconds
     assert plans[1].prediction.peak_bytes <= plans[0].prediction.peak_bytes
 
 
-def test_one_decision_for_memory_takes_the_shortest_step() -> None:
-    """Where gains are only taken if they pay for compilation, a single policy may be shorter."""
+def test_joint_memory_decisions_minimize_the_step() -> None:
+    """If gains must pay for compilation, a fixed policy may give a shorter step."""
     for keep in (False, True):
         options = Options(memory_limit=1 << 30, activation="auto" if keep else None)
         pipeline = with_planner(Pipeline(), COSTS, options)
@@ -84,8 +84,8 @@ def test_one_decision_for_memory_takes_the_shortest_step() -> None:
         assert (planner.worth + planner.worth_seconds == 0) == keep
 
 
-def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
-    """Where FSDP2's order does not fit, the best that does is taken, and if nothing does the error says what would."""
+def test_a_memory_limit_takes_precedence(partitioned: Program) -> None:
+    """If FSDP2's order does not fit, the best fitting plan is used; otherwise the error names the least limit."""
     free = PlanByCost(COSTS, worth=1e9)(partitioned).prediction
     with pytest.raises(InfeasibleError, match="The least possible is") as error:
         PlanByCost(COSTS, 1, worth=1e9)(partitioned)
@@ -94,7 +94,7 @@ def test_a_memory_limit_overrules_it(partitioned: Program) -> None:
     assert tight.peak_bytes == error.value.smallest
 
 
-def test_the_passes_own_planner_stays() -> None:
+def test_keeps_the_planner_of_the_pass() -> None:
     pipeline = Pipeline().replace("plan", MakePlan(PlanByUnit()))
     assert with_planner(pipeline, COSTS, Options()) is pipeline
     with pytest.raises(ArgumentError, match="memory_limit=5 cannot be kept, as passes has a planner"):
@@ -110,7 +110,7 @@ def test_named_units_are_constraints() -> None:
 
 
 def test_a_planner_in_a_file() -> None:
-    """All that decides a plan is in a dumped stage, the numbers of the profile included."""
+    """A dumped stage has all inputs of planning, including the profile's numbers."""
     constraints = Constraints(units=True, forward_prefetch={"a": ["b"]})
     step = MakePlan(PlanByCost(replace(COSTS, measured={"r": 1.0}), 1 << 30, constraints, worth=0.1))
     agreed = MakePlan(AgreedPlanner(step.planner, lambda program, make: make()))
@@ -118,16 +118,16 @@ def test_a_planner_in_a_file() -> None:
         assert decode_pass(encode_pass(stored)).step == step
 
 
-def test_the_plan_of_a_size_serves_others(partitioned: Program) -> None:
-    """A rank may capture another batch size alone; with a memory limit the plan is made anew."""
+def test_the_plan_of_a_size_serves_other_sizes(partitioned: Program) -> None:
+    """A rank may capture a new batch size alone; with a memory limit it plans again."""
     other = through(captured(Blocks(4, 16, bias=True), (torch.randn(2, 16),)), "partition")
     assert communication(other) == communication(partitioned)
     assert outline(other) == outline(partitioned)
     assert communication(partitioned) != communication(through(captured(Blocks(2, 16), BATCH), "partition"))
 
 
-def test_the_plan_of_a_size_is_fitted_to_what_another_computes(partitioned: Program) -> None:
-    """Python may branch on a size: the rank asks nobody, its collectives run in the same order, and where it can."""
+def test_the_plan_of_a_size_is_adapted_to_other_computations(partitioned: Program) -> None:
+    """A branch on a size: the rank asks no other rank, and its collectives keep their order where possible."""
 
     class Longer(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -152,11 +152,11 @@ def test_the_plan_of_a_size_is_fitted_to_what_another_computes(partitioned: Prog
         for name, events in fitted.events.items():
             assert [(e.action, e.bucket) for e in events] == [(e.action, e.bucket) for e in known.events[name]]
         assert fitted.events != known.events
-        through(replace(copied(other), plan=fitted), "reorder")  # raises where it cannot be applied
+        through(replace(copied(other), plan=fitted), "reorder")  # raises if it cannot be applied
 
 
-def test_compile_takes_it(fake_world: FakeWorld) -> None:
-    """Arguments of compile reach the planner; the error of a limit that nothing keeps leaves the model as it was."""
+def test_compile_passes_arguments_to_the_planner(fake_world: FakeWorld) -> None:
+    """Arguments of compile reach the planner; an infeasible limit leaves the model unchanged."""
     fake_world(2)
     mesh = init_device_mesh("cpu", (2,))
     model = Blocks(2, 16)
@@ -174,7 +174,7 @@ def test_compile_takes_it(fake_world: FakeWorld) -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_planning_can_be_interrupted(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    """Ctrl-C while a plan is searched: compile leaves the model as it was, a call can be made again."""
+    """Ctrl-C during planning: compile leaves the model unchanged, and may be called again."""
     fake_world(2)
     mesh, model = init_device_mesh("cpu", (2,)), Blocks(2, 16)
 
@@ -194,8 +194,8 @@ def test_planning_can_be_interrupted(fake_world: FakeWorld, monkeypatch: pytest.
     assert program.plan.prediction.peak_bytes <= 10**6
 
 
-def test_ranks_take_the_plan_of_the_first(partitioned: Program) -> None:
-    """What the first rank made is used if it fits; if the programs differ, each rank plans, and the check says how."""
+def test_ranks_use_the_plan_of_the_first(partitioned: Program) -> None:
+    """The first rank's plan is used if it fits; if programs differ, each rank plans, and the check names it."""
     made: list[dict] = []
 
     def first(program, make):
@@ -213,7 +213,7 @@ def test_ranks_take_the_plan_of_the_first(partitioned: Program) -> None:
 
 
 def test_the_first_rank_plans_with_less_until_all_fit() -> None:
-    """Another rank takes 40 bytes more; the error has what it takes at the least, and that is enough."""
+    """Another rank needs 40 bytes more; the error names the least limit, which suffices."""
 
     def find(limit: int) -> int:
         if limit < 50:

@@ -1,4 +1,4 @@
-"""The rules are checked after every pass in these tests."""
+"""Verify programs after every pass in these tests."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _rules(rules_after_every_pass: None) -> None:
-    """Take the fixture for every test of this folder."""
+    """Apply the fixture to every test of this folder."""

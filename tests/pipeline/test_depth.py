@@ -1,4 +1,4 @@
-"""What must not grow with the depth of a model of equal blocks."""
+"""Properties that must not grow with the depth of a model of equal blocks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.distributed.twins import load_example
 
 
 def program_of(layers: int, **options) -> graphshard.Program:
-    """The example's model at a depth, compiled for the ranks of the fake world."""
+    """Compile the example's model at a depth, for the ranks of the fake world."""
     llama = load_example("llama")
     model = llama.Llama(llama.LlamaConfig(layers=layers, dim=32, heads=2, seq=16))
     tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -21,7 +21,7 @@ def program_of(layers: int, **options) -> graphshard.Program:
 
 @pytest.mark.slow
 def test_distinct_regions(fake_world):
-    """A region is compiled once for all blocks: as many at 8 layers as at 4, though twice as many run."""
+    """A region is compiled once for all blocks: 8 layers have as few as 4, and call them twice as often."""
     fake_world(4)
     four, eight = program_of(4), program_of(8)
     assert eight.num_distinct_regions == four.num_distinct_regions
@@ -38,7 +38,7 @@ def test_distinct_regions_of_32_layers(fake_world):
 
 @pytest.mark.parametrize("reshard", [None, True])
 def test_gathered_parameters(fake_world, reshard):
-    """With resharding at most two blocks are gathered at a time, besides the root that FSDP2 keeps as well."""
+    """With resharding at most two blocks are gathered at a time, plus the root, which FSDP2 also keeps."""
     fake_world(4)
     program = program_of(6, reshard_after_forward=reshard)
     for phase, units in program.peak_gathered.items():
@@ -47,7 +47,7 @@ def test_gathered_parameters(fake_world, reshard):
 
 
 def test_gathered_parameters_are_kept_without_resharding(fake_world):
-    """The counter counts: without resharding all blocks stay gathered, and backward gathers nothing."""
+    """Without resharding the counter counts all blocks, and backward gathers nothing."""
     fake_world(4)
     program = program_of(4, reshard_after_forward=False)
     assert set(program.peak_gathered["forward"]) == {"", *(f"layers.{i}" for i in range(4))}

@@ -1,4 +1,4 @@
-"""What units save is decided together with the plan, under one limit of memory."""
+"""The activation policy of units is chosen together with the plan, under one memory limit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks in which backward computes different things again, at different costs."""
+    """Blocks with different recomputation choices and costs."""
 
     def __init__(self, depth: int = 2, width: int = 128) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Net(nn.Module):
 
 TOKENS = torch.zeros(8, 64, dtype=torch.int64)
 COSTS = Costs(load_profile("cpu-gloo"))
-# FSDP2's order, unless it does not fit: plans in no time.
+# FSDP2's order, unless it does not fit: plans without a search.
 PLANNER = PlanByCost(COSTS, constraints=Constraints(keep=True), worth=1e9, steps=1_000)
 
 
@@ -77,7 +77,7 @@ def joint() -> Program:
 
 
 def _borders(joint: Program, limit: int) -> PolicySearch:
-    """A search that has not begun."""
+    """Create a search that has not started."""
     between = tuple(Pipeline())[:7]
     assert between[-1].name == "coalesce-model-collectives"
 
@@ -89,7 +89,7 @@ def _borders(joint: Program, limit: int) -> PolicySearch:
 
 
 def test_no_other_choice_is_better(joint: Program) -> None:
-    """Against every border, each made as if it were given: the least limit, the best step, and the bound."""
+    """Compared with every border, compiled explicitly: the least limit, the best step, and the bound."""
     shares = _borders(joint, 1).shares
     assert len(shares) == 5 <= _borders(joint, 1).exact
     least = []
@@ -120,8 +120,8 @@ def test_no_other_choice_is_better(joint: Program) -> None:
     assert len(chosen) > 2, "the limit decides"
 
 
-def test_saved_values_are_offloaded_where_that_is_the_shortest() -> None:
-    """On a GPU whose host is near, in less memory than all of them take; if it is far, they are computed again."""
+def test_offloads_saved_values_if_that_is_fastest() -> None:
+    """On a GPU with a near host, in less memory than all values take; with a far host they are recomputed."""
     joint = captured(_Net(), (torch.zeros(64, 64, dtype=torch.int64),), reshard_after_forward=True)
     found = {}
     for where, bandwidth in (("near", 1e15), ("far", 1e6)):
@@ -162,7 +162,7 @@ def test_the_search_of_many_borders_is_near_the_best() -> None:
 
 
 def test_numerics(joint: Program) -> None:
-    """Gradients are those of one process, and the text says which share it was."""
+    """Gradients equal one process, and the text names the chosen share."""
     torch.manual_seed(0)
     model = _Net()
     program = captured(model, (TOKENS,), reshard_after_forward=True)

@@ -1,4 +1,4 @@
-"""The order of compilation, its history, and what it does to a pass that breaks its contract."""
+"""The order of passes, the history, and errors for passes that violate their contract."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STAGES = [
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_history(grad: bool) -> None:
-    """Every stage is kept, in order, with the program's text after it and the time it took."""
+    """Every stage is kept in order, with the program's text after it and its duration."""
     program = _compiled(Blocks(2, bias=True), grad=grad)
     assert [stage.name for stage in program.history] == STAGES
     assert all(stage.seconds >= 0 for stage in program.history)
@@ -86,7 +86,7 @@ def test_used_tangents(used: str | None, tangents: list[str]) -> None:
 
 @dataclass(frozen=True)
 class _Broken(Pass):
-    """Uses a value before it exists."""
+    """Uses a value before its definition."""
 
     name: ClassVar[str] = "broken"
 
@@ -99,7 +99,7 @@ class _Broken(Pass):
 
 @dataclass(frozen=True)
 class _Unhappy(Pass):
-    """Finds the program wrong before or after."""
+    """A pass whose pre- or postcondition fails."""
 
     name: ClassVar[str] = "unhappy"
     before: bool = False
@@ -135,12 +135,12 @@ def test_a_broken_contract(before: bool, message: str) -> None:
 
 
 def test_passes_are_plain_values() -> None:
-    """Frozen dataclasses with distinct names: equal options, equal passes."""
+    """Frozen dataclasses with distinct names: equal options make equal passes."""
     assert Pipeline() == Pipeline()
     assert len({step.name for step in Pipeline()}) == len(DEFAULT_PASSES)
 
 
-# Pipelines of users.
+# Custom pipelines.
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Nothing(Pass):
 
 @dataclass(frozen=True)
 class _Silu(Pass):
-    """Says that it changes numerics."""
+    """Declares that it changes numerics."""
 
     name: ClassVar[str] = "silu"
     exact: ClassVar[bool] = False
@@ -177,7 +177,7 @@ def test_default_pipeline_is_exact() -> None:
 
 
 def test_insert_replace_disable() -> None:
-    """An edit gives a new pipeline and leaves the old one as it was."""
+    """An edit returns a new pipeline and does not change the old one."""
     default = Pipeline()
     assert _names(default.insert(_Nothing(), after="plan"))[7:10] == ["plan", "nothing", "bucket"]
     assert _names(default.insert(_Nothing(), before="insert-collectives"))[:2] == ["nothing", "insert-collectives"]
@@ -220,7 +220,7 @@ def _run(pipeline: Pipeline) -> Program:
 
 
 def test_a_pass_of_a_user_runs() -> None:
-    """At its place, and the history says that it may change numerics."""
+    """At its position, and the history says that it may change numerics."""
     program = _run(Pipeline().insert(_Silu(), after="bucket"))
     assert len(calls(program.phases["forward"], "silu")) == 2
     stage = program.history[-2]
@@ -228,7 +228,7 @@ def test_a_pass_of_a_user_runs() -> None:
 
 
 def test_without_buckets() -> None:
-    """Without bucket and reorder a program keeps the captured order, one collective for each parameter."""
+    """Without bucket and reorder a program keeps the captured order, with one collective per parameter."""
     program = _run(Pipeline().disable("bucket", "reorder"))
     assert len(program.communication) == 2 + 1 + 2
     model = Blocks(2)
@@ -237,7 +237,7 @@ def test_without_buckets() -> None:
 
 @dataclass(frozen=True)
 class _Faulty(Pass):
-    """Breaks its contract in one of many ways."""
+    """Violates its contract in one of many ways."""
 
     name: ClassVar[str] = "faulty"
     how: str = ""

@@ -1,4 +1,4 @@
-"""Every rule finds a program that was corrupted in its way, and says where and whose pass it was."""
+"""Every rule detects its corruption of a program, and names the location and the pass."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _waits(phase: Phase) -> list[Node]:
     return calls(phase, "wait_tensor")
 
 
-# Corruptions of a scheduled program, by the rule that must find them.
+# Corruptions of a scheduled program by the rule that must detect them.
 
 
 def _use_before(program: Program) -> None:
@@ -64,7 +64,7 @@ def _use_before(program: Program) -> None:
 
 
 def _use_before_wait_moves(program: Program) -> None:
-    """The wait slips behind its user."""
+    """Move a wait after its user."""
     wait = _waits(program.phases["forward"])[0]
     max(wait.users).append(wait)
 
@@ -197,7 +197,7 @@ def _unplanned(program: Program) -> None:
 
 
 def _swapped(program: Program) -> None:
-    """A reduction runs after the one that should follow it, with all that belongs to it."""
+    """Move a reduction, with its operators, after the next one."""
     phase = program.phases["backward"]
     layout = CollectiveRegions.of(phase)
     first, second, *_ = [c for c in collectives(phase) if c.kind == "reduce"]
@@ -215,7 +215,7 @@ def _forgotten_event(program: Program) -> None:
 
 
 def _early_gather(program: Program) -> None:
-    """All gathers of forward start at once, in order: nothing is wrong but the memory."""
+    """Start all gathers of forward at once, in order: only memory is wrong."""
     phase = program.phases["forward"]
     assert program.plan is not None
     anchor = phase.placeholders[-1]
@@ -262,7 +262,7 @@ CORRUPTIONS: list[tuple[str, Callable[[Program], None], str]] = [
 
 @pytest.mark.parametrize(("rule", "corrupt", "message"), CORRUPTIONS, ids=[c[1].__name__[1:] for c in CORRUPTIONS])
 def test_a_corrupted_program(rule: str, corrupt: Callable[[Program], None], message: str) -> None:
-    """Whether or not it is known what was right before."""
+    """With and without knowledge of the rules that held before."""
     program, checked = copied(_scheduled()), Checked()
     verify(program, "nobody", complete=True, checked=checked)
     corrupt(program)
@@ -273,7 +273,7 @@ def test_a_corrupted_program(rule: str, corrupt: Callable[[Program], None], mess
         assert str(caught.value).startswith(f"my-pass broke the rule {rule} in ")
 
 
-def test_what_was_right_is_not_computed_again() -> None:
+def test_rules_that_held_are_not_checked_again() -> None:
     program, checked = copied(_scheduled()), Checked()
     with mock.patch.object(rules, "describe", wraps=describe) as described:
         verify(program, "nobody", checked=checked)
@@ -288,7 +288,7 @@ def test_every_rule_is_tested() -> None:
     assert tested == {rule.__name__ for rule in (*ALWAYS, *LOWERED)} | set(ESTABLISHED)
 
 
-def test_every_rule_says_what_it_wants() -> None:
+def test_every_rule_has_a_description() -> None:
     for rule in (*ALWAYS, *LOWERED, *ESTABLISHED.values()):
         assert re.fullmatch(r"[A-Z].*\.", rule.__doc__ or ""), rule
 
@@ -315,8 +315,8 @@ waited_once: Every tensor that a collective makes is waited for exactly once.
 
 @pytest.mark.parametrize("planner", [COALESCED, PACKED], ids=["coalesced", "packed"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sound_programs(planner: MakePlan, world_size: int) -> None:
-    """No rule complains about what the default passes make."""
+def test_correct_programs(planner: MakePlan, world_size: int) -> None:
+    """The default passes violate no rule."""
     program = captured(Blocks(3, bias=True), BATCH, world_size=world_size)
     run_pipeline(Pipeline().replace("plan", MakePlan(planner)), program, Observer("each"))
 
@@ -326,7 +326,7 @@ def test_sound_programs(planner: MakePlan, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Corrupt(Pass):
-    """Corrupts the program before partition and, if `repair`, mends it in a later pass."""
+    """Corrupts the program before partition and, with `repair`, fixes it in a later pass."""
 
     name: ClassVar[str] = "corrupt"
 
@@ -339,7 +339,7 @@ class _Corrupt(Pass):
 
 @dataclass(frozen=True)
 class _Repair(Pass):
-    """Erases waits that nobody uses."""
+    """Erases unused waits."""
 
     name: ClassVar[str] = "repair"
 
@@ -355,7 +355,7 @@ def _run(pipeline: Pipeline, level: Level) -> None:
 
 
 def test_levels() -> None:
-    """`each` finds what is wrong between two passes, `ends` what is wrong in the end, `off` nothing."""
+    """`each` finds faults between two passes, `ends` faults at the end, `off` none."""
     mended = Pipeline().insert(_Repair(), after="insert-collectives").insert(_Corrupt(), after="insert-collectives")
     with pytest.raises(PassError, match="corrupt broke the rule waited_once in joint"):
         _run(mended, "each")
@@ -382,7 +382,7 @@ def test_ends_and_off() -> None:
 
 
 def test_a_needed_pass_is_disabled() -> None:
-    """The rules it establishes are needed to lower a program, whoever establishes them."""
+    """Lowering requires the rules that it establishes."""
     with pytest.raises(PassError, match="the rule sharded_inputs in forward: param:"):
         _run(Pipeline().disable("insert-collectives"), "ends")
 
@@ -411,7 +411,7 @@ def test_the_executor_frees() -> None:
 
 
 def _freed(lines: Sequence[Line], at: Callable[[Line], bool], frees: Callable[[Line], tuple[str, ...]]) -> list[Line]:
-    """The lines, of which the first that `at` finds frees something else."""
+    """Return the lines with other frees on the first line that `at` selects."""
     index = next(i for i, line in enumerate(lines) if at(line))
     return [*lines[:index], replace(lines[index], frees=frees(lines[index])), *lines[index + 1 :]]
 
@@ -439,7 +439,7 @@ def test_a_value_that_is_freed_too_late() -> None:
     assert list(wrong_frees(late)) == [(f"{gathering} outlives its last use", index)]
 
 
-def test_wrong_frees_are_shown() -> None:
+def test_wrong_frees_are_reported() -> None:
     program = _lowered()
     executor = _executor(program)
     executor.lines = tuple(_freed(executor.lines, lambda line: isinstance(line, WaitLine), lambda line: ()))

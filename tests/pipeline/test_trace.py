@@ -1,4 +1,4 @@
-"""What other tools see: torch's logs, its structured trace, and the profiler."""
+"""Output for other tools: torch's logs, its structured trace, and the profiler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _run(script: str = SCRIPT, **environment: str) -> str:
 
 
 def _tlparsed(folder: Path) -> Path:
-    """What the tool makes of the trace in a folder."""
+    """Run tlparse on the trace in a folder."""
     tlparse = Path(sys.executable).with_name("tlparse")
     (log,) = (folder / "trace").glob("*.log")
     command = [str(tlparse), str(log), "-o", str(folder / "out"), "--no-browser", "--strict"]
@@ -49,7 +49,7 @@ def _tlparsed(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_torch_logs() -> None:
-    """`TORCH_LOGS=graphshard` says what each pass did, `+graphshard` shows the program after it; silent otherwise."""
+    """`TORCH_LOGS=graphshard` logs the effect of each pass, `+graphshard` the program after it; silent otherwise."""
     assert "graphshard" not in _run()
     brief = _run(TORCH_LOGS="graphshard")
     assert "capture 0 of Sequential: first call" in brief
@@ -77,7 +77,7 @@ def _ranges(model: nn.Module, batch: torch.Tensor) -> list[str]:
 
 
 def test_profiler_ranges(fake_world: FakeWorld) -> None:
-    """A profile reads like the plan: starts, waits and regions by name, in order; without a profiler there is none."""
+    """A profile has starts, waits and regions by name, in order; without a profiler there are no ranges."""
     fake_world(2)
     batch = torch.ones(3, 4)
     model = graphshard.compile(Blocks(2), init_device_mesh("cpu", (2,)), backend="eager")
@@ -94,7 +94,7 @@ def test_profiler_ranges(fake_world: FakeWorld) -> None:
 
 
 def test_ranges_change_nothing(fake_world: FakeWorld) -> None:
-    """The profiled code is the code that runs, frees included."""
+    """The profiled code equals the plain code, including frees."""
     fake_world(2)
     model = graphshard.compile(
         Blocks(2), init_device_mesh("cpu", (2,)), backend="eager", example_inputs=(torch.ones(3, 4),)
@@ -121,7 +121,7 @@ REASONS = [
 
 
 @pytest.mark.slow
-def test_torch_logs_and_tlparse_show_why_a_model_was_captured_again(tmp_path: Path) -> None:
+def test_torch_logs_and_tlparse_show_recapture_reasons(tmp_path: Path) -> None:
     printed = _run(RECAPTURES, TORCH_LOGS="recompiles", TORCH_TRACE=str(tmp_path / "trace"))
     lines = [line.partition("[__recompiles] ")[2] for line in printed.splitlines() if "[__recompiles]" in line]
     assert lines == [

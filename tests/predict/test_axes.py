@@ -211,7 +211,7 @@ def test_few_blocks_stand_for_all(activation: Any) -> None:
 
 
 def test_formulas() -> None:
-    """At the explain_net sizes they return the explain_net numbers."""
+    """At the explained sizes they return the explained numbers."""
     found = explain_net({"dp": 4, "tp": 2}, symbols={"batch": 0})
     assert found.formulas is not None
     values = found.formulas.evaluate()

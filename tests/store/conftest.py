@@ -1,4 +1,4 @@
-"""The fixtures of the cache's tests."""
+"""Fixtures of the cache's tests."""
 
 import shutil
 from pathlib import Path
@@ -12,9 +12,9 @@ from tests.ranks import FakeWorld, reset_distributed
 from tests.store.launches import Launches
 
 
-@pytest.fixture(scope="module")  # tests of other modules may change what it is compared by
+@pytest.fixture(scope="module")  # tests of other modules may change compared state
 def first_launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a first launch of the model, as it is written, has kept."""
+    """Run a first launch of the unchanged model; return its cache."""
     folder = tmp_path_factory.mktemp("first")
     reset_distributed()
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
@@ -28,7 +28,7 @@ def first_launch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path, fake_world: FakeWorld) -> Launches:
-    """Launches of a small model on one rank; there is no cache yet."""
+    """Return launches of a small model on one rank, without a cache."""
     fake_world(1)
     folder = tmp_path / "source"
     folder.mkdir()
@@ -37,6 +37,6 @@ def empty(tmp_path: Path, fake_world: FakeWorld) -> Launches:
 
 @pytest.fixture
 def launches(empty: Launches, first_launch: Path) -> Launches:
-    """Launches after a first one."""
+    """Return launches after a first one."""
     shutil.copytree(first_launch, empty.cache)
     return empty

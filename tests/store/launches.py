@@ -1,4 +1,4 @@
-"""A model's source that is changed between launches, and launches in one process that import it anew."""
+"""A model whose source changes between launches, and launches in one process that import it again."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Net(nn.Module):
 
 @dataclass
 class Launches:
-    """Launches of a job, one after the other.
+    """Successive launches of a job.
 
     Attributes:
-        folder: where the sources are.
-        cache: where programs are kept.
-        compiled: whether the last launch has compiled.
+        folder: directory of the sources.
+        cache: directory of the cache.
+        compiled: whether the last launch compiled.
     """
 
     folder: Path
@@ -151,7 +151,7 @@ class Launches:
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
-        """The sources may be imported, as they are now."""
+        """Make the current sources importable."""
         path = [str(self.folder), *sys.path]
         with mock.patch.object(sys, "path", path), mock.patch.object(sys, "dont_write_bytecode", True):
             yield
@@ -161,7 +161,7 @@ class Launches:
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> str:
-    """What the cache has logged from a level on."""
+    """Return the cache's log messages from a level on."""
     return "\n".join(
         r.getMessage() for r in caplog.records if r.name.startswith("graphshard.cache") and r.levelno >= level
     )

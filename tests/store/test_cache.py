@@ -1,4 +1,4 @@
-"""The directory: whole files or none, whatever others do to it at the same time."""
+"""The cache directory: complete files or none, whatever other processes do to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _write_many(directory: str, count: int) -> None:
 
 
 def test_two_jobs_write_one_file(tmp_path: Path) -> None:
-    """Whoever reads meanwhile finds a whole file or none."""
+    """A concurrent reader finds a complete file or none."""
     context = multiprocessing.get_context("fork")
     jobs = [context.Process(target=_write_many, args=(str(tmp_path), 100)) for _ in range(2)]
     for job in jobs:
@@ -68,7 +68,7 @@ def test_two_jobs_write_one_file(tmp_path: Path) -> None:
 
 
 def test_a_kill_in_the_middle(tmp_path: Path) -> None:
-    """There is no half file under the name; what a killed process has left is removed later."""
+    """There is no half file under the name; leftovers of a killed process are removed later."""
     left = 0
     for number in range(20):
         job = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(str(tmp_path), number))
@@ -103,7 +103,7 @@ def test_the_oldest_unused_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [3, 90, -3])
-def test_a_byte_is_another(tmp_path: Path, at: int) -> None:
+def test_a_changed_byte(tmp_path: Path, at: int) -> None:
     path = tmp_path / _name(0)
     write_archive(path, {"model": "m"}, MEMBERS)
     content = bytearray(path.read_bytes())
@@ -113,7 +113,7 @@ def test_a_byte_is_another(tmp_path: Path, at: int) -> None:
         read_private(path)
 
 
-def test_others_could_write_it(tmp_path: Path) -> None:
+def test_a_directory_writable_by_others(tmp_path: Path) -> None:
     path = tmp_path / _name(0)
     write_archive(path, {"model": "m"}, MEMBERS)
     path.chmod(0o666)
@@ -136,7 +136,7 @@ def test_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         cache_directory.limit_of()
 
 
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_location(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for off in ("", "off", "0", "OFF", "no"):
         monkeypatch.setenv(cache_directory.VARIABLE, off)
@@ -169,8 +169,8 @@ def test_a_damaged_file_is_noticed_and_written_again(launches: Launches, caplog:
     assert not launches.compiled
 
 
-def test_contents_that_were_not_written(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
-    """The checksums are right."""
+def test_forged_contents(launches: Launches, caplog: pytest.LogCaptureFixture) -> None:
+    """The checksums are correct."""
     (name,) = launches.files()
     found = read_private(launches.cache / name)
     members = {**found.members, "programs/0.json": json.dumps({"nothing": 1}).encode()}
@@ -204,10 +204,10 @@ def test_a_directory_that_cannot_be_written(empty: Launches, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755], ids=["everybody's", "another user's"])
-def test_a_directory_in_which_others_could_put_code(
+def test_rejects_a_directory_writable_by_others(
     launches: Launches, mode: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is taken from it, and nothing there is touched."""
+    """Nothing is read from it, and nothing in it is changed."""
     launches.cache.chmod(mode)
     if mode == 0o755:
         kept = os.stat(launches.cache)
@@ -226,10 +226,10 @@ def test_a_directory_in_which_others_could_put_code(
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
-def test_a_directory_that_can_only_be_read(
+def test_a_read_only_directory(
     empty: Launches, first_launch: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is there is used. What is not is compiled, with one warning."""
+    """Existing programs are used; others are compiled, with one warning."""
     shutil.copytree(first_launch, empty.cache)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -246,10 +246,10 @@ def test_a_directory_that_can_only_be_read(
     assert os.strerror(code) in messages(caplog)
 
 
-def test_a_home_folder_that_is_not_there(
+def test_a_missing_home_folder(
     empty: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of users of services: it cannot be made, and the step runs."""
+    """As for service users: it cannot be created, and the step runs."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "nobody"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -272,8 +272,8 @@ def test_another_rank_writes_it(empty: Launches, monkeypatch: pytest.MonkeyPatch
     assert empty.files() == [asked[-1].name]
 
 
-def test_what_is_being_written(tmp_path: Path) -> None:
-    """What a killed process has left keeps nobody from writing for long."""
+def test_files_being_written(tmp_path: Path) -> None:
+    """Leftovers of a killed process do not block writing for long."""
     path, temporary = tmp_path / _name(0), tmp_path / f".{_name(0)}.abc"
     assert not archive.is_being_written(path)
     (tmp_path / f".{_name(1)}.abc").touch()
@@ -287,7 +287,7 @@ def test_what_is_being_written(tmp_path: Path) -> None:
     assert not archive.is_being_written(tmp_path / "gone" / path.name)
 
 
-def test_what_is_kept_without_being_asked_for(
+def test_caching_is_the_default(
     empty: Launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second launch of `compile(model, mesh)`, and of `fully_shard`, captures nothing."""
@@ -304,7 +304,7 @@ def test_what_is_kept_without_being_asked_for(
     assert empty.compiled
 
 
-def test_every_unit_asks_and_one_warning_is_given(
+def test_one_warning_for_all_units(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_world(1)
@@ -319,7 +319,7 @@ def test_every_unit_asks_and_one_warning_is_given(
 def test_a_file_that_cannot_be_renamed(
     empty: Launches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on file systems of networks: one warning, and no temporary file stays."""
+    """As on network file systems: one warning, and no temporary file remains."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -334,7 +334,7 @@ def test_a_file_that_cannot_be_renamed(
 
 
 def test_no_room_is_left(empty: Launches, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning, the step runs, and no half of a file stays."""
+    """One warning, the step runs, and no half file remains."""
 
     def write_bytes(path: Path, content: bytes) -> int:
         with path.open("wb") as file:
@@ -354,7 +354,7 @@ def test_a_user_without_a_home_folder(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Containers run as users whom the machine does not know: one warning, and the step runs."""
+    """Containers may run as unknown users: one warning, and the step runs."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv(cache_directory.VARIABLE, "on")
@@ -381,13 +381,13 @@ def test_off(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dump_has_every_stage(launches: Launches, tmp_path: Path) -> None:
-    """So what was kept is not used."""
+    """Therefore the cached program is not used."""
     launches.run(dump=tmp_path / "dump")
     assert launches.compiled
     assert list((tmp_path / "dump").rglob("*capture*"))
 
 
-def test_what_cache_may_be(empty: Launches) -> None:
+def test_values_of_the_cache_argument(empty: Launches) -> None:
     with pytest.raises(ArgumentError, match="cache must be a directory, True or False"):
         empty.run(cache=3)
     assert "cache" in graphshard.compile.__kwdefaults__

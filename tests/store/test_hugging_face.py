@@ -1,4 +1,4 @@
-"""Models of transformers are kept: what its decorators and its logging ask for is no reason not to."""
+"""transformers models are cached; its decorators and logging are no obstacle."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def _gpt2() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_llama, _gpt2], ids=["Llama", "GPT-2"])
-def test_models_are_kept(make, fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second time nothing is compiled, and the loss is the same."""
+def test_models_are_cached(make, fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second launch compiles nothing and has the same loss."""
     caplog.set_level(logging.INFO, "graphshard.cache")
     found = []
-    for launch in range(3):  # what transformers warns of once, it says in the first
+    for launch in range(3):  # transformers warns once, in the first launch
         fake_world(1)
         torch.manual_seed(0)
         model = make()
-        model.generation_config._original_object_hash = launch  # what hash() returns is another in each process
+        model.generation_config._original_object_hash = launch  # hash() differs between processes
         tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
         with mock.patch.object(tracer, "run_pipeline", wraps=tracer.run_pipeline) as passes:
             graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager", cache=tmp_path)

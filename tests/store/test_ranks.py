@@ -1,4 +1,4 @@
-"""The cache on several ranks: another process of every rank finds what was kept, or none does."""
+"""The cache on several ranks: all ranks of a later launch find the program, or none does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.ranks import RankPool, Ranks
 def _train(
     rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
 ) -> tuple[list[Tensor], int, list[str]]:
-    """Losses of the example, how often it was compiled, and what the cache said."""
+    """Train the example; return losses, the number of compilations, and the cache's messages."""
     llama = load_example("llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
@@ -73,7 +73,7 @@ def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
-    """A rank that waits asks now and then whether the others are there."""
+    """A waiting rank polls for the others."""
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train_late, cache)
     assert [each[1] for each in first] == [1, 1]
@@ -94,8 +94,8 @@ def _train_late(rank: int, world_size: int, cache: str) -> Any:
         return _train(rank, world_size, cache, "eager")
 
 
-def test_one_rank_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    """All capture: none waits for the other, and none runs another program."""
+def test_one_rank_has_no_cached_program(ranks: Ranks, tmp_path: Path) -> None:
+    """All capture: none hangs, and none runs a different program."""
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train, cache, "eager")
     second = ranks(2).run(_train_without, cache)
@@ -118,7 +118,7 @@ def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Processes that no other test has changed, as a launch of a job has: what they are is compared."""
+    """Start processes that no other test has changed, like a job's launch, because their state is compared."""
     with RankPool() as pool:
         yield pool.world
 
@@ -131,7 +131,7 @@ def other_processes() -> Iterator[Ranks]:
 
 @pytest.mark.slow
 def test_another_process_with_inductor(ranks: Ranks, other_processes: Ranks, tmp_path: Path) -> None:
-    """No compiler is there, Inductor is not imported, and losses have the same bits."""
+    """Without compilers and without importing Inductor, losses have the same bits."""
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train, cache, "inductor")
     second = other_processes(2).run(_train_alone, cache)

@@ -1,4 +1,4 @@
-"""The door to torch: private names are imported in one package only, and stand in its table."""
+"""Private torch names are imported in `torch_compat` only, and are listed in its table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.layers import modules, package
 
 DOORS = {name: path for name, path in modules().items() if package(name) == "torch_compat"}
 OTHERS = {name: path for name, path in modules().items() if package(name) != "torch_compat"}
-# Private attributes of Python and of tools that graphshard works with.
+# Private attributes of Python and of tools that graphshard uses.
 FOREIGN = {
     "_HEADER_DIR",  # a name in Inductor's generated code
     "_SubParsersAction",
@@ -28,7 +28,7 @@ FOREIGN = {
     "_ZN2at6detail12getCUDAHooksEv",
     "_check_value",
     "_current_frames",
-    "_expr",  # of torch's SymNode, set when it is made
+    "_expr",  # set on new SymNodes
     "_getframe",
     "_ignore_bidirectional_mask_sdpa",
     "_is_accelerate_prepared",
@@ -38,7 +38,7 @@ FOREIGN = {
 
 
 def private_imports(path: Path) -> Iterator[str]:
-    """Names of torch with a private part that a file imports, or reads as `torch.a._b`."""
+    """Yield torch names with a private part that a file imports, or reads as `torch.a._b`."""
     for node in ast.walk(ast.parse(path.read_text())):
         found: list[str] = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -60,7 +60,7 @@ def private_attributes(path: Path) -> Iterator[str]:
 
 
 def defined_here(path: Path) -> Iterator[str]:
-    """Names of functions, fields and variables that a file gives to something."""
+    """Yield names of functions, fields and variables that a file defines."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -81,17 +81,17 @@ def test_no_other_package_imports_private_names() -> None:
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_imports_of_the_doors_are_in_the_table() -> None:
+def test_imports_are_in_the_table() -> None:
     rows = [row for inside in NAMES.values() for row in inside.items()]
     known = {f"{module}.{name}" for module, names in rows for name in names.split()} | set(OPTIONAL)
     for path in DOORS.values():
         for name in private_imports(path):
-            # torch._C._dynamo is a step on the way to torch._C._dynamo.guards.x
+            # torch._C._dynamo is a prefix of torch._C._dynamo.guards.x.
             assert name in known or any(each.startswith(f"{name}.") for each in known), f"{path.name} uses {name}"
 
 
 def test_private_attributes_are_in_the_table() -> None:
-    """Of objects of torch that others than the doors read."""
+    """Attributes of torch objects that other packages read."""
     rows = NAMES["attributes"].values()
     known = {name.rpartition(".")[2] for names in [*rows, *OPTIONAL] for name in names.split()} | FOREIGN
     ours = {name for path in {**OTHERS, **DOORS}.values() for name in defined_here(path)}
@@ -103,7 +103,7 @@ def test_private_attributes_are_in_the_table() -> None:
     "settings", [dynamo_capture._SETTINGS, dynamo_capture._GUARD_SETTINGS], ids=["trace", "guards"]
 )
 def test_dynamo_has_the_settings(settings: dict[str, object]) -> None:
-    """A trace leaves out a setting that is gone, so only this test tells."""
+    """A trace skips a missing setting, so only this test notices."""
     assert [name for name in settings if not hasattr(dynamo_config, name)] == []
 
 
