@@ -147,7 +147,7 @@ def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) 
     return buffer.getvalue()
 
 
-if __name__ == "__main__":  # exports in a process other than the ones that load
+if __name__ == "__main__":  # exports in a separate process
     what, path = sys.argv[1], Path(sys.argv[2])
     if what == "net":
         export_net(path)

@@ -18,13 +18,13 @@ of n ranks takes the first n of them, and each test sends them a function of its
 
 Ranks see graphshard's environment variables as the test has set them, for this run.
 
-Each run has process groups of its own. CachedProgram ones would add up (sockets, threads), and their names would
-depend on the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
+Each run creates its process groups. Cached groups would accumulate sockets and threads, and their names would depend on
+the order of tests. Leaving at once after an error wakes the ranks that wait for the failing one.
 
-The processes are spawned, not forked: each then has its own hash seed, as in a real job, and a result that
-hangs on the order of a set differs between ranks.
+The processes are spawned, not forked: each then has its own hash seed, as in a real job, and a result that depends on
+the order of a set differs between ranks.
 
-The rules are checked after every pass by the first rank only, as the program is the same on all of them by design.
+Only the first rank verifies the program after every pass, because the program is the same on all ranks.
 
 If a rank dies or hangs, its pool is closed, and the next run starts a new one. The test process repeats the ranks'
 output, so pytest shows it with a failing test.
@@ -111,7 +111,7 @@ class RankPool:
         timeout: float = 300.0,
         grace: float = 20.0,
     ) -> list[Any]:
-        """Call `function(rank, world_size, *args)` on every rank; return the values, in the order of ranks.
+        """Call `function(rank, world_size, *args)` on every rank; return the values in rank order.
 
         `function` is sent by name and must be at the top level of its module. Arguments and results, including tensors,
         are pickled. The ranks have `timeout` seconds, and `grace` seconds after the first error.

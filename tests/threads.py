@@ -1,7 +1,7 @@
-"""Ranks as threads of this process, on torch's multi-threaded process group: no NCCL, but the collectives' NCCL form.
+"""Ranks as threads of this process, on torch's multi-threaded process group, with the collectives of NCCL.
 
-`on_threads(n, function)` calls `function(rank)` on n threads, each of which is a rank with groups of its own. Random
-numbers are the process's: what a rank draws, it must be given. Afterwards nothing of the groups is left.
+`on_threads(n, function)` calls `function(rank)` on n threads, each a rank with separate groups. Threads share the
+random state, so random values must be passed in. Afterwards all groups are gone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TIMEOUT = 300.0
 
 
 def on_threads(world_size: int, function: Callable[[int], ResultT]) -> list[ResultT]:
-    """What the ranks return, in their order.
+    """Return the results of the ranks in rank order.
 
     Raises:
-        BaseException: what the first rank that failed has raised; the others are ended.
+        BaseException: the exception of the first rank that failed; the others are stopped.
     """
     results: dict[int, ResultT] = {}
     errors: list[BaseException] = []
@@ -37,7 +37,7 @@ def on_threads(world_size: int, function: Callable[[int], ResultT]) -> list[Resu
         dist.init_process_group("threaded", store=store, rank=rank, world_size=world_size)
         try:
             results[rank] = function(rank)
-        except BaseException as error:  # SystemExit is what others are ended with
+        except BaseException as error:  # the others stop with SystemExit
             errors.append(error)
             ProcessLocalGroup.exception_handle(error)
         finally:
@@ -59,9 +59,9 @@ def on_threads(world_size: int, function: Callable[[int], ResultT]) -> list[Resu
 
 @contextmanager
 def _threaded_groups() -> Iterator[None]:
-    """In the block each thread has process groups of its own."""
+    """Give each thread separate process groups within the block."""
     groups: Any = multi_threaded_pg
-    if not hasattr(groups.ThreadLocalWorld, "comms"):  # torch 2.11 asks for them where groups end, and has none here
+    if not hasattr(groups.ThreadLocalWorld, "comms"):  # torch 2.11 reads it when groups end, and lacks it here
         groups.ThreadLocalWorld.comms = []
     reset_distributed()
     ProcessLocalGroup.reset()

@@ -61,7 +61,7 @@ def forged(data: Any, path: Path, make: Callable[[Any], Any] | None) -> Any:
 
 
 def forgeries(data: Any, *, stride: int = 1, at: Path = ()) -> Iterator[tuple[str, Any]]:
-    """Forged copies, each with a name: every place is dropped, or replaced in turn by one of the others.
+    """Yield forged copies with names: every value is dropped or replaced in turn.
 
     Args:
         at: the position within which values are forged.

@@ -132,7 +132,7 @@ SPECIAL: dict[tuple[type, str], Callable[[], Any]] = {
 
 
 def comparable(value: Any) -> Any:
-    """Replace objects other than data by their stored form."""
+    """Replace everything that is not plain data by its stored form."""
     if isinstance(value, GraphModule):
         return encode_graph(value.graph, {symbol: f"n{i}" for i, symbol in enumerate(size_inputs(value.graph))})
     if isinstance(value, torch.Tensor):

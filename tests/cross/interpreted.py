@@ -1,4 +1,4 @@
-"""Run the code of regions for GPUs on the CPU, with Triton's interpreter in the place of the kernels' cubins.
+"""Run the code of regions for GPUs on the CPU, with Triton's interpreter instead of cubins.
 
 `python -m tests.cross.interpreted FILE DIRECTORY` prints, for each output of each region of a file that was compiled
 without a GPU, how far kernels and operators are from the same region in float64. The process needs TRITON_INTERPRET=1

@@ -17,7 +17,7 @@ NARROW: dict[str, Any] = {"width": 480, "height": 800}
 
 
 def test_one_pane_shows_old_and_new_lines(show: Show) -> None:
-    """Below 700 pixels; the counts equal those of two panes, and a changed line shows as an old one and a new one."""
+    """Below 700 pixels; the counts equal two panes, and a changed line shows as an old one and a new one."""
     page = show(small_report(), **NARROW)
     assert compare(page, 0, 1) == {"removed": 1, "added": 1, "changed": 2, "moved": 1}
     assert page.js("[...document.querySelectorAll('.pane')].map(pane => pane.checkVisibility())") == [True, False]

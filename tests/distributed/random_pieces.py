@@ -1,4 +1,4 @@
-"""What random programs are made of: small modules that take and return values of one shape.
+"""Building blocks of random programs: small modules that take and return values of one shape.
 
 Each is built for a width and a `Piece` of `random_programs`, whose `size` and `flag` select a variant. Values are
 [batch, length, width], tokens [batch, length]; batch and length may be dynamic. Pure operators are in

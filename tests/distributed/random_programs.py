@@ -1,17 +1,17 @@
-"""Random training programs as data: a model, and how it is sharded and trained. JSON in and out; a failure shrinks.
+"""Random training programs as JSON data: a model, and how it is sharded and trained. Failures are shrunk.
 
     random_program(7)  ->  Program(first=[Piece("linear", size=2)], blocks=[...], calls=[...], policy="bf16", ...)
-    smaller(program)   ->  programs with one thing less each: a piece, a call, an option that is not the default
+    smaller(program)   ->  programs with one feature less each: a piece, a call, a non-default option
 
-FSDP2 on a CPU cannot do everything, and what it cannot do is never generated:
+Features that FSDP2 does not support on a CPU are never generated:
 
-* BatchNorm and functions of LAPACK in bfloat16, and gradients whose sums are divided by factors;
+* BatchNorm and LAPACK functions in bfloat16, and gradient divide factors;
 * parameters of several dtypes in one unit, and weights tied across units;
-* microbatches without communication where a unit is never called, or several times: FSDP2 then reduces what they have
-  accumulated by itself, when the first of the calls is over in backward;
-* a program that writes in place into what a unit returned, if that is a view;
-* a unit that is called twice, of which one call is in a reentrant checkpoint: it stays gathered after backward; or
-  which has such a region in it: each call's gradients are reduced by themselves.
+* microbatches without communication if a unit is called never or several times: FSDP2 then reduces the accumulated
+  gradients separately, after the first call's backward;
+* in-place writes to a unit's output that is a view;
+* a unit that is called twice, with one call in a reentrant checkpoint (it stays gathered after backward) or with such a
+  checkpoint inside (the gradients of each call are reduced separately).
 
 Neither are programs that graphshard rejects: buffers that a checkpointed region reads and writes, or that several
 regions write, and branches on grad mode in a reentrant checkpoint, which is off at first and on during recomputation.

@@ -158,7 +158,7 @@ def test_full_parameters_are_freed(ranks: Ranks) -> None:
 
 
 class _Moves(TorchDispatchMode):
-    """A mode that counts bytes created on the meta device, which stands for a device other than the host."""
+    """A mode that counts bytes created on the meta device, which stands for the GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def _muon(rank: int, world_size: int) -> None:
         for name, param in _full_params(pair[0]).items():
             expected = plain.get_parameter(name).detach()
             torch.testing.assert_close(param, expected, atol=1e-2, rtol=0, msg=f"{name} at step {step}")
-    # Fewer rows than ranks: DTensors of torch 2.11 support it, those of later releases do not.
+    # Fewer rows than ranks: DTensors of torch 2.11 support it, later releases do not.
     errors = []
     for net in pair:
         try:

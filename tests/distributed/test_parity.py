@@ -1,4 +1,4 @@
-"""Training with graphshard is FSDP2's training bit for bit: losses, gradients, norms, parameters and buffers.
+"""Training matches FSDP2 bit for bit: losses, gradients, norms, parameters and buffers.
 
 FSDP2 shards a copy of the model, with `fully_shard` on each unit that graphshard found and on the root, under the same
 policy. Both train on gloo ranks, and are compared at every step.

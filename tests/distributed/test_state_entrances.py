@@ -29,7 +29,7 @@ SETTINGS = _Settings()
 
 
 class _Part(nn.Module):
-    """A module with a method other than forward, which reads and writes state."""
+    """A module with a second method, which reads and writes state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ HIDDEN = 6
 
 
 class Experts(nn.Module):
-    """Of any number; tokens are sorted by expert, and counted.
+    """Any number of experts; tokens are sorted by expert and counted.
 
     Args:
         mesh: the expert axis, and a tensor axis if the hidden width is sharded.

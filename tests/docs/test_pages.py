@@ -1,10 +1,11 @@
 """Every code block of the README and the manual, run: Python on two ranks, commands as far as a test can.
 
-<!--- invisible-code-block: python     a block that readers do not see: it makes what the next one takes for granted
+<!--- invisible-code-block: python     a hidden block: setup of the next one
 ```python                              runs on two gloo ranks, page by page, in one namespace
-```output                              what the Python block before it printed
+```output                              output of the preceding Python block
 ```diff                                both sides run, each on a copy of `model`
-```sh                                  `graphshard` commands run in the page's directory; the arguments are parsed by the script that gets them
+```sh                                  `graphshard` commands run in the page's directory; the arguments of others
+                                       are parsed by their script
 ```text                                a picture or a measurement; nothing to run
 """
 

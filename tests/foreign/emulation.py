@@ -17,7 +17,7 @@ ALL_REDUCES = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
 
 
 class Emulation(Interpreter):
-    """Other ranks' tensors are this one's plus their number; a group's name changes the numbers.
+    """Emulator of one rank: the other ranks' tensors are this one's plus a number that depends on rank and group.
 
     Attributes:
         launched: launches in order, as (operator, non-tensor arguments, number of tensors).

@@ -81,7 +81,7 @@ def verdict(net: type[Net], mesh: DeviceMesh, **options: Any) -> str:
 
 
 def trained(module: Any, model: Any) -> list[dict[str, Any]]:
-    """Return what is seen after each step, by name.
+    """Return the observable state after each step, by name.
 
     Args:
         module: receives the changes; for a compiled model it is the model itself.

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Helper:
-    """An object other than a module."""
+    """A plain object, not a module."""
 
     def act(self, x: Tensor) -> Tensor:
         return x * 2

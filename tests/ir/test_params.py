@@ -128,7 +128,7 @@ def test_rows_are_in_registration_order() -> None:
     model.b = nn.Parameter(torch.ones(2))
     model.a = nn.Linear(2, 2)
     model.c = nn.Parameter(torch.ones(2))
-    # A module's own parameters come before those of its children.
+    # A module's parameters come before its children's.
     assert [row.name for row in _table(model)] == ["b", "c", "a.weight", "a.bias"]
 
 

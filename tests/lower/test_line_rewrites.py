@@ -189,7 +189,7 @@ def test_gathers_at_the_head_are_taken_out() -> None:
 
 
 def test_gathers_whose_values_are_read_elsewhere_stay() -> None:
-    """A cast with another use, and a collective on a value other than a shard."""
+    """A cast with another use, and a collective whose input is not a shard."""
     lines = [
         Take(results=_v("w", "x")),
         _call("c", "w"),

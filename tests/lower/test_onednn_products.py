@@ -1,4 +1,4 @@
-"""Large float32 matmuls use oneDNN on processors other than Intel's: generated, cached and packaged."""
+"""Large float32 matmuls use oneDNN unless the processor is Intel's: generated, cached and packaged."""
 
 from __future__ import annotations
 

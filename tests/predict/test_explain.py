@@ -332,7 +332,7 @@ def test_trace(found, tmp_path):
 
 
 def test_plan_and_regions_equal_compile(fake_world):
-    """Plan and regions equal those of compile with the same arguments."""
+    """`compile` makes the same plan and regions with the same arguments."""
     from torch.distributed.device_mesh import init_device_mesh
 
     cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")

@@ -165,7 +165,7 @@ NOT_IN_EXPLAIN = {
 
 
 def test_explain_takes_what_compile_takes() -> None:
-    """All arguments except those that change no number, with the reason."""
+    """All arguments that affect the prediction; the others have a reason."""
     compiled = inspect.signature(graphshard.compile).parameters.keys()
     explained = inspect.signature(graphshard.explain).parameters.keys()
     assert compiled - explained == NOT_IN_EXPLAIN.keys()

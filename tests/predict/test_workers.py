@@ -31,7 +31,7 @@ def grid(count=None, **options):
 
 
 def test_numbers_of_one_process():
-    """Order of rows, formulas, omissions, progress and reports equal those of one process."""
+    """Order of rows, formulas, omissions, progress and reports do not depend on the number of processes."""
     options = {"global_batch": 64 * len(TOKENS), "hardware": ["h100", "a100"]}
     told: list[list[str]] = [[], []]
     alone, beside = (grid(count, show=said.append, **options) for count, said in zip((1, 2), told))

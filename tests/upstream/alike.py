@@ -95,7 +95,7 @@ class _Reductions(TorchDispatchMode):
 def launches(model: nn.Module, parts: Mapping[int, str] | None = None) -> Iterator[list[str]]:
     """Collect the collectives launched within the block, as "gather layers.0"; their numel identifies the unit.
 
-    `parts` names units of which backward gathers only so many elements.
+    `parts` names units by a smaller numel, for parts that backward gathers.
     """
     with _Launches({size: name for name, size in _sizes(model).items()} | dict(parts or {})) as mode:
         yield mode.launched

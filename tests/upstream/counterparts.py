@@ -1,6 +1,6 @@
 """PyTorch's tests of FSDP2, in test/distributed/_composable, and their counterparts here.
 
-The tests are those of PyTorch's main branch after 2.13. A counterpart compares graphshard with the real `fully_shard`
+The tests are from PyTorch's main branch after 2.13. A counterpart compares graphshard with the real `fully_shard`
 bit for bit, on gloo ranks, or expects an error.
 """
 

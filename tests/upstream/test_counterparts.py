@@ -1,4 +1,4 @@
-"""What `counterparts.py` says is so: the tests are there, they name what they ask, and the manual has the numbers."""
+"""Checks of `counterparts.py`: the tests exist, docstrings name their counterparts, and the manual has the tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.upstream.counterparts import UPSTREAM, tables
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# (a test of PyTorch, a test here)
+# (PyTorch's test, test here)
 PAIRS = {
     (name, test)
     for tests in UPSTREAM.values()
@@ -22,7 +22,7 @@ PAIRS = {
 
 
 def _docstrings(file: Path) -> dict[str, str]:
-    """The tests of a file, with what they say of themselves."""
+    """Return the tests of a file with their docstrings."""
     nodes = ast.parse(file.read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     return {node.name: ast.get_docstring(node) or "" for node in functions}
@@ -34,8 +34,8 @@ def test_the_counterpart_exists(test: str) -> None:
     assert name in _docstrings(ROOT / file)
 
 
-def test_docstrings_name_what_is_asked() -> None:
-    """Those of this folder: exactly the tests of PyTorch that they are counterparts of."""
+def test_docstrings_name_the_counterparts() -> None:
+    """Tests in this folder name exactly the tests of PyTorch that they are counterparts of."""
     named = set()
     for file in sorted(HERE.glob("test_*.py")):
         if file != Path(__file__):

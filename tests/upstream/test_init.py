@@ -267,7 +267,7 @@ def test_sharded_and_initialised_from_the_meta_device(ranks: Ranks) -> None:
 
 
 def _of_groups(rank: int, world_size: int) -> None:
-    """Check that meshes made from process groups train like those of `init_device_mesh`."""
+    """Check that meshes made from process groups train like meshes of `init_device_mesh`."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     shard = DeviceMesh.from_group(whole.get_group("shard"), "cpu", mesh_dim_names=("shard",))
     groups = [whole.get_group("replicate"), whole.get_group("shard")]

@@ -45,7 +45,7 @@ class Twice(Words):
 
 
 class Read(Words):
-    """A table with a use other than a lookup."""
+    """A table that is also used without a lookup."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.embed.weight.square().mean()

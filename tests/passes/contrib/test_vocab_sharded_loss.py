@@ -163,7 +163,7 @@ def test_a_forward_alone() -> None:
 
 
 class _ReadTwice(Language):
-    """A tied head with a use other than a lookup."""
+    """A tied head that is also used without a lookup."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return super().forward(tokens, targets) + self.head.weight.square().mean()
