@@ -72,14 +72,16 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="model types or patterns of them")
-    parser.add_argument("--json", type=Path, help="file of results, read and written")
-    parser.add_argument("--sample", type=int, help="stop when this number of models was not skipped; in random order")
-    parser.add_argument("--seed", type=int, default=0, help="of the random order")
+    parser.add_argument("names", nargs="*", help="model types, or patterns")
+    parser.add_argument("--json", type=Path, help="result file, read and written")
+    parser.add_argument(
+        "--sample", type=int, help="measure this number of models that are not skipped, in random order"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random order")
     parser.add_argument("--padding", action="store_true", help="pass an attention_mask with padding")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each model")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds per model")
     parser.add_argument("--without-cache", action="store_true", help="use_cache=False")
-    parser.add_argument("--show", action="store_true", help="print what was measured, and measure nothing")
+    parser.add_argument("--show", action="store_true", help="print the result file without measuring")
     return parser.parse_args()
 
 

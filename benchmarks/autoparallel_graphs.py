@@ -109,10 +109,10 @@ def line(name: str, gm: GraphModule, found: ScheduledGraph) -> str:
 def main() -> None:
     """Print one row for each mesh."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", type=int, nargs="+", action="append", required=True, help="sizes of its axes")
+    parser.add_argument("--mesh", type=int, nargs="+", action="append", required=True, help="sizes of the mesh's axes")
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192, help="of one rank of the first axis")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per rank of the first axis")
     parser.add_argument("--hardware", default="h100")
     args = parser.parse_args()
     real = "TORCHELASTIC_RUN_ID" in os.environ

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=1, help="processes per measurement; medians are printed")
-    parser.add_argument("--stages", action="store_true", help="CPU seconds without those of code for kernels")
+    parser.add_argument("--stages", action="store_true", help="CPU seconds by stage, without code generation")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     parser.add_argument("--measure", choices=("graphshard", "torch.compile", *WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()

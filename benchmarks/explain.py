@@ -44,13 +44,13 @@ def main() -> None:
     """Time one prediction, and a second one on another machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="405b")
-    parser.add_argument("--layers", type=int, help="instead of the shape's own")
+    parser.add_argument("--layers", type=int, help="number of layers (default: the shape's)")
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--every-block", action="store_true", help="capture all blocks, though they are equal")
-    parser.add_argument("--one-network", action="store_true", help="predict for the isolated network alone")
-    parser.add_argument("--grid", action="store_true", help="a table of 24 predictions instead")
+    parser.add_argument("--every-block", action="store_true", help="capture all blocks, even if they are equal")
+    parser.add_argument("--one-network", action="store_true", help="predict only for the isolated network")
+    parser.add_argument("--grid", action="store_true", help="print a table of 24 predictions instead")
     args = parser.parse_args()
     sizes = {**SHAPES[args.shape], **({"layers": args.layers} if args.layers else {})}
     with torch.device("meta"):

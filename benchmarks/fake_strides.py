@@ -113,8 +113,8 @@ def _examples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
 def main() -> int:
     """Run the command and return the number of operators that differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="of functions, as torch's tests name them")
-    parser.add_argument("--dtype", default="float32", help="such as bfloat16")
+    parser.add_argument("names", nargs="*", help="names of functions in torch's tests")
+    parser.add_argument("--dtype", default="float32", help="dtype, such as bfloat16")
     parser.add_argument("--torch", action="store_true", help="torch's own rules only")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

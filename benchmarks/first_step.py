@@ -153,7 +153,7 @@ def _parse_args() -> argparse.Namespace:
     for name, default in (("ranks", 2), ("layers", 4), ("dim", 256), ("batch", 4), ("seq", 128), ("repeats", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:2])
-    parser.add_argument("--without-warm", action="store_true", help="leave the second launch out")
+    parser.add_argument("--without-warm", action="store_true", help="skip the second launch")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

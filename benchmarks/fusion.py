@@ -89,7 +89,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--regions", action="store_true", help="a line for each region, too")
+    parser.add_argument("--regions", action="store_true", help="also print a line for each region")
     args = parser.parse_args()
     heading = f"{'':12}{'regions':>8}{'kernels':>18}{'MB':>22}{'compute, ms':>20}{'CPU s':>8}"
     print(f"{heading}\n{'':20}{'rules scheduler':>18}{'rules scheduler':>22}{'rules scheduler':>20}", flush=True)

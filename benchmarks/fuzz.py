@@ -25,11 +25,16 @@ from tests.ranks import RankError, RankPool
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return the number of programs that differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--programs", type=int, default=100, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first; the others follow")
-    parser.add_argument("--inductor-every", type=int, default=50, help="compile one of so many; 0 is none")
-    parser.add_argument("--replay", help="a program as a failure prints it, in place of random ones")
-    parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
+    parser.add_argument("--programs", type=int, default=100, help="number of programs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program; the next ones follow")
+    parser.add_argument(
+        "--inductor-every",
+        type=int,
+        default=50,
+        help="compile one of this number of programs with Inductor; 0 for none",
+    )
+    parser.add_argument("--replay", help="run this program, in the form that a failure prints, instead of random ones")
+    parser.add_argument("--no-shrink", action="store_true", help="print failures without shrinking them")
     options = parser.parse_args(arguments)
     with RankPool() as pool:
         if options.replay:

@@ -34,8 +34,13 @@ TOKENS = 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[shape.name for shape in (*SHAPES, *MORE)], help="or parts")
-    parser.add_argument("--shards", type=int, help="replicate beyond so many ranks")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[shape.name for shape in (*SHAPES, *MORE)],
+        help="names of models, or parts of them",
+    )
+    parser.add_argument("--shards", type=int, help="replicate beyond this number of ranks")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args()
     rows = []

@@ -73,10 +73,10 @@ def main() -> None:
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *MODELS], help="models; none is all")
+    parser.add_argument("names", nargs="*", choices=[[], *MODELS], help="models (default: all)")
     parser.add_argument("--dtype", nargs="*", choices=list(POLICIES), default=list(POLICIES))
-    parser.add_argument("--results", default="kernels.json", help="file of results, read and written")
-    parser.add_argument("--show", action="store_true", help="print what was measured, and measure nothing")
+    parser.add_argument("--results", default="kernels.json", help="result file, read and written")
+    parser.add_argument("--show", action="store_true", help="print the result file without measuring")
     return parser.parse_args()
 
 

@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command and return the number of faults."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     options = parser.parse_args(arguments)
     found = Found()
     with tempfile.TemporaryDirectory() as folder:

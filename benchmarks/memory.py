@@ -44,11 +44,13 @@ PARTS = (0.0, 0.15, 0.4, 0.7)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["8B", "3.2 1B", "Qwen2.5 7B"], help="or parts of their names")
-    parser.add_argument("--hardware", default="h100", help="a profile")
+    parser.add_argument(
+        "--models", nargs="+", default=["8B", "3.2 1B", "Qwen2.5 7B"], help="names of models, or parts of them"
+    )
+    parser.add_argument("--hardware", default="h100", help="name of a profile")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048, help="per rank")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per rank")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args()
     print(f"| | GB | auto | {' | '.join(POLICIES)} | best / auto | gap | CPU s |")

@@ -142,13 +142,15 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
 def main() -> None:
     """Measure each size in separate processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hardware", help="profile of this machine; None is what compile takes")
+    parser.add_argument("--hardware", help="profile of this machine (default: as compile)")
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--steps", type=int, default=15, help="that count")
+    parser.add_argument("--steps", type=int, default=15, help="number of steps that count")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--memory", action="store_true", help="measure peaks only")
     parser.add_argument("--auto", type=float, help='activation="auto" under that part of the predicted peak')
-    parser.add_argument("--sizes", nargs="+", type=int, default=range(len(SIZES)), help="indices; all by default")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=range(len(SIZES)), help="indices of sizes (default: all)"
+    )
     args = parser.parse_args()
     print(f"{'':40}{'step, ms':>29}{'peak, MiB':>29}")
     print(

@@ -268,8 +268,8 @@ def orders(seconds: Mapping[Row, float]) -> Iterator[tuple[Row, Row, bool]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", default=[], help="only rows that have one of these words")
-    parser.add_argument("--no-fit", action="store_true", help="without the constants that others are fitted with")
+    parser.add_argument("--rows", nargs="*", default=[], help="only rows with one of these words")
+    parser.add_argument("--no-fit", action="store_true", help="skip the fit on other sources")
     args = parser.parse_args()
     rows = [row for row in ROWS if not args.rows or any(word in f"{row.source} {row}" for word in args.rows)]
     cases = []

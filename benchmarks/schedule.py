@@ -43,12 +43,16 @@ COLUMNS = ("FSDP2", "blocks", "params", "Inductor")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 16384], help="per rank")
-    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES], help="or parts of their names")
-    parser.add_argument("--hardware", nargs="+", default=["h100"], help="profiles")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 16384], help="tokens per rank")
+    parser.add_argument(
+        "--models", nargs="+", default=[shape.name for shape in SHAPES], help="names of models, or parts of them"
+    )
+    parser.add_argument("--hardware", nargs="+", default=["h100"], help="names of profiles")
     parser.add_argument("--inductor", nargs="*", default=["8B", "MoE"], help="models to run Inductor's scheduler on")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
-    parser.add_argument("--capture", type=int, default=0, help="only check shapes against a graph of so many layers")
+    parser.add_argument(
+        "--capture", type=int, default=0, help="only check shapes against a graph with this number of layers"
+    )
     args = parser.parse_args()
     if args.capture:
         check_capture(args.capture)

@@ -136,8 +136,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--models", type=int, default=300)
-    parser.add_argument("--gigabytes", type=float, default=20.0, help="that each rank receives and sends, full tensors")
-    parser.add_argument("--slack", type=float, default=8.0, help="MB that may be held more")
+    parser.add_argument(
+        "--gigabytes", type=float, default=20.0, help="gigabytes of full tensors that each rank gathers"
+    )
+    parser.add_argument("--slack", type=float, default=8.0, help="MB of growth to allow")
     args = parser.parse_args(arguments)
     begin = time.monotonic()
     with RankPool() as pool:

@@ -188,7 +188,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) for all variants")
-    parser.add_argument("--simple-fsdp", type=Path, help="torchtitan's file of that name")
+    parser.add_argument("--simple-fsdp", type=Path, help="path of torchtitan's simple_fsdp.py")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -115,14 +115,14 @@ def export(args: argparse.Namespace) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small Llama on a number of ranks that changes.",
+        description="Train a small Llama on a changing number of ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--folder", type=Path, default=Path("run"), help="checkpoints, and steps.jsonl")
+    add("--folder", type=Path, default=Path("run"), help="folder of checkpoints and steps.jsonl")
     add("--steps", type=int, default=200)
     add("--save-every", type=int, default=5, metavar="N", help="steps between checkpoints")
-    add("--export", type=Path, metavar="FILE", help="write programs for 1, 2, 3 and 6 ranks, and end")
+    add("--export", type=Path, metavar="FILE", help="write programs for 1, 2, 3 and 6 ranks, and exit")
     add("--artifact", type=Path, metavar="FILE", help="run these programs instead of compiling")
     add("--backend", choices=["inductor", "eager"], default="inductor")
     add("--layers", type=int, default=2)

@@ -110,8 +110,8 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", metavar="FILE", help="keep the exported file here")
-    add("--backend", choices=["inductor", "eager"], default="inductor", help="what graphshard lowers to")
+    add("--out", metavar="FILE", help="path of the exported file")
+    add("--backend", choices=["inductor", "eager"], default="inductor", help="backend of graphshard")
     add("--layers", type=int, default=2)
     add("--dim", type=int, default=64)
     add("--batch", type=int, default=2, help="sequences per rank and step")

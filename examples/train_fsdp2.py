@@ -160,15 +160,20 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small transformer with fully_shard, or with graphshard.compile in its place.",
+        description="Train a small transformer with fully_shard or with graphshard.compile.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--impl", choices=["graphshard", "fsdp2"], default="graphshard")
-    add("--backend", choices=["inductor", "eager"], default="inductor", help="what graphshard lowers to")
-    add("--prefetch", action="store_true", help="choose by hand which gathers start early")
+    add("--backend", choices=["inductor", "eager"], default="inductor", help="backend of graphshard")
+    add("--prefetch", action="store_true", help="prefetch manually")
     add("--mixed-precision", action="store_true", help="compute in bfloat16, reduce gradients in float32")
-    add("--checkpoint", type=Path, metavar="DIR", help="go on from the newest file here, and write one at the end")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="resume from the newest file in this folder, and write one at the end",
+    )
     add("--steps", type=int, default=100)
     add("--layers", type=int, default=4)
     add("--dim", type=int, default=64)

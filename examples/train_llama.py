@@ -245,7 +245,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a small byte-level Llama on Python's own source code.",
+        description="Train a small byte-level Llama on Python's source code.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -255,14 +255,14 @@ def parse_args() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="sequences per rank and step")
     add("--seq", type=int, default=128, help="bytes per sequence")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
-    add("--backend", choices=["inductor", "eager"], default="inductor", help="what graphshard lowers to")
+    add("--backend", choices=["inductor", "eager"], default="inductor", help="backend of graphshard")
     add("--impl", choices=["graphshard", "fsdp2"], default="graphshard")
     add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients in float32")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write losses and step times here")
     add("--checkpoint", type=Path, metavar="DIR", help="save checkpoints in this folder")
     add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints; 0: only at the end")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--resume", action="store_true", help="resume from the newest checkpoint, if there is one")
     add("--sample", type=int, default=200, metavar="N", help="bytes of text to generate; 0 for none")
     args = parser.parse_args()
     if args.resume and not args.checkpoint:

@@ -186,14 +186,14 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--impl", choices=["graphshard", "fsdp2"], default="graphshard")
-    add("--backend", choices=["inductor", "eager"], default="inductor", help="what graphshard lowers to")
+    add("--backend", choices=["inductor", "eager"], default="inductor", help="backend of graphshard")
     add("--steps", type=int, default=100)
-    add("--batch", type=int, default=8, help="sequences of a step, per rank")
-    add("--context", type=int, default=64, help="characters of a sequence")
+    add("--batch", type=int, default=8, help="sequences per rank and step")
+    add("--context", type=int, default=64, help="characters per sequence")
     add("--layers", type=int, default=2)
     add("--dim", type=int, default=64)
     add("--lr", type=float, default=3e-3)
-    add("--expert-ranks", type=int, metavar="N", help="ranks that share the experts; all of them if it is left out")
+    add("--expert-ranks", type=int, metavar="N", help="number of ranks that share the experts (default: all)")
     add("--json", type=Path, metavar="FILE", help="write the losses")
     return parser.parse_args()
 

@@ -57,7 +57,7 @@ class ScaleByMistake(graphshard.Pass):
 def main() -> None:
     """Train a small model with the pass, or find the faulty one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fault", action="store_true", help="insert a pass with a mistake and bisect")
+    parser.add_argument("--fault", action="store_true", help="insert a faulty pass and bisect")
     fault = parser.parse_args().fault
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -168,9 +168,9 @@ def _parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the table, JSON, logs and caches")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all parts")
     parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
-    parser.add_argument("--artifact", type=Path, help="a file that --export made on another machine")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels of packages that are missing here")
-    parser.add_argument("--dry", action="store_true", help="all of it in small, on a CPU")
+    parser.add_argument("--artifact", type=Path, help="file written by --export on another machine")
+    parser.add_argument("--wheels", type=Path, help="folder with wheels of missing packages")
+    parser.add_argument("--dry", action="store_true", help="run everything at a small scale on a CPU")
     parser.add_argument("--export", type=Path, help="only write a file for --artifact; needs no GPU")
     parser.add_argument("--capability", default="9.0", help="the GPU that --export writes for")
     for hidden in ("--part", "--rows", "--seconds"):
