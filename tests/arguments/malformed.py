@@ -39,7 +39,7 @@ class Hostile:
 
 
 def fails(*_: Any) -> Any:
-    """A user function that raises."""
+    """Raise an error, as a user's function."""
     raise KeyError("of the user's function")
 
 

@@ -117,7 +117,7 @@ def capture_error(job: Job) -> None:
 
 
 def caught_capture_error(job: Job) -> None:
-    """The process survives its error."""
+    """Raise and catch a capture error; the process survives."""
     with contextlib.suppress(graphshard.CaptureError):
         capture_error(job)
     time.sleep(20)
@@ -148,7 +148,7 @@ def accumulation(job: Job) -> None:
 
 
 def known_accumulation(job: Job) -> None:
-    """All ranks have accumulated before, so no rank compiles a new program."""
+    """Change accumulation on one rank; all have accumulated before, so no rank compiles a new program."""
     model = job.trained()
     for sync in (False, True, False, True):
         model.set_requires_gradient_sync(sync)
@@ -160,7 +160,7 @@ def known_accumulation(job: Job) -> None:
 
 
 def gathered_ahead(job: Job) -> None:
-    """One rank writes to its shard between two steps, so only this rank gathers again."""
+    """Write to a shard on one rank between two steps, so only this rank gathers again."""
     model = job.trained(width=4)
     step = graphshard.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), gather_ahead=True)
     x = torch.ones(2, 4)
@@ -175,14 +175,14 @@ def gathered_ahead(job: Job) -> None:
 
 
 def extra_call(job: Job) -> None:
-    """The other ranks' scripts end."""
+    """Make an extra call on one rank; the other ranks' scripts end."""
     model = job.trained()
     job.fault()
     job.steps(model, 3 if job.odd else 2)
 
 
 def extra_call_of_many(job: Job) -> None:
-    """The other ranks do something else."""
+    """Make an extra call on one rank; the other ranks do something else."""
     model = job.trained()
     job.fault()
     if job.odd:
@@ -211,7 +211,7 @@ def killed(job: Job) -> None:
 
 
 def killed_before_a_new_program(job: Job) -> None:
-    """No rank is in a collective: the others wait to compare their programs."""
+    """Kill one rank while the others wait to compare their programs, outside of collectives."""
     model = job.trained()
     job.kill()
     model.layers[0].bias.requires_grad_(False)

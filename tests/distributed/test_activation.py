@@ -43,7 +43,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks called through `call`: plain, or with one of torch's checkpoints."""
+    """Blocks called through `call`: plain, or with a torch checkpoint."""
 
     def __init__(self, call: str = "plain", depth: int = 3) -> None:
         super().__init__()

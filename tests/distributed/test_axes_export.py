@@ -44,7 +44,7 @@ def _mlps(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The program contains the rank's rows of the embedding."""
+    """Parallelize the tied model; the program contains the rank's rows of the embedding."""
     return tied(mesh["tp"])
 
 
@@ -57,7 +57,7 @@ def _sequences() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _context(name: str, shape: dict[str, int], places: int) -> Case:
-    """The program contains the rank's positions, unless it has all positions of some heads."""
+    """Build a case whose program contains the rank's positions, unless it has all positions of some heads."""
     return Case(
         shape,
         lambda: Decoder(ATTENTIONS[name], None),

@@ -259,7 +259,7 @@ def _with_penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    """Backward repeats the call, which autograd's graph does not show."""
+    """Checkpoint the call: backward repeats it, which autograd's graph does not show."""
     return torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()
 
 
@@ -340,7 +340,7 @@ def _surroundings(rank: int, world_size: int) -> list[bool]:
 
 
 def _hook(*_: Any) -> None:
-    """A hook of an optimizer's step."""
+    """Do nothing, as a hook of an optimizer's step."""
 
 
 def test_other_parameters_gradients_and_hooks(ranks: Ranks) -> None:

@@ -247,7 +247,7 @@ def _counts_in_a_dict(net: Any, y: Tensor) -> None:
 
 
 def _leaves_a_loss(net: Any, y: Tensor) -> None:
-    """In eager mode a reentrant region leaves a loss without a gradient."""
+    """Leave a loss on the module; in eager mode a reentrant region leaves one without a gradient."""
     net.aux = y.square().mean()
 
 

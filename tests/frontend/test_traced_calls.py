@@ -326,7 +326,7 @@ def test_an_error_leaves_no_mode_open(mesh: DeviceMesh, mode: str) -> None:
 
 @torch.library.custom_op("graphshard_tests::twice", mutates_args=())
 def _twice(x: torch.Tensor) -> torch.Tensor:
-    """An operator without an autograd formula."""
+    """Return twice the input, without an autograd formula."""
     return x * 2
 
 

@@ -43,7 +43,7 @@ def test_kernels_are_kept_with_their_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next process waits for none of Inductor's processes: here they never become ready."""
+    """The next process waits for no Inductor process: here they never become ready."""
 
     def losses() -> list[float]:
         torch.manual_seed(0)

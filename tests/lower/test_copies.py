@@ -23,7 +23,7 @@ def _region(fn: Callable[..., Any], inputs: tuple[Tensor, ...] = SHARDS) -> Grap
 
 
 def _prologue(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> list[Tensor]:
-    """Prologue of an all-gather, with a parameter that needs no cast, and an empty shard."""
+    """Compute a prologue of an all-gather, with a parameter that needs no cast, and an empty shard."""
     small = [aten.view.default(aten._to_copy.default(x, dtype=torch.bfloat16), [-1]) for x in (b, c, d)]
     return [aten._to_copy.default(a, dtype=torch.bfloat16), aten.cat.default(small), aten.clone.default(c)]
 

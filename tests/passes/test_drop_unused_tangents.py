@@ -256,7 +256,7 @@ def test_views_stay_possible() -> None:
 
 
 def _transposed(t: torch.Tensor, z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """The sum has the strides of its first argument; the remaining argument has different ones."""
+    """Compute a sum with its first argument's strides; the remaining argument has different ones."""
     total = s * z + (s * t).t().contiguous().t()
     return total.view(8).neg().view(2, 4) + s
 

@@ -21,7 +21,7 @@ MM, ADD, MUL = aten.mm.default, aten.add.Tensor, aten.mul.Tensor
 
 
 def _columns() -> Program:
-    """Backward of a column-parallel layer: the gradient of its input is reduced, the weight's gradient is not."""
+    """Build backward of a column-parallel layer: the gradient of its input is reduced, the weight's is not."""
     write = Written(SQUARE, SQUARE, SQUARE)
     grad, weight, x = write.inputs
     of_weight = write(MM, x, grad)

@@ -121,7 +121,7 @@ def test_a_world_of_one_divides_only_by_an_explicit_factor(ranks: Ranks) -> None
 
 
 def _before_the_first_call(rank: int, world_size: int) -> None:
-    """A root without parameters has nothing to gather."""
+    """Call `unshard` first. A root without parameters has nothing to gather."""
     plain = _Mlps()
     for units in (True, False):
         model = copy.deepcopy(plain)

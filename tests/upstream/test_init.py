@@ -124,7 +124,7 @@ def test_parameters_belong_to_the_innermost_unit(ranks: Ranks, case: str) -> Non
 
 
 def _replicated_inside(rank: int, world_size: int) -> None:
-    """FSDP2 ignores a replicated part; in a compiled model its hooks would not run."""
+    """Shard around a replicated part. FSDP2 ignores it; in a compiled model its hooks would not run."""
     model = stack()
     replicate(model[0])
     OURS(model[2])

@@ -13,7 +13,7 @@ from tests.upstream.alike import own_rows, squares, stack
 
 
 def _deleted(rank: int, world_size: int) -> None:
-    """Shards, gradients and optimizer states are freed with the model."""
+    """Delete a model; shards, gradients and optimizer states are freed with it."""
     model = stack(2)
     for module in (*model, model):
         OURS(module)

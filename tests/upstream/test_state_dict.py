@@ -110,7 +110,7 @@ def _cached_by_name(rank: int, world_size: int, how: str) -> None:
 
 
 def _offloaded(rank: int, world_size: int) -> None:
-    """FSDP2 pins memory by default, which needs a GPU."""
+    """Compare offloaded state dicts. FSDP2 pins memory by default, which needs a GPU."""
 
     def made() -> nn.Module:
         with torch.device("meta"):

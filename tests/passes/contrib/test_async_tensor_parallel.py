@@ -154,35 +154,35 @@ def test_again_changes_nothing(name: str) -> None:
 
 
 def _used_elsewhere() -> Program:
-    """The full product has another use."""
+    """Build a matmul whose full result has another use."""
     write = Written((8, 3), (3, 5))
     y = write(MM, *write.inputs)
     return write.returning(write(SCATTERED, y, "sum", RANKS, "shard"), write(aten.relu.default, y))
 
 
 def _multiplied_by_itself() -> Program:
-    """Both operands need the whole gathered tensor."""
+    """Build a matmul of a gathered tensor with itself; both operands need the whole tensor."""
     write = Written((4, 3))
     whole = write(JOINED, write.inputs[0], RANKS, "shard")
     return write.returning(write(MM, whole, write(aten.t.default, whole)))
 
 
 def _of_columns() -> Program:
-    """The matmul contracts the gathered dim."""
+    """Build a matmul that contracts the gathered dim."""
     write = Written((4, 3), (5, 8))
     x, w = write.inputs
     return write.returning(write(MM, w, write(JOINED, x, RANKS, "shard")))
 
 
 def _transposed() -> Program:
-    """The scattered rows are columns of the matmul."""
+    """Build a matmul whose scattered rows are columns of its operands."""
     write = Written((3, 8), (3, 8))
     y = write(MM, write(aten.t.default, write.inputs[0]), write.inputs[1])
     return write.returning(write(SCATTERED, write(aten.t.default, y), "sum", RANKS, "shard"))
 
 
 def _split_differently() -> Program:
-    """The parts of a sequence differ from the ranks' parts."""
+    """Build a matmul of sequences that are not split like the ranks' parts."""
     write = Written((4, 4, 3), (3, 5))
     x, w = write.inputs
     split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
@@ -192,7 +192,7 @@ def _split_differently() -> Program:
 
 
 def _odd() -> Program:
-    """Three rows cannot be halved."""
+    """Build a matmul of three gathered rows, which cannot be halved."""
     write = Written((3, 3), (3, 5))
     x, w = write.inputs
     return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
