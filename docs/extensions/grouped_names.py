@@ -11,7 +11,7 @@ GROUP = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
 
 
 class GroupedNames(griffe.Extension):
-    """Gives each of the names an entry with the whole description, which is what griffe can read."""
+    """Extension that gives each name a separate entry with the whole description, which griffe can parse."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

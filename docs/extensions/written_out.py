@@ -11,12 +11,12 @@ from typing import Any
 import griffe
 
 OPTIONS = "options.options.Options"
-# Whose fields else, by the name of the keyword arguments.
+# Further dataclasses whose fields to write out, by the name of the keyword arguments.
 ALSO = {"ExplainArguments": "predict.training_config.Training"}
 
 
 class WrittenOut(griffe.Extension):
-    """Puts the fields of `Options` and of what else a function takes, with defaults, in the place of `**options`."""
+    """Extension that replaces `**options` with the fields of `Options` and further dataclasses, with defaults."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for function in _functions(pkg):
@@ -37,7 +37,7 @@ class WrittenOut(griffe.Extension):
 
 
 def _functions(module: griffe.Module) -> Iterator[griffe.Function]:
-    """Those that take options, of a package and of what is in it."""
+    """Yield the functions of a package and its modules that take options."""
     for function in module.functions.values():
         if "options" in function.parameters and str(function.parameters["options"].annotation).startswith("Unpack["):
             yield function
