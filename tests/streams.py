@@ -220,8 +220,8 @@ class Machine:
         return other in (stream, HOST) or self._clock(stream)[other] >= count
 
     def _wait_for(self, stream: str, clock: Mapping[str, int]) -> None:
-        mine = self._clock(stream)
-        mine |= clock  # elementwise maximum
+        own = self._clock(stream)
+        own |= clock  # elementwise maximum
 
     # --- fake torch -----------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ def test_a_file_has_one_pass(source: Path) -> None:
     assert (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0].endswith((".", ":"))
 
 
-def test_it_is_in_the_catalogue(source: Path, kind: type[Pass]) -> None:
+def test_it_is_in_the_catalog(source: Path, kind: type[Pass]) -> None:
     """The exports of `graphshard.passes` and the list in its docstring agree."""
     assert kind.__name__ in passes.__all__
     assert getattr(passes, kind.__name__) is kind
@@ -73,7 +73,7 @@ def test_it_is_in_the_catalogue(source: Path, kind: type[Pass]) -> None:
     assert sorted(listed) == sorted(path.stem for path in SOURCES)
 
 
-def test_the_catalogue_has_nothing_else() -> None:
+def test_the_catalog_has_nothing_else() -> None:
     defined = {kind for source in SOURCES for kind in passes_of(source)}
     assert {getattr(passes, name) for name in passes.__all__} == {Pass, *defined}
     assert set(PASSES.values()) == defined

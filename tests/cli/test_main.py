@@ -148,7 +148,7 @@ def test_diff_folds_unless_full(dump: Path, capsys: Capture):
     assert "... layers" not in capsys.readouterr().out
 
 
-def test_diff_is_in_colour_on_a_terminal(dump: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+def test_diff_has_colors_on_a_terminal(dump: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -187,8 +187,8 @@ def test_equal_programs_are_equal_files(pair: tuple[Program, Program]) -> None:
     given, found = pair
     assert program_to_json(given) == program_to_json(found)
     names = [f"p{index}" for index in range(50)]
-    ahead, behind = (replace(given, established=set(order)) for order in (names, names[::-1]))
-    assert program_to_json(ahead) == program_to_json(replace(behind, lowering_seconds=3.0))
+    first, second = (replace(given, established=set(order)) for order in (names, names[::-1]))
+    assert program_to_json(first) == program_to_json(replace(second, lowering_seconds=3.0))
 
 
 def test_lowered_programs_keep_every_field() -> None:

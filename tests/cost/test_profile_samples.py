@@ -64,7 +64,7 @@ def value_at(profile, path):
     return profile
 
 
-def test_other_numbers():
+def test_with_numbers_replaces_numbers():
     """By path; the rest stays."""
     changed = with_numbers(
         H100, {"sustained": 0.5, "rates.bfloat16.attention.flash.forward": 0.25, "tiles.1.fraction": 0.9}

@@ -94,10 +94,10 @@ def test_runs_have_a_limit() -> None:
 
 def _saving(pieces: Sequence[Piece], run: range, kept: set[str]) -> float:
     """Compute the saving of a run by definition."""
-    inside, behind = pieces[run.start : run.stop], pieces[run.stop :]
+    inside, later = pieces[run.start : run.stop], pieces[run.stop :]
     made = {name: size for piece in inside for name, size in piece.made.items()}
     given = {name: size for piece in inside for name, size in piece.given.items() if name not in made}
-    read = kept | {name for piece in behind for name in piece.given}
+    read = kept | {name for piece in later for name in piece.given}
     copied = sum(given.values()) + 2 * sum(size for name, size in made.items() if name in read)
     launches, busy = sum(piece.launches for piece in inside), sum(piece.busy for piece in inside)
     return max(launches * HOST, busy) - max(LAUNCHES * HOST, busy + 2 * copied / BANDWIDTH)

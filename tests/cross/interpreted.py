@@ -255,10 +255,10 @@ def _differences(code: GpuCode, region: Region, wide: Region) -> Iterator[Differ
             break
     eps = max(map(_eps, [*given, *(node.meta.get("val") for node in region.module.graph.nodes)]))
     eager = OnCpu(region.module).run(*(value.clone() for value in inputs))
-    for index, (mine, theirs, right, fake) in enumerate(zip(run(inputs), eager, exact, fakes, strict=True)):
-        assert (mine.shape, mine.stride(), mine.dtype) == (fake.shape, fake.stride(), fake.dtype), region.text
+    for index, (kernels, operators, target, fake) in enumerate(zip(run(inputs), eager, exact, fakes, strict=True)):
+        assert (kernels.shape, kernels.stride(), kernels.dtype) == (fake.shape, fake.stride(), fake.dtype), region.text
         exactly = not fake.dtype.is_floating_point
-        yield Difference(region.key, index, 0.0 if exactly else eps, _error(mine, right), _error(theirs, right))
+        yield Difference(region.key, index, 0.0 if exactly else eps, _error(kernels, target), _error(operators, target))
 
 
 def _eps(value: Any) -> float:

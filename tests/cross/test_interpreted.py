@@ -33,13 +33,13 @@ class ResidualBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.beside = nn.Conv2d(4, 8, 1)
+        self.shortcut = nn.Conv2d(4, 8, 1)
         self.norm, self.norm2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
         self.head = nn.Linear(8, 5)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.norm(self.first(images)))
-        x = F.relu(self.norm2(self.second(x)) + self.beside(images))
+        x = F.relu(self.norm2(self.second(x)) + self.shortcut(images))
         return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
 
 

@@ -135,7 +135,7 @@ def test_labels_fit_or_are_hidden(show: Show, width: int) -> None:
     assert len(shown) < len(spans), "some are too short for any"
 
 
-def test_twenty_rows_are_seen_at_the_peak(show: Show) -> None:
+def test_twenty_rows_are_visible_at_the_peak(show: Show) -> None:
     plain = small_report()
     assert plain.memory
     alive = tuple(Alive(f"layers.{n}.attention.wq.saved", "saved for backward", 2**20 - n) for n in range(60))

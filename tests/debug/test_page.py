@@ -38,7 +38,7 @@ def lines(page: Page, kind: str, side: int) -> list[str]:
     )
 
 
-def test_units_of_the_page_are_those_of_the_tables(show: Show) -> None:
+def test_units_of_the_page_match_the_tables(show: Show) -> None:
     page = show(small_report())
     sizes = [0, 1023, 1536, -7476224, 1023 * 1024, 80 * 2**30, 2**50, 999.6 * 1024]
     times = [0, 2e-6, 0.9999e-3, 0.0123, 0.456, 1.5, 3600, 9.996e-3]
@@ -361,7 +361,7 @@ def test_keyboard_reaches_every_control(show: Show) -> None:
     )
 
 
-def test_focus_is_seen(show: Show) -> None:
+def test_focus_is_visible(show: Show) -> None:
     page = show(small_report())
     for _ in range(25):
         page.key("Tab")

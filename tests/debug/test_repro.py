@@ -110,7 +110,7 @@ def test_every_pass_is_reproduced(dump: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("stage", ["08-regather-in-subgroup", "09-plan", "10-bucket"])
-def test_collectives_among_neighbours(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
+def test_collectives_among_neighbors(regathered: Path, capsys: pytest.CaptureFixture[str], stage: str):
     """The stage contains their axis, so verification succeeds."""
     assert main([str(regathered / f"{stage}.json")]) == 0
     out = capsys.readouterr().out
@@ -199,7 +199,7 @@ def test_uses_the_recorded_options(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "08-plan.txt: the same text, but another plan than the pass made here\n" in capsys.readouterr().out
 
 
-def test_another_pass_may_be_chosen(dump: Path, capsys: pytest.CaptureFixture[str]):
+def test_another_pass_can_be_selected(dump: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(dump / "05"), "--pass", "plan"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("plan (with default options)")

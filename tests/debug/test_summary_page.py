@@ -111,8 +111,8 @@ def test_bars_are_proportional_to_gains(show: Show) -> None:
     assert texts(page, "#changes tbody tr td:nth-child(2)") == ["+94.0 %", "+2.0 %", "-31.0 %", "+12.0 %"]
     widths = page.js("[...document.querySelectorAll('.bar div')].map(bar => bar.getBoundingClientRect().width)")
     assert widths[2] == pytest.approx(widths[0] * 33 / 100, abs=1)
-    colours = page.js("[...document.querySelectorAll('.bar div')].map(bar => getComputedStyle(bar).backgroundColor)")
-    assert colours[0] == colours[1] != colours[2]
+    colors = page.js("[...document.querySelectorAll('.bar div')].map(bar => getComputedStyle(bar).backgroundColor)")
+    assert colors[0] == colors[1] != colors[2]
     assert texts(page, "#changes .warn") == ["no"]
 
 

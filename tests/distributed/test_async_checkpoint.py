@@ -84,7 +84,7 @@ def _one_after_the_other(rank: int, world_size: int, folder: Path) -> None:
     assert graphshard.load_checkpoint(folder / "step-2", model, optim) == (2, None)
 
 
-def test_one_is_written_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+def test_writes_one_checkpoint_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_one_after_the_other, tmp_path)
 
 

@@ -276,8 +276,8 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
     for index, both in enumerate(zip(ours, theirs)):
         assert_same(*both, f"{name}, {index}")
     if policy == FP32:
-        for mine, expected in zip(ours, _steps(plain, _mean_of_ranks)):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        for actual, expected in zip(ours, _steps(plain, _mean_of_ranks)):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -296,8 +296,8 @@ def _through_units(rank: int, world_size: int) -> None:
     model = _PenaltyThroughUnits()
     expected = _steps(copy.deepcopy(model), _mean_of_ranks)
     ours = _steps(graphshard.compile(model, world_mesh(), backend="eager"), lambda _: None)
-    for mine, theirs in zip(ours, expected):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for actual, averaged in zip(ours, expected):
+        torch.testing.assert_close(actual, averaged, rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_penalty_through_units(ranks: Ranks) -> None:
@@ -356,6 +356,6 @@ def _writes(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_parameters_that_forward_writes_are_refused(ranks: Ranks, name: str) -> None:
+def test_rejects_parameters_that_forward_writes(ranks: Ranks, name: str) -> None:
     with pytest.raises(RankError, match=r"(?s)CaptureError: .*test_autograd\.py.*blocks\.0\.weight"):
         ranks(2).run(_writes, name)

@@ -77,7 +77,7 @@ def _experts(shape: dict[str, int]) -> Case:
     )
 
 
-def _neighbours(name: str, shape: dict[str, int], ring: int, places: int) -> Case:
+def _neighbors(name: str, shape: dict[str, int], ring: int, places: int) -> Case:
     """Share sequences between ranks that form no axis of the mesh, or all of a data axis."""
 
     def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -95,11 +95,11 @@ CASES = {
     "by heads": _context("by heads", {"dp": 2, "cp": 2}, 1),
     "ring": _context("ring", {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, 2),
     "context alone": _context("ring", {"cp": 4}, 4),
-    "neighbours": _neighbours("ring", {"dp": 4}, 2, 2),
-    "neighbours by heads": _neighbours("by heads", {"dp": 4}, 2, 1),
-    "neighbours and replicas": _neighbours("gathered", {"replicate": 2, "dp": 2}, 2, 2),
-    "neighbours on a context axis": _neighbours("ring", {"dp": 1, "cp": 4}, 2, 4),
-    "all of a data axis": _neighbours("ring", {"dp": 4}, 4, 4),
+    "neighbours": _neighbors("ring", {"dp": 4}, 2, 2),
+    "neighbours by heads": _neighbors("by heads", {"dp": 4}, 2, 1),
+    "neighbours and replicas": _neighbors("gathered", {"replicate": 2, "dp": 2}, 2, 2),
+    "neighbours on a context axis": _neighbors("ring", {"dp": 1, "cp": 4}, 2, 4),
+    "all of a data axis": _neighbors("ring", {"dp": 4}, 4, 4),
     "experts": _experts({"dp": 2, "ep": 2}),
     "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}),
 }
@@ -229,7 +229,7 @@ def _of_nobody(rank: int, world_size: int, path: str) -> str:
     return str(error.value)
 
 
-def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
+def test_neighbors_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
     """A model built differently on the ranks than for the export has no process group for its programs."""
     path = tmp_path / "model.gshard"
     shape, make, parallelize, batch, _ = CASES["neighbours"]
@@ -242,7 +242,7 @@ def test_neighbours_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
         assert "Make the model as it was made for the export" in message
 
 
-def test_a_limit_with_pieces_of_different_sizes(tmp_path: Path) -> None:
+def test_a_limit_with_uneven_shards(tmp_path: Path) -> None:
     """Ranks report memory with a plan, and export has no plan."""
     shape, make, parallelize, batch, _ = CASES["odd"]
     given = {"example_inputs": batch(), "parallelize": parallelize, "device": "cpu", "backend": "eager"}

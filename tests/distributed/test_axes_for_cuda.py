@@ -74,7 +74,7 @@ def test_each_coordinate_has_a_program(file: Path, capsys: pytest.CaptureFixture
     assert main(["verify", str(file)]) == 0
 
 
-def test_cpus_are_refused(file: Path, fake_world: FakeWorld) -> None:
+def test_rejects_cpus(file: Path, fake_world: FakeWorld) -> None:
     fake_world(4)
     mesh = mesh_of(2, 2)
     with pytest.raises(ArtifactError, match="device was cuda when it was exported and is cpu here"):
@@ -153,7 +153,7 @@ def test_dropout_of_a_distributed_tensor(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_cpus_draw_as_before_afterwards(tmp_path: Path) -> None:
+def test_the_cpu_generator_is_restored(tmp_path: Path) -> None:
     before = _random._rng_tracker
     _export_mlps(tmp_path, backend="eager")
     assert _random._rng_tracker is before

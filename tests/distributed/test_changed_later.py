@@ -67,8 +67,8 @@ def _microbatches(rank: int, world_size: int) -> None:
                 states.append(full(grads_of(model)))
             model.zero_grad()
         seen.append(states)
-    for mine, theirs in zip(*seen, strict=True):
-        assert_same(mine, theirs, "gradients")
+    for actual, expected in zip(*seen, strict=True):
+        assert_same(actual, expected, "gradients")
 
 
 def test_resuming_sync_includes_replicas(ranks: Ranks) -> None:

@@ -198,7 +198,7 @@ def _experts(rank: int, world_size: int) -> None:
     assert_same(full(grads_of(compiled)), grads_of(plain), "gradients")
 
 
-def test_branches_may_be_units(ranks: Ranks) -> None:
+def test_branches_call_units(ranks: Ranks) -> None:
     """All ranks gather both units, whichever branch they take."""
     ranks(2).run(_experts)
 

@@ -50,9 +50,9 @@ def _compare_with_fsdp2(
     assert all(map(torch.equal, losses, theirs_of))
     assert_same(grads_of(ours), grads_of(theirs), "gradients")
     assert_same(params_of(ours), params_of(theirs), "parameters")
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert mine.placements == other.placements
-        assert mine.device_mesh == other.device_mesh
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert actual.placements == expected.placements
+        assert actual.device_mesh == expected.device_mesh
     return [line for line in graphshard.programs(ours)[0].communication if " over " in line]
 
 
@@ -83,8 +83,8 @@ def _compare_with_one_rank(rank: int, world_size: int, name: str) -> None:
     plain = Decoder(whole, None)
     model(*(own(sequence, mesh["cp"]) for sequence in sequences(0, mesh))).backward()
     plain(*sequences(0, mesh)).backward()
-    for (key, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-5, msg=key)
+    for (key, actual), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def _counted(rank: int, world_size: int, mode: str) -> None:
         with CountLaunches() as count:
             run(model, x)
         counts.append({kind: count.of(kind) for kind in ("gather", "scatter", "all_reduce")})
-    mine, other = counts
-    for kind in mine:
-        assert mine[kind] <= other[kind], counts
-    assert min(mine.values()) > 0
+    actual, expected = counts
+    for kind in actual:
+        assert actual[kind] <= expected[kind], counts
+    assert min(actual.values()) > 0
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,9 @@ def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
     folder = folder / "step1"
     graphshard.save_checkpoint(folder, model, optimizer)
     graphshard.load_checkpoint(folder, other, again)
-    for (name, mine), theirs in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        assert name == theirs[0]
-        assert torch.equal(mine.full_tensor(), theirs[1].full_tensor()), name
+    for (name, actual), expected in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert name == expected[0]
+        assert torch.equal(actual.full_tensor(), expected[1].full_tensor()), name
     state, loaded = optimizer.state_dict()["state"], again.state_dict()["state"]
     for key, values in state.items():
         assert torch.equal(values["exp_avg"].full_tensor(), loaded[key]["exp_avg"].full_tensor())
@@ -255,8 +255,8 @@ def _compare_with_one_rank(rank: int, world_size: int) -> None:
         model(batch(0, rank)).backward()
     plain = Moe(None)
     torch.stack([plain(batch(0, other)) for other in range(4)]).mean().backward()
-    for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6, msg=name)
+    for (name, actual), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_gradients_match_one_rank_with_all_experts(ranks: Ranks) -> None:

@@ -126,12 +126,12 @@ def _same_name() -> None:
     graphshard.compile(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("y", "x")), shard_placement_fn=placement)
 
 
-def _among_neighbours() -> None:
+def _among_neighbors() -> None:
     model, mesh = _dealt()
     graphshard.compile(model, mesh, reshard_after_forward=2)
 
 
-def _unit_among_neighbours() -> None:
+def _unit_among_neighbors() -> None:
     model, mesh = _dealt((4, 1))
     graphshard.fully_shard(model.layers[0].experts, mesh=mesh["dp"], reshard_after_forward=2)
     graphshard.fully_shard(model, mesh=dense_axes(mesh))
@@ -175,12 +175,12 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
     ),
     "one name for two axes": (_same_name, ArgumentError, r"each have an axis 'x', along which this rank has others\. "),
     "gathered among neighbours": (
-        _among_neighbours,
+        _among_neighbors,
         UnsupportedError,
         r"^reshard_after_forward=2 with parameters on another mesh, as experts are, is not supported",
     ),
     "a unit gathered among neighbours": (
-        _unit_among_neighbours,
+        _unit_among_neighbors,
         UnsupportedError,
         r"^reshard_after_forward: layers\.0\.experts is sharded over another mesh than the whole, and gathers",
     ),

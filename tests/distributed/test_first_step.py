@@ -24,7 +24,7 @@ from tests.ranks import RankError, Ranks
 pytestmark = pytest.mark.slow
 
 
-def _begin(rank: int, world_size: int, cache: str) -> Any:
+def _compile_as_torchrun(rank: int, world_size: int, cache: str) -> Any:
     """Compile a model on ranks as started by torchrun, with an empty cache."""
     own = {"TORCHINDUCTOR_CACHE_DIR": cache, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ.update(own)
@@ -34,7 +34,7 @@ def _begin(rank: int, world_size: int, cache: str) -> Any:
 
 
 def _first_step(rank: int, world_size: int, cache: str) -> tuple[int, int, dict[str, str], float]:
-    model = _begin(rank, world_size, cache)
+    model = _compile_as_torchrun(rank, world_size, cache)
     loss = model(torch.full((5, 12), rank + 1.0))
     loss.backward()
     calls = model._graphshard.tracer.compiled
@@ -59,7 +59,7 @@ def test_each_region_is_compiled_by_one_rank(ranks: Ranks, tmp_path: Path) -> No
 
 
 def _dies(rank: int, world_size: int, cache: str, found: str) -> None:
-    model = _begin(rank, world_size, cache)
+    model = _compile_as_torchrun(rank, world_size, cache)
 
     def generate(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

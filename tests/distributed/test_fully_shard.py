@@ -117,8 +117,8 @@ PARALLELIZE = [
 def _trains(rank: int, world_size: int, parallelize: Callable[[Shard, Any], None]) -> None:
     torch.manual_seed(0)
     ours, theirs = sharded_alike(parallelize, Net())
-    for mine, other in zip(ours.modules(), theirs.modules(), strict=True):
-        assert isinstance(mine, FSDPModule) == isinstance(other, FSDPModule), type(other).__name__
+    for actual, expected in zip(ours.modules(), theirs.modules(), strict=True):
+        assert isinstance(actual, FSDPModule) == isinstance(expected, FSDPModule), type(expected).__name__
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
     for step in range(3):
         losses = []
@@ -312,7 +312,7 @@ def test_wrong_arguments(ranks: Ranks) -> None:
     ranks(2).run(_wrong)
 
 
-def _different_neighbours(rank: int, world_size: int) -> None:
+def _different_neighbors(rank: int, world_size: int) -> None:
     model = Net()
     OURS(model.blocks[0], reshard_after_forward=2)
     with pytest.raises(graphshard.UnsupportedError, match="reshard_after_forward=2 of one unit, and another gathers"):
@@ -323,4 +323,4 @@ def _different_neighbours(rank: int, world_size: int) -> None:
 
 
 def test_units_that_gather_again_among_different_ranks(ranks: Ranks) -> None:
-    ranks(4).run(_different_neighbours)
+    ranks(4).run(_different_neighbors)

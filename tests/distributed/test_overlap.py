@@ -193,7 +193,7 @@ def _seconds(rank: int, world_size: int) -> tuple[float, float]:
     return forward.now, backward.now
 
 
-def test_blocks_compute_while_the_next_is_gathered_and_the_last_reduced(ranks: Ranks) -> None:
+def test_compute_overlaps_the_next_gather_and_the_last_reduction(ranks: Ranks) -> None:
     """Only the first gather and the last reduction are exposed. Without overlap a block would take 2 and 4 seconds."""
     for forward, backward in ranks(2).run(_seconds):
         assert forward == pytest.approx(1 + BLOCKS)

@@ -210,7 +210,7 @@ def _units(rank: int, world_size: int) -> None:
     assert "gather stem, head in forward" in {b.name for b in program.plan.buckets}
 
 
-def test_units_are_the_groups_of_fsdp2(ranks: Ranks) -> None:
+def test_units_match_fsdp2s_groups(ranks: Ranks) -> None:
     """A function chooses modules, a tuple makes one group of several."""
     ranks(2).run(_units)
 

@@ -200,7 +200,7 @@ def _peaks(
     ],
     ids=["one axis", "replicas", "neighbours", "tensor axis"],
 )
-def test_measured_memory_is_what_the_plan_predicts(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
+def test_measured_memory_matches_the_plan(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
     """Never more: a plan counts the maximum of each stretch of compute."""
     for shares in ranks(4).run(_peaks, shape, names, again):
         assert all(0.7 < share <= 1.0 for share in shares)

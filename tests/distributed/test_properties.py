@@ -156,11 +156,11 @@ def _round_trip(rank: int, world_size: int, case: Case, folder: str) -> None:
     batches = [[rows(r + 10 * step) for r in range(world_size)] for step in range(3)]
     got = full(train(model, [inputs[rank] for inputs in batches], lr=0.01))
     for name, value in data_parallel(reference, batches, lr=0.01).items():
-        mine = got[name]
-        assert (mine is None) == (value is None), name
+        actual = got[name]
+        assert (actual is None) == (value is None), name
         if value is not None:
             loose = 2e-2 if value.dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(mine, value, rtol=loose, atol=loose, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(actual, value, rtol=loose, atol=loose, msg=lambda m, n=name: f"{n}: {m}")
     hashes_agree(model)
 
 

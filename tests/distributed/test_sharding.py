@@ -54,8 +54,8 @@ def _uneven_dims(rank: int, world_size: int, backend: str) -> None:
     ours = graphshard.compile(model, mesh, backend=backend, shard_placement_fn=largest_dim)
     for name, param in ours.named_parameters():
         chunk = originals[name].tensor_split(1)[0].chunk(world_size, param.placements[0].dim)
-        mine = chunk[rank] if rank < len(chunk) else originals[name].narrow(param.placements[0].dim, 0, 0)
-        assert torch.equal(local(param), mine)
+        expected = chunk[rank] if rank < len(chunk) else originals[name].narrow(param.placements[0].dim, 0, 0)
+        assert torch.equal(local(param), expected)
         assert local(param).is_contiguous()
         assert torch.equal(param.full_tensor(), originals[name])
     batches = [[rows(r + 10 * step) for r in range(world_size)] for step in range(3)]

@@ -55,10 +55,10 @@ def _as_fsdp2(rank: int, world_size: int) -> None:
         assert _is_full(model.embed.weight)
         assert model.embed.weight is model.head.weight
     for name in ("layers.0.weight", "layers.0.bias", "embed.weight"):
-        mine, other = ours.get_parameter(name), theirs.get_parameter(name)
-        assert mine.dtype == other.dtype == torch.bfloat16
-        assert mine.requires_grad == other.requires_grad is True
-        assert torch.equal(mine, other)
+        actual, expected = ours.get_parameter(name), theirs.get_parameter(name)
+        assert actual.dtype == expected.dtype == torch.bfloat16
+        assert actual.requires_grad == expected.requires_grad is True
+        assert torch.equal(actual, expected)
     for model in pair:
         model.layers[0].reshard()
         assert not _is_full(model.layers[0].weight)

@@ -53,7 +53,7 @@ def _fails(rank: int, world_size: int) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - start
 
 
-def test_a_rank_that_captures_is_told_of_a_failure(ranks: Ranks) -> None:
+def test_a_capturing_rank_learns_of_a_failure(ranks: Ranks) -> None:
     (told, seconds), (said, _) = ranks(2).run(_fails)
     assert "test_still_wanted.py:" in said
     assert said.splitlines()[0] in told

@@ -497,7 +497,7 @@ def test_fully_shard_on_the_data_axis(ranks: Ranks) -> None:
     ranks(4).run(_by_parts)
 
 
-def _initialise_meta(rank: int, world_size: int) -> None:
+def _initialize_meta(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):
         pair = pair_of(functools.partial(llama, layers=1), mesh)
@@ -511,7 +511,7 @@ def _initialise_meta(rank: int, world_size: int) -> None:
 
 def test_meta_init(ranks: Ranks) -> None:
     """Created on the meta device, parallelized, sharded, then initialized as DTensors."""
-    ranks(4).run(_initialise_meta)
+    ranks(4).run(_initialize_meta)
 
 
 INDUCTOR = {"mlps": (mlps, rows), "llama": (functools.partial(llama, layers=1), tokens)}

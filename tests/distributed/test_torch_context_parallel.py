@@ -119,8 +119,8 @@ def _compare_with_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
             assert_same(grads_of(ours), grads_of(theirs), "gradients")
             if step == 0:
                 sum(plain(_sequences(0, each)) for each in range(2)).div(2).backward()
-                for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6, msg=name)
+                for (name, actual), expected in zip(ours.named_parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6, msg=name)
             for optimizer in optimizers:
                 optimizer.step()
     assert_same(params_of(ours), params_of(theirs), "parameters")

@@ -105,8 +105,8 @@ def _compare_with_fsdp2(rank: int, world_size: int, setting: str, reshard: bool)
     hooks: tuple[list[str], list[str]] = ([], [])
     for step in range(2):
         with graphshard.uncompiled(ours, reshard_after_forward=reshard):
-            mine = _called(ours, hooks[0])
-        assert_same(dict(enumerate(mine)), dict(enumerate(_called(theirs, hooks[1]))), f"{setting}, results")
+            results = _called(ours, hooks[0])
+        assert_same(dict(enumerate(results)), dict(enumerate(_called(theirs, hooks[1]))), f"{setting}, results")
         assert hooks[0] == hooks[1]
         assert (ours.calls, ours.seen) == (theirs.calls, theirs.seen)
         for model in (ours, theirs):

@@ -74,25 +74,25 @@ class _Queue(_Net):
         return scores
 
 
-class _Initialised(_Net):
+class _Initialized(_Net):
     """A step counter, and a center set by the first batch: buffers that forward writes before it reads them."""
 
     ready: Tensor
-    centre: Tensor
+    center: Tensor
     step: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("ready", torch.tensor(False))
-        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("center", torch.zeros(4))
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         self.step += 1
         if not self.ready:
-            self.centre.copy_(x.mean(0))
+            self.center.copy_(x.mean(0))
             self.ready.fill_(True)
-        y = self.first(x - self.centre)
+        y = self.first(x - self.center)
         return self.second(y) if self.step > 2 else y
 
 
@@ -157,7 +157,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "decoder": (_Decoder, 3),
     "encoder": (_Encoder, 3),
     "queue": (_Queue, 2),
-    "initialised": (_Initialised, 3),
+    "initialised": (_Initialized, 3),
     "branches": (_Branches, 3),
     "numbers": (_Numbers, 6),
     "groups": (_Groups, 6),

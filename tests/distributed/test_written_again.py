@@ -180,8 +180,8 @@ def _between(rank: int, world_size: int, then: str, reentrant: bool) -> list[int
     torch.manual_seed(0)
     pair = twins(_TwoOutputs("middle", reentrant), world_mesh())
     ours, theirs = (_run(model, rank, then) for model in pair)
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(mine, other, f"buffers, look {number}")
+    for number, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(actual, expected, f"buffers, look {number}")
     assert_same(*map(grads_of, pair), "gradients")
     return [int(left["norm.num_batches_tracked"]) for left in ours]
 

@@ -187,7 +187,7 @@ def test_a_print_is_not_crossed() -> None:
     assert starts[0] < place < starts[1]
 
 
-def test_a_graph_without_collectives_stays() -> None:
+def test_a_graph_without_collectives_does_not_change() -> None:
     gm = traced(lambda x: (torch.relu(x @ x), torch.rand(3)), torch.zeros(4, 4))
     found = schedule_graph(gm)
     assert found.module.code == gm.code

@@ -93,7 +93,7 @@ def _line(function: Callable[..., Any]) -> str:
 
 
 @named
-def test_fullgraph_makes_it_an_error(mesh: DeviceMesh, before: Any, reason: str, remedy: str) -> None:
+def test_fullgraph_raises(mesh: DeviceMesh, before: Any, reason: str, remedy: str) -> None:
     """With line, reason and remedy; the model is unchanged."""
     model = graphshard.compile(Net(before), mesh, backend="eager", fullgraph=True)
     state = torch.get_rng_state(), random.getstate(), set(model.__dict__), set(model.layers[0].__dict__)
@@ -179,7 +179,7 @@ def test_exceptions_of_dynamo_split_the_module(mesh: DeviceMesh, caplog: pytest.
     assert "Forward raises TypeError" in caplog.text
 
 
-def test_with_fullgraph_it_keeps_its_type(mesh: DeviceMesh) -> None:
+def test_fullgraph_keeps_the_type_of_an_exception(mesh: DeviceMesh) -> None:
     """If Dynamo saw the exception."""
     model = graphshard.compile(Net(raises), mesh, backend="eager", fullgraph=True)
     with pytest.raises(KeyError, match="three rows"):

@@ -228,7 +228,7 @@ def test_dynamic_sizes(mesh: DeviceMesh) -> None:
         graphshard.compile(exported, mesh)
 
 
-def test_a_joint_program_of_others(mesh: DeviceMesh) -> None:
+def test_rejects_joint_programs_of_other_tools(mesh: DeviceMesh) -> None:
     exported = _captured(Wide(), mesh, rows())
     exported.graph_module.meta.clear()
     with pytest.raises(

@@ -87,7 +87,7 @@ def compiled(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 def same_gradients(ours: nn.Module, plain: nn.Module) -> bool:
     pairs = zip(ours.parameters(), plain.parameters(), strict=True)
-    return all(torch.equal(mine.grad.full_tensor(), other.grad) for mine, other in pairs)
+    return all(torch.equal(actual.grad.full_tensor(), expected.grad) for actual, expected in pairs)
 
 
 def test_two_programs_serve_all_changes(mesh: DeviceMesh) -> None:
@@ -128,7 +128,7 @@ def test_a_change_in_a_block_that_was_not_traced_is_noticed(mesh: DeviceMesh) ->
     assert "layers.3.scale" in reasons[1]
 
 
-def test_few_blocks_make_the_program_of_all(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_blocks_build_the_program_of_all(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, x = Deep(), torch.randn(3, 4)
     few = compiled(plain, mesh)
     few(x).backward()
@@ -359,7 +359,7 @@ def test_an_operator_without_an_autograd_formula(mesh: DeviceMesh) -> None:
         assert torch.equal(model(torch.ones(2, 4)), expected)
 
 
-def test_threads_that_torch_compiles_wait_for_a_trace() -> None:
+def test_threads_in_torch_compile_wait_for_a_trace() -> None:
     """They do not see patches that are active during a trace."""
     found: list[torch.Tensor] = []
     x = torch.ones(2)

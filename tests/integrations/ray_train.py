@@ -51,8 +51,8 @@ def train(config: dict[str, Any]) -> None:
             json.dumps({"loss": losses[0].item(), "world_size": dist.get_world_size(), "began_at": first})
         )
         ray.train.report({"loss": losses[0].item()})
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), other.to_local())
+    for actual, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(actual.to_local(), expected.to_local())
 
 
 def _models() -> tuple[nn.Module, nn.Module]:

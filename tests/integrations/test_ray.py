@@ -31,7 +31,7 @@ def _run(folder: Path, *flags: str) -> list[list[dict[str, Any]]]:
     return [[json.loads((folder / f"rank{rank}-step{s}.json").read_text()) for s in range(STEPS)] for rank in range(2)]
 
 
-def test_two_workers_of_which_one_fails(tmp_path: Path) -> None:
+def test_one_of_two_workers_fails(tmp_path: Path) -> None:
     whole, failed = _run(tmp_path / "whole"), _run(tmp_path / "failed", "--fails")
     for before, after in zip(whole, failed, strict=True):
         assert [step["loss"] for step in after] == [step["loss"] for step in before]

@@ -47,7 +47,7 @@ def test_strides_of_kernels(name: str) -> None:
     assert torchs.found, "torch's own rule is right by now: ours can go"
 
 
-def test_half_precision_keeps_what_is_expanded() -> None:
+def test_half_precision_keeps_expanded_tensors() -> None:
     x = torch.rand(TABLE).to(torch.bfloat16)
     differing, torchs = Differing(), Differing(FakeTensorMode)
     for each in differing, torchs:

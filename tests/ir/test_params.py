@@ -104,7 +104,7 @@ def test_units_and_their_defaults() -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_choice_holds_for_all(reshard: bool) -> None:
+def test_an_explicit_choice_applies_to_all_units(reshard: bool) -> None:
     table = _table(nn.ModuleDict({"blocks": Blocks(1), "head": nn.Linear(4, 4)}), reshard=reshard)
     assert {row.reshard for row in table} == {reshard}
 

@@ -45,7 +45,7 @@ def test_json_round_trip(plan: Plan) -> None:
 
 @given(plans, plans)
 @settings(max_examples=50, deadline=None)
-def test_hashes_differ_where_plans_do(one: Plan, other: Plan) -> None:
+def test_different_plans_have_different_hashes(one: Plan, other: Plan) -> None:
     assert (one.hash == other.hash) == (one == other)
 
 

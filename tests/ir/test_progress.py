@@ -46,7 +46,7 @@ def without_seconds(text: str) -> list[str]:
     return re.sub(r" +\d+\.\d s ", " N s ", text).splitlines()
 
 
-def test_a_spinner_has_the_phase_with_its_seconds_and_all_of_them(terminal: io.StringIO) -> None:
+def test_a_spinner_shows_the_phase_with_its_and_the_total_seconds(terminal: io.StringIO) -> None:
     with mock.patch.object(time, "monotonic", return_value=1003.0) as now:
         phases = module._Phases("graphshard: Llama", Console(), begun=1000.0)
         assert phases.__rich__().plain == "graphshard: Llama"
@@ -140,7 +140,7 @@ def test_compile_names_passes_and_another_backward(fake_world: FakeWorld) -> Non
 
 
 @pytest.mark.parametrize("compile_regions", [inductor.compile_all, inductor.package_all])
-def test_inductor_names_regions_and_how_many(compile_regions: Compiler) -> None:
+def test_inductor_reports_regions_and_their_number(compile_regions: Compiler) -> None:
     told: list[str] = []
     regions: Any = {name: mock.MagicMock(key=name) for name in ("region_0", "region_1")}
     with (

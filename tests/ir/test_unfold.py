@@ -15,10 +15,10 @@ REPEATS = Repeats("model.layers", first=1, period=2, groups=8)
 def texts(groups: list[int]) -> list[str]:
     """Return texts in which each group names its second block, and the first one of the next group."""
     found = ["embed"]
-    for group, behind in zip(groups, [*groups[1:], None]):
+    for group, following in zip(groups, [*groups[1:], None]):
         found.append(f"gather model.layers.{2 + 2 * group}.up")
-        if behind is not None:
-            found.append(f"with model.layers.{2 + 2 * group} start model.layers.{1 + 2 * behind}")
+        if following is not None:
+            found.append(f"with model.layers.{2 + 2 * group} start model.layers.{1 + 2 * following}")
     return [*found, "head of other.model.layers.3"]
 
 

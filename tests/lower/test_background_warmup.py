@@ -28,9 +28,9 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def _forget() -> None:
-    learnt = "_is_"  # prefix of names that sets cache on themselves
+    cached = "_is_"  # prefix of names that sets cache on themselves
     sets = isa.supported_vec_isa_list
-    background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(learnt)} for each in sets])
+    background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(cached)} for each in sets])
 
 
 def _found() -> list[tuple[str, str]]:

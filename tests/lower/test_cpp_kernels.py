@@ -154,7 +154,7 @@ def test_compilers_are_killed_when_work_is_cancelled() -> None:
     torch.testing.assert_close(values(made), [compute(5000 + n, INPUT) for n in range(2)])
 
 
-def test_threads_that_collect_nothing_get_kernels() -> None:
+def test_other_threads_get_kernels_at_once() -> None:
     """torch.compile in another thread, while regions are generated here."""
     found: list[torch.Tensor] = []
 

@@ -164,7 +164,7 @@ def _begun_or_made(lines: list[Line]) -> list[str]:
     return [f"begin {line.where}" if isinstance(line, Begin) else "".join(line.results[:1]) for line in lines]
 
 
-def test_gathers_at_the_head_are_taken_out() -> None:
+def test_extracts_gathers_at_the_start() -> None:
     """With the operators on their shards; lines after the first wait stay."""
     lines = [
         Take(results=_v("w", "v", "u", "x")),

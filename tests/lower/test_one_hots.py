@@ -73,7 +73,7 @@ def test_along_any_dim(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "dim"), [((3, 2, 4), 1), ((2, 1, 4), 1), ((3, 1, 3), 1)], ids=["two to a row", "fewer rows", "shorter"]
 )
-def test_others_stay(shape: tuple[int, ...], dim: int) -> None:
+def test_other_one_hots_do_not_change(shape: tuple[int, ...], dim: int) -> None:
     index = torch.zeros(shape, dtype=torch.int64)
     graph = make_fx(lambda index: _scattered(index, dim, 0, torch.float32), tracing_mode="fake")(index).graph
     assert graph.find_nodes(op="call_function", target=torch.ops.aten.scatter.value)

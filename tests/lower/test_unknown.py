@@ -28,32 +28,32 @@ def mode() -> FakeTensorMode:
     return new_tracing_mode()
 
 
-def _module(mode: FakeTensorMode, *, beside: bool) -> tuple[Graph, list[Node], list[Node]]:
-    """Build 2 * silu(x) with the sum of two sizes as length; with `beside`, these sizes are inputs, too."""
+def _module(mode: FakeTensorMode, *, sizes_given: bool) -> tuple[Graph, list[Node], list[Node]]:
+    """Build 2 * silu(x) with the sum of two sizes as length; with `sizes_given`, these sizes are inputs, too."""
     graph, first, second = Graph(), new_unknown_size(mode), new_unknown_size(mode)
     with mode:
         inputs = [_input(graph, torch.empty(first + second, 8))]
-        if beside:
+        if sizes_given:
             inputs += [_input(graph, torch.empty(first)), _input(graph, torch.empty(second))]
     silu = emit(graph, aten.silu.default, inputs[0], like=inputs[0])
     return graph, inputs, [silu, emit(graph, aten.mul.Tensor, silu, 2, like=silu)]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_sum_becomes_a_separate_size(mode: FakeTensorMode, beside: bool) -> None:
+@pytest.mark.parametrize("sizes_given", [False, True])
+def test_a_sum_becomes_a_separate_size(mode: FakeTensorMode, sizes_given: bool) -> None:
     """Unless the inputs have its terms."""
-    graph, _, calls = _module(mode, beside=beside)
+    graph, _, calls = _module(mode, sizes_given=sizes_given)
     graph.output((calls[-1],))
     module = GraphModule({}, graph)
     found = sums_as_sizes(module)
-    assert (found is module) == beside
+    assert (found is module) == sizes_given
     (length,) = {str(n.meta["val"].shape[0]) for n in found.graph.nodes if n.target in (aten.silu.default, "x0")}
-    assert ("+" in length) == beside
+    assert ("+" in length) == sizes_given
 
 
 def test_inductor_compiles_it(mode: FakeTensorMode) -> None:
     """One region for all lengths; without the symbol it would run as operators, with a warning."""
-    _, inputs, calls = _module(mode, beside=False)
+    _, inputs, calls = _module(mode, sizes_given=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = compile_inductor(extract(calls, inputs, calls[-1:]).as_region(), "region")

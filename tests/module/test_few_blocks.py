@@ -376,6 +376,6 @@ def _trained(rank: int, world_size: int, few: bool) -> list[torch.Tensor]:
 
 def test_ranks_train_the_same_bits(ranks: Ranks) -> None:
     few, every = (ranks(2).run(_trained, few) for few in (True, False))
-    for mine, theirs in zip(few, every, strict=True):
-        assert len(mine) == len(theirs)
-        assert [i for i, (one, other) in enumerate(zip(mine, theirs)) if not torch.equal(one, other)] == []
+    for actual, expected in zip(few, every, strict=True):
+        assert len(actual) == len(expected)
+        assert [i for i, (one, other) in enumerate(zip(actual, expected)) if not torch.equal(one, other)] == []

@@ -35,7 +35,7 @@ class Branching(torch.optim.Optimizer):
                     param.data -= 0.1 * param.grad
 
 
-class Initialised(torch.optim.SGD):
+class Initialized(torch.optim.SGD):
     """An optimizer with different state."""
 
     def _init_group(self, *args: Any) -> Any:
@@ -62,7 +62,7 @@ def test_lbfgs() -> None:
         check_optimizer(torch.optim.LBFGS(model.parameters()), model)
 
 
-@pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Branching, "step"), (Initialised, "_init_group")])
+@pytest.mark.parametrize(("cls", "method"), [(Own, "step"), (Branching, "step"), (Initialized, "_init_group")])
 def test_rejects_a_custom_optimizer(cls: type[torch.optim.Optimizer], method: str) -> None:
     """The error names the line."""
     model = nn.Linear(2, 2)

@@ -254,7 +254,7 @@ def test_a_plan_is_needed() -> None:
         run_pass(Bucketing(), program)
 
 
-def test_a_plan_for_another_model_is_refused() -> None:
+def test_rejects_a_plan_for_another_model() -> None:
     program = _planned(COALESCED)
     assert program.plan is not None
     gather, reduction = program.plan.buckets
@@ -298,7 +298,7 @@ def test_values_do_not_depend_on_buckets(planner: PlanByUnit, world_size: int) -
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_a_packed_reduction_holds_what_fsdp2_reduces(world_size: int) -> None:
+def test_a_packed_reduction_has_fsdp2s_layout(world_size: int) -> None:
     """One row per rank, with the padded chunks of all gradients in registration order."""
     torch.manual_seed(0)
     model, batches = Blocks(1, bias=True), [(torch.randn(3, 4),) for _ in range(world_size)]

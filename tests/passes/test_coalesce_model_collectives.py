@@ -54,7 +54,7 @@ def test_before_and_after() -> None:
     assert print_communication(program) == ["forward: joined_together over shard"]
 
 
-def test_again_changes_nothing() -> None:
+def test_a_second_run_changes_nothing() -> None:
     program = _keys_and_values()
     run_pass(CoalesceModelCollectives(), program)
     once = print_phase(program.phases["forward"])

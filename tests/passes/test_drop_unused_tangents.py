@@ -193,7 +193,7 @@ TOKENS = (torch.tensor([1, 2, 3]), torch.tensor([0, 4, 1]))
 
 
 @pytest.mark.parametrize("used", [None, "0", "1"])
-def test_gradients_are_those_of_autograd(used: str | None) -> None:
+def test_gradients_match_autograd(used: str | None) -> None:
     torch.manual_seed(0)
     model = _Model()
     program = through(captured(model, TOKENS, world_size=1), "partition")

@@ -157,7 +157,7 @@ def test_a_graph_without_parameters_is_left_alone() -> None:
     assert (program.history[-1].rewrites, print_program(program)) == (0, before)
 
 
-def test_a_second_run_is_refused() -> None:
+def test_rejects_a_second_run() -> None:
     program = through(captured(Scale(4), (torch.ones(4),)), "insert-collectives")
     with pytest.raises(PassError, match="insert-collectives: the graph already has collectives; run this pass once"):
         run_pass(InsertCollectives(), program)

@@ -64,7 +64,7 @@ def test_before_and_after() -> None:
     assert print_communication(program) == ["forward: reducing over shard"]
 
 
-def test_again_changes_nothing() -> None:
+def test_a_second_run_changes_nothing() -> None:
     program = _columns()
     run_pass(OverlapModelCollectives(), program)
     once = print_phase(program.phases["forward"])
@@ -81,8 +81,8 @@ def test_nothing_to_overlap() -> None:
 
     write = Written(SQUARE, SQUARE, SQUARE)
     x, y, z = write.inputs
-    beside = write(ADD, y, z)
-    program = write.returning(beside, write(MM, write(REDUCED, x, "sum", "shard"), z))
+    total = write(ADD, y, z)
+    program = write.returning(total, write(MM, write(REDUCED, x, "sum", "shard"), z))
     before = print_phase(program.phases["forward"])
     assert OverlapModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before

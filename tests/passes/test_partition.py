@@ -144,7 +144,7 @@ def test_random_numbers_are_drawn_once() -> None:
     assert not calls(program.phases["backward"], "bernoulli")
 
 
-def test_values_are_those_of_autograd() -> None:
+def test_values_match_autograd() -> None:
     torch.manual_seed(0)
     model, batches = Blocks(3, bias=True), [(torch.randn(3, 4),)]
     program = through(captured(model, batches[0], world_size=1), "partition")

@@ -171,7 +171,7 @@ def _change(program: Program, phase_name: str, change: Change) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_PLANS.values(), ids=BAD_PLANS.keys())
-def test_impossible_plans_are_refused(change: Change, message: str) -> None:
+def test_rejects_impossible_plans(change: Change, message: str) -> None:
     program = _scales()
     before = print_program(program)
     _change(program, "forward", change)
@@ -180,14 +180,14 @@ def test_impossible_plans_are_refused(change: Change, message: str) -> None:
     assert print_program(program) == before
 
 
-def test_a_reduction_before_its_gradient_is_refused() -> None:
+def test_rejects_a_reduction_before_its_gradient() -> None:
     program = _scales()
     _change(program, "backward", lambda events: [replace(e, at=0) for e in events])
     with pytest.raises(PassError, match=r"reorder: the plan runs reduce_scatter_tensor.* in backward before its input"):
         run_pass(Reorder(), program)
 
 
-def test_a_reduction_that_is_never_waited_for_is_refused() -> None:
+def test_rejects_a_reduction_without_a_wait() -> None:
     program = _scales()
     _change(program, "backward", lambda events: events[:-1])
     with pytest.raises(PassError, match=r"reorder: the plan has no place for \['wait_tensor.*'\] in backward"):

@@ -74,7 +74,7 @@ def test_idempotent() -> None:
     assert [stage.rewrites for stage in program.history] == [1, 0]
 
 
-def test_the_other_passes_run_on_it_and_the_numbers_stay() -> None:
+def test_other_passes_run_on_it_with_equal_results() -> None:
     """Running the graph on real tensors ignores the devices of fake values."""
     model = Blocks(2)
     program = captured(model, (torch.ones(2, 4),))

@@ -188,7 +188,7 @@ class Sequences(nn.Module):
 
 
 @pytest.mark.parametrize("activation", [None, "full"])
-def test_few_blocks_stand_for_all(activation: Any) -> None:
+def test_few_blocks_represent_all(activation: Any) -> None:
     """The result equals capturing all blocks, although few are captured."""
     found, captured = [], []
     for every_block in (False, True):

@@ -65,7 +65,7 @@ def test_fit_finds_a_constant():
     assert found["straggler"] == pytest.approx(truth["straggler"]), "which one node says nothing about"
 
 
-def test_a_source_that_is_left_out_is_not_fitted_on():
+def test_a_left_out_source_does_not_affect_the_fit():
     """The prediction for it does not depend on its measurement."""
     other = case(row_of("other"), 50, 50, 0.3)
     found = [left_out([other, case(row_of("odd"), 50, 50, seconds)]) for seconds in (0.3, 3.0)]

@@ -23,7 +23,7 @@ def study() -> Study:
     return Study(meta_net(), (TOKENS,), None, Options(mp_policy=BF16))
 
 
-def test_constants_that_are_known_give_one_number(study):
+def test_known_constants_give_one_number(study):
     """The table then shows no range."""
     found = study.explain((RANKS,), dataclasses.replace(H100, ranges={}), "isolated")
     assert found.step_range_s == (found.step_time_s, found.step_time_s)

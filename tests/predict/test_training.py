@@ -164,7 +164,7 @@ NOT_IN_EXPLAIN = {
 }
 
 
-def test_explain_takes_what_compile_takes() -> None:
+def test_explain_accepts_compiles_arguments() -> None:
     """All arguments that affect the prediction; the others have a reason."""
     compiled = inspect.signature(graphshard.compile).parameters.keys()
     explained = inspect.signature(graphshard.explain).parameters.keys()

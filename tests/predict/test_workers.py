@@ -34,19 +34,19 @@ def test_numbers_of_one_process():
     """Order of rows, formulas, omissions, progress and reports do not depend on the number of processes."""
     options = {"global_batch": 64 * len(TOKENS), "hardware": ["h100", "a100"]}
     told: list[list[str]] = [[], []]
-    alone, beside = (grid(count, show=said.append, **options) for count, said in zip((1, 2), told))
-    assert len(beside.rows) == 4
-    assert beside == alone
-    assert beside.left_out == alone.left_out
-    assert len(beside.left_out) == 1
+    alone, parallel = (grid(count, show=said.append, **options) for count, said in zip((1, 2), told))
+    assert len(parallel.rows) == 4
+    assert parallel == alone
+    assert parallel.left_out == alone.left_out
+    assert len(parallel.left_out) == 1
     assert sorted(told[0]) == sorted(told[1])
 
 
 def test_formulas_come_with_the_numbers():
     symbols = {"batch": 0}
-    alone, beside = (grid(count, settings={"": {}, "symbols": {"symbols": symbols}}) for count in (1, 2))
-    assert [str(row) for row in beside.rows] == [str(row) for row in alone.rows]
-    assert beside.rows[-1].formulas.smooth("compute_s") == alone.rows[-1].formulas.smooth("compute_s")
+    alone, parallel = (grid(count, settings={"": {}, "symbols": {"symbols": symbols}}) for count in (1, 2))
+    assert [str(row) for row in parallel.rows] == [str(row) for row in alone.rows]
+    assert parallel.rows[-1].formulas.smooth("compute_s") == alone.rows[-1].formulas.smooth("compute_s")
 
 
 def test_the_report_of_a_row(tmp_path):
@@ -117,13 +117,13 @@ def test_interrupted():
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_an_error_of_memory_comes_from_another_process():
+def test_a_memory_error_from_another_process():
     """The error is rebuilt from both of its arguments."""
     with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as alone:
         grid(1, memory_limit=1000)
-    with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as beside:
+    with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as parallel:
         grid(2, memory_limit=1000)
-    assert (str(beside.value), beside.value.smallest) == (str(alone.value), alone.value.smallest)
+    assert (str(parallel.value), parallel.value.smallest) == (str(alone.value), alone.value.smallest)
     limits = {"all": {}, "little": {"memory_limit": 1000}}
     assert grid(2, settings=limits).left_out == grid(1, settings=limits).left_out != ()
 
@@ -187,11 +187,11 @@ def test_default_number_of_workers(monkeypatch):
     """Only if the rest takes long, with one worker per core."""
     asked = []
 
-    def beside(groups, count, telling):
+    def in_workers(groups, count, telling):
         asked.append(count)
         return [[task.outcome() for task in group] for group in groups]
 
-    monkeypatch.setattr(search, "_in_workers", beside)
+    monkeypatch.setattr(search, "_in_workers", in_workers)
     monkeypatch.setattr(search, "cores_here", lambda: 3)
     monkeypatch.setattr(search, "other_threads", list)
     grid()

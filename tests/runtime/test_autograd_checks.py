@@ -79,8 +79,8 @@ def test_hooks_that_see_the_whole_gradient(mesh: DeviceMesh, name: str) -> None:
     for net in _twins(mesh):
         ALLOWED[name](net).backward()
         grads.append([None if p.grad is None else _whole(p.grad) for p in net.parameters()])
-    for mine, expected in zip(*grads, strict=True):
-        assert mine is expected is None or torch.equal(mine, expected)
+    for actual, expected in zip(*grads, strict=True):
+        assert actual is expected is None or torch.equal(actual, expected)
 
 
 def _whole(grad: Any) -> Any:

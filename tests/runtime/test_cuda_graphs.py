@@ -216,11 +216,11 @@ def test_by_cost(fake_world: FakeWorld) -> None:
     assert len(small.runs) < len(everything.runs)
 
 
-def _region(depth: int, size: int, beside: int) -> Region:
+def _region(depth: int, size: int, other_size: int) -> Region:
     """Build a chain of operators, with an input that the last one also reads."""
     graph = Graph()
     x, other = (graph.placeholder(name) for name in ("x", "other"))
-    x.meta["val"], other.meta["val"] = torch.empty(size, device="meta"), torch.empty(beside, device="meta")
+    x.meta["val"], other.meta["val"] = torch.empty(size, device="meta"), torch.empty(other_size, device="meta")
     for _ in range(depth):
         x = emit(graph, torch.ops.aten.relu.default, x, like=x)
     total = emit(graph, torch.ops.aten.sum.default, other, like=other)

@@ -73,7 +73,7 @@ def test_texts_are_sent_once(store: dist.Store) -> None:
     assert 10_000 <= sum(one.read for one in counted) < 10_000 + 8 * 1000
 
 
-def test_one_fails(store: dist.Store) -> None:
+def test_one_rank_fails(store: dist.Store) -> None:
     """Waiting ranks, for others or for data, learn the reason at any rendezvous of the step."""
 
     def act(meeting: Rendezvous) -> Any:
@@ -84,7 +84,7 @@ def test_one_fails(store: dist.Store) -> None:
     assert each(store, 3, act)[0][1:] == [End("failed", 0, "no capture")] * 2
 
 
-def test_one_gives_a_text(store: dist.Store) -> None:
+def test_one_rank_sends_a_text(store: dist.Store) -> None:
     def act(meeting: Rendezvous) -> Any:
         return meeting.give("a plan") if meeting.rank == 0 else meeting.take(patient)
 

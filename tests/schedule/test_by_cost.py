@@ -111,14 +111,14 @@ def _waits(plan: Plan, phase: str) -> dict[str, int]:
     return {e.bucket: e.at for e in plan.events[phase] if e.action == "wait"}
 
 
-def test_units_are_honoured(partitioned: Program) -> None:
+def test_units_are_respected(partitioned: Program) -> None:
     plan = PlanByCost(COSTS, constraints=Constraints(units=True), exact_reductions=False)(partitioned)
     for bucket in plan.buckets:
         assert len({partitioned.params[name].unit for name in bucket.members}) == 1
     assert len(plan.buckets) == len(PlanByUnit()(partitioned).buckets)
 
 
-def test_prefetch_lists_are_honoured(partitioned: Program) -> None:
+def test_prefetch_lists_are_respected(partitioned: Program) -> None:
     """Forward starts the last layer at the first; backward starts the second layer at the last one."""
     constraints = Constraints(
         forward_prefetch={"layers.0": ["layers.3"]}, backward_prefetch={"layers.3": ["layers.1", "layers.2"]}

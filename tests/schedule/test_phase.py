@@ -154,9 +154,7 @@ def test_the_proof_is_exact_on_a_shared_link(chain: Chain, link: Link) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(chains(layers=3, reductions=True), st.one_of(links(), protocols()), st.sampled_from((0.1, 0.25, 0.5)), LIMITS)
-def test_under_contention_the_best_is_found_and_no_bound_is_above_it(
-    chain: Chain, link: Link, contention: float, limit: float
-) -> None:
+def test_optimal_under_contention_with_a_valid_bound(chain: Chain, link: Link, contention: float, limit: float) -> None:
     """Small phases are searched with the slowdown of compute."""
     link = replace(link, contention=contention)
     best = exhaustive(chain, link, limit)

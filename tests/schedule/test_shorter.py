@@ -48,7 +48,7 @@ def test_problems_that_are_not_reduced(problem: Problem) -> None:
     assert reduced(problem) is None
 
 
-def test_a_layer_that_differs_stays() -> None:
+def test_a_different_layer_is_kept() -> None:
     problem = stack(60)
     (forward, *others) = problem.chains
     odd = replace(forward, seconds=(*forward.seconds[:81], 61.0, *forward.seconds[82:]))

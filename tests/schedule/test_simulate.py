@@ -32,7 +32,7 @@ def one(chain: Chain, link: Link, placement: Placement) -> tuple[Problem, Schedu
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_equal_to_a_clock_that_ticks(data: st.DataObject) -> None:
+def test_matches_a_clock_that_counts_ticks(data: st.DataObject) -> None:
     """Time and peak memory of random schedules, packed and coalesced, on one channel and on two, with two legs."""
     legs = data.draw(st.booleans())
     chain, link = data.draw(st.one_of(chains(), communicating())), data.draw(links(legs=legs))
@@ -50,11 +50,11 @@ def test_contention_slows_compute(data: st.DataObject) -> None:
     run = ChainRun(chain, link, data.draw(placements(chain)))
     sent = sorted((start, start + run.loads[bucket].seconds) for bucket, start in run.starts.items())
     for seconds, (begin, done) in zip(chain.seconds, run.items, strict=True):
-        beside, until = 0.0, begin
+        overlapped, until = 0.0, begin
         for start, end in sent:
-            beside += max(0.0, min(end, done) - max(start, until))
+            overlapped += max(0.0, min(end, done) - max(start, until))
             until = max(until, min(end, done))
-        assert seconds == pytest.approx(done - begin - contention * beside)
+        assert seconds == pytest.approx(done - begin - contention * overlapped)
     assert chain_bound(chain, link) <= run.seconds + 1e-9
 
 

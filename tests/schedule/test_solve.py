@@ -130,7 +130,7 @@ def test_a_gather_follows_an_all_reduce_that_it_would_delay() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(chains(layers=3, reductions=True), links(legs=True), LIMITS)
-def test_two_legs_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
+def test_two_stage_reductions_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
     """A reduce-scatter and an all-reduce, on one channel with gathers or on another; the bound is never above."""
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
     found = solved(Problem((chain,), link), Solver(limit))
@@ -152,7 +152,7 @@ def test_an_urgent_gather_precedes_a_second_stage() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(chains(layers=12, reductions=True), links(legs=True), LIMITS)
-def test_deep_chains_of_two_legs_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
+def test_deep_chains_with_two_stages_respect_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
 
@@ -171,7 +171,7 @@ def test_the_dynamic_program_is_exact_on_a_shared_link(chain: Chain, link: Link)
 
 @settings(max_examples=100, deadline=None)
 @given(chains(layers=12, reductions=True), links(), LIMITS)
-def test_deep_chains_keep_to_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
+def test_deep_chains_respect_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     """Heuristic searches are feasible whenever a feasible schedule exists."""
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
@@ -309,7 +309,7 @@ def test_the_same_problem_has_the_same_schedule() -> None:
     assert Solver(limit=1500)(deep(20)) == Solver(limit=1500)(deep(20))
 
 
-def test_a_pinned_start_is_honoured() -> None:
+def test_a_pinned_start_is_respected() -> None:
     """The user's prefetch: the gather of the third layer starts with the use of the first."""
     problem = deep(4)
     (chain,) = problem.chains

@@ -31,7 +31,7 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_HERE}test_init.py::test_parameters_belong_to_the_innermost_unit",
         ),
         "TestFullyShardManagedModulesAndStates.test_managed_modules_nested_fully_shard_and_replicate": (
-            f"{_HERE}test_init.py::test_a_replicated_part_is_refused",
+            f"{_HERE}test_init.py::test_rejects_a_replicated_part",
         ),
         "TestFullyShardManagedModulesAndStates.test_managed_modules_duplicate": (
             f"{_HERE}test_init.py::test_parameters_belong_to_the_innermost_unit",
@@ -84,7 +84,7 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_HERE}test_init.py::test_a_parameter_that_is_computed_from_shards",
         ),
         "TestFullyShardMetaDeviceInit.test_meta_device_1d_init": (
-            f"{_HERE}test_init.py::test_sharded_and_initialised_from_the_meta_device",
+            f"{_HERE}test_init.py::test_sharded_and_initialized_from_the_meta_device",
         ),
         "TestFullyShardMetaDeviceInit.test_meta_device_2d_init": (f"{_RANKS}test_tensor_parallel.py::test_meta_init",),
         "TestFullyShardMetaDeviceInit.test_invalid_meta_device_init": (
@@ -165,12 +165,12 @@ OF_MODELS: Mapping[str, Counterparts] = {
             f"{_RANKS}test_init.py::test_full_parameters_are_freed",
         ),
         "TestFullyShardMemory.test_fully_shard_del_memory": (
-            f"{_HERE}test_memory.py::test_a_model_that_is_deleted_leaves_nothing",
+            f"{_HERE}test_memory.py::test_a_deleted_model_frees_its_memory",
         ),
     },
     "test_fully_shard_overlap.py": {
         "TestFullyShardOverlap.test_fully_shard_training_overlap": (
-            f"{_RANKS}test_overlap.py::test_blocks_compute_while_the_next_is_gathered_and_the_last_reduced",
+            f"{_RANKS}test_overlap.py::test_compute_overlaps_the_next_gather_and_the_last_reduction",
         ),
         "TestFullyShardOverlap.test_fully_shard_post_optim_event_overlap": GPU,
     },

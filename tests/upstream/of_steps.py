@@ -22,7 +22,7 @@ OF_STEPS: Mapping[str, Counterparts] = {
             f"{_RANKS}test_settings.py::test_gathered_again_among_fewer_ranks",
         ),
         "TestFullyShardCommunication.test_manual_reshard_with_reshard_after_forward_false": (
-            f"{_HERE}test_prefetch.py::test_resharded_by_hand_after_forward",
+            f"{_HERE}test_prefetch.py::test_manual_reshard_after_forward",
         ),
         "TestFullyShardCommunication.test_set_reduce_scatter_divide_factor": (
             f"{_RANKS}test_settings.py::test_divide_factor_and_forced_sums",

@@ -80,7 +80,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
             f"{_HERE}test_state.py::test_class_names_match_fsdp2_and_slices_keep_the_old_class",
         ),
         "TestFullyShardState.test_fully_shard_unsupported_module_cls": (
-            f"{_HERE}test_state.py::test_containers_without_a_forward_are_refused",
+            f"{_HERE}test_state.py::test_rejects_containers_without_a_forward",
         ),
         "TestFullyShardState.test_fully_shard_deepcopy": (
             "tests/distributed/test_init.py::test_deepcopy_is_independent",
@@ -96,7 +96,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
             f"{_HERE}test_mixed_precision.py::test_trained_after_a_call_with_everything_frozen",
         ),
         f"{_TRAINING}test_grad_acc_with_reduce_dtype": (
-            f"{_HERE}test_mixed_precision.py::test_microbatches_add_up_in_float32",
+            f"{_HERE}test_mixed_precision.py::test_microbatches_accumulate_in_float32",
         ),
         f"{_TRAINING}test_structured_input_output": (
             f"{_HERE}test_mixed_precision.py::test_dataclasses_in_dataclasses_between_units",
@@ -118,7 +118,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
         f"{_CASTS}test_norm_modules_bf16": (f"{_HERE}test_casts.py::test_norms",),
         f"{_CASTS}test_norm_modules_fp16": (f"{_HERE}test_casts.py::test_norms",),
         f"{_CASTS}test_clamp_reduce_dtype": (
-            f"{_HERE}test_mixed_precision.py::test_the_reduced_dtype_outlives_a_conversion",
+            f"{_HERE}test_mixed_precision.py::test_the_reduce_dtype_survives_a_conversion",
         ),
     },
     "test_fully_shard_state_dict.py": {

@@ -58,7 +58,7 @@ def _train(pair: Pair, setting: Setting, *, counted: bool = True) -> None:
             optim.zero_grad(set_to_none=step == 1)
         assert_same(*map(params_of, pair), f"parameters after step {step}")
         if step and counted:  # the first step compiles
-            assert all(mine <= other for mine, other in zip(*(count.values() for count in counts))), counts
+            assert all(actual <= expected for actual, expected in zip(*(count.values() for count in counts))), counts
 
 
 def _all(model: Any, last: bool) -> None:

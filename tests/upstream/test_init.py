@@ -136,7 +136,7 @@ def _replicated_inside(rank: int, world_size: int) -> None:
     assert all(isinstance(grad, DTensor) == name.startswith("0") for name, grad in grads_of(around).items())
 
 
-def test_a_replicated_part_is_refused(ranks: Ranks) -> None:
+def test_rejects_a_replicated_part(ranks: Ranks) -> None:
     """`TestFullyShardManagedModulesAndStates.test_managed_modules_nested_fully_shard_and_replicate`."""
     ranks(2).run(_replicated_inside)
 
@@ -258,7 +258,7 @@ def _from_meta(rank: int, world_size: int) -> None:
         assert dim == 1 or not torch.equal(model[1].up.weight.full_tensor(), before)  # one unit may be dead
 
 
-def test_sharded_and_initialised_from_the_meta_device(ranks: Ranks) -> None:
+def test_sharded_and_initialized_from_the_meta_device(ranks: Ranks) -> None:
     """`TestFullyShardMetaDeviceInit.test_meta_device_1d_init`."""
     ranks(4).run(_from_meta)
 
@@ -279,8 +279,8 @@ def _of_groups(rank: int, world_size: int) -> None:
                 OURS(module, mesh=mesh)
             squares(model(own_rows(0))).backward()
         assert_same(*({n: local(g) for n, g in grads_of(model).items()} for model in models), str(made))
-        for mine, other in zip(*(model.parameters() for model in models)):
-            assert torch.equal(mine.device_mesh.mesh, other.device_mesh.mesh)
+        for actual, expected in zip(*(model.parameters() for model in models)):
+            assert torch.equal(actual.device_mesh.mesh, expected.device_mesh.mesh)
 
 
 def test_meshes_made_of_process_groups(ranks: Ranks) -> None:

@@ -30,6 +30,6 @@ def _deleted(rank: int, world_size: int) -> None:
     assert all(ref.expired() for ref in held)
 
 
-def test_a_model_that_is_deleted_leaves_nothing(ranks: Ranks) -> None:
+def test_a_deleted_model_frees_its_memory(ranks: Ranks) -> None:
     """`TestFullyShardMemory.test_fully_shard_del_memory`."""
     ranks(2).run(_deleted)

@@ -131,7 +131,7 @@ def _accumulated(rank: int, world_size: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_microbatches_add_up_in_float32(ranks: Ranks, reshard: bool) -> None:
+def test_microbatches_accumulate_in_float32(ranks: Ranks, reshard: bool) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_grad_acc_with_reduce_dtype`."""
     ranks(2).run(_accumulated, reshard)
 
@@ -195,6 +195,6 @@ def _converted(rank: int, world_size: int) -> None:
         _step_reducing_in(pair, torch.bfloat16, own_rows(0))
 
 
-def test_the_reduced_dtype_outlives_a_conversion(ranks: Ranks) -> None:
+def test_the_reduce_dtype_survives_a_conversion(ranks: Ranks) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_clamp_reduce_dtype`: the model was in bfloat16 when it was compiled."""
     ranks(2).run(_converted)

@@ -131,7 +131,7 @@ def _one_way_after_the_other(rank: int, world_size: int) -> None:
         ["gather layers.2", "reduce layers.2", "reduce layers.0"],
         ["gather layers.1", "reduce layers.1", "reduce layers.0"],
     ]
-    assert all(set(mine) < set(other) for mine, other in zip(ours[:1], theirs[:1]))
+    assert all(set(actual) < set(expected) for actual, expected in zip(ours[:1], theirs[:1]))
 
 
 def test_a_backward_for_each_of_two_outputs(ranks: Ranks) -> None:
@@ -164,7 +164,7 @@ def _resharded_by_hand(rank: int, world_size: int) -> None:
     assert ours == [f"gather {read}", *REDUCTIONS]
 
 
-def test_resharded_by_hand_after_forward(ranks: Ranks) -> None:
+def test_manual_reshard_after_forward(ranks: Ranks) -> None:
     """`TestFullyShardCommunication.test_manual_reshard_with_reshard_after_forward_false`."""
     ranks(2).run(_resharded_by_hand)
 
@@ -238,10 +238,10 @@ def _grouped(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, pair), f"gradients of step {step}")
         assert_same(*map(params_of, pair), f"parameters after step {step}")
         for phase in range(2):
-            mine, other = (counts[phase] for counts in found)
-            assert (mine["gather"], mine["scatter"]) == ((5, 0), (3, 5))[phase]
-            assert mine["gather"] <= other["gather"]
-            assert mine["scatter"] == other["scatter"]
+            actual, expected = (counts[phase] for counts in found)
+            assert (actual["gather"], actual["scatter"]) == ((5, 0), (3, 5))[phase]
+            assert actual["gather"] <= expected["gather"]
+            assert actual["scatter"] == expected["scatter"]
 
 
 @needs_newer_fsdp2

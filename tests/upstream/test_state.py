@@ -71,6 +71,6 @@ def _containers(rank: int, world_size: int) -> None:
         assert all(type(local(param)) is nn.Parameter for param in container.parameters())
 
 
-def test_containers_without_a_forward_are_refused(ranks: Ranks) -> None:
+def test_rejects_containers_without_a_forward(ranks: Ranks) -> None:
     """`TestFullyShardState.test_fully_shard_unsupported_module_cls`."""
     ranks(2).run(_containers)

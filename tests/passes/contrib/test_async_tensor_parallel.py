@@ -145,7 +145,7 @@ def test_results_are_equal_on_every_rank(name: str, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_again_changes_nothing(name: str) -> None:
+def test_a_second_run_changes_nothing(name: str) -> None:
     program = PROGRAMS[name]()
     run_pass(AsyncTensorParallel(pieces=(2,)), program)
     once = print_phase(program.phases["forward"])

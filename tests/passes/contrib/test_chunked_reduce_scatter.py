@@ -67,7 +67,7 @@ def test_a_tied_table_is_never_gathered_or_reduced_whole() -> None:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_twice() -> None:
+def test_rejects_a_second_run() -> None:
     program = through(captured(Language(_mean), _batches()[0]), "mixed-precision")
     run_pass(VocabShardedLoss(4), program)
     through(program, "partition")
@@ -76,7 +76,7 @@ def test_twice() -> None:
     assert EmbeddingRowExchange().rewrite(program) > 0  # can follow
 
 
-def test_wrong_use() -> None:
+def test_rejects_wrong_options() -> None:
     program = captured(Language(_mean), _batches()[0])
     with pytest.raises(
         PassError, match="chunked-reduce-scatter: insert this pass after 'partition' and before 'overlap-"

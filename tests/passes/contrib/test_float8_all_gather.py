@@ -31,7 +31,7 @@ from tests.helpers import (
 BATCHES = [(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)),) for seed in (0, 1)]
 
 
-def _quantised(model: nn.Module, params: tuple[str, ...] = ("*",), **options: object) -> Program:
+def _quantized(model: nn.Module, params: tuple[str, ...] = ("*",), **options: object) -> Program:
     program = through(captured(model, BATCHES[0], **options), "partition")
     run_pass(Float8AllGather(params), program)
     return program
@@ -83,7 +83,7 @@ def test_before_and_after() -> None:
 
 
 def test_a_byte_for_each_element_and_a_scale_for_each_shard() -> None:
-    program = _quantised(Blocks(2, 8))
+    program = _quantized(Blocks(2, 8))
     for phase in program.phases.values():
         for collective in collectives(phase):
             if collective.kind == "gather":
@@ -102,13 +102,13 @@ def as_gathered(weight: torch.Tensor) -> torch.Tensor:
 def test_gradients_match_the_rounded_weights(planner: object) -> None:
     model, rounded = Blocks(2, 8), Blocks(2, 8)
     rounded.load_state_dict({name: as_gathered(weight) for name, weight in model.state_dict().items()})
-    program = through(_quantised(model), "reorder", planner=planner)
+    program = through(_quantized(model), "reorder", planner=planner)
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     torch.testing.assert_close(found, wanted)
     assert not any(torch.equal(found[name], exact) for name, exact in mean_gradients(model, BATCHES).items())
 
 
-def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
+def test_mixed_precision_gathers_and_computes_in_the_policys_dtype() -> None:
     """The only difference is the rounding of bfloat16: a model without ReLUs has no kinks that it could cross.
 
     Weights are cast to bfloat16 before they are rounded to eight bits.
@@ -117,7 +117,7 @@ def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
     rounded = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     cast = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
     rounded.load_state_dict({name: as_gathered(weight) for name, weight in cast.items()})
-    program = through(_quantised(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), "reorder")
+    program = through(_quantized(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), "reorder")
     found, wanted = full_gradients(program, step(program, model, BATCHES)), mean_gradients(rounded, BATCHES)
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() < 0.05 * gradient.norm()
@@ -126,9 +126,9 @@ def test_mixed_precision_gathers_and_computes_in_its_own_type() -> None:
 def test_some_parameters() -> None:
     """Other parameters, and uneven ones, are gathered unchanged; their gradients are exact."""
     model = Blocks(2, 8, bias=True)
-    program = through(_quantised(model, ("layers.9.*",)), "reorder")
+    program = through(_quantized(model, ("layers.9.*",)), "reorder")
     assert_gradients(program, model, BATCHES)
-    program = _quantised(model, ("*.bias",))
+    program = _quantized(model, ("*.bias",))
     kinds = {(c.params[0], fake(c.node.all_input_nodes[0]).dtype) for c in collectives(program.phases["forward"])}
     assert ("layers.0.bias", torch.uint8) in kinds
     assert ("layers.0.weight", torch.float32) in kinds
