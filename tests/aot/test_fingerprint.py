@@ -31,7 +31,7 @@ from graphshard.store.fingerprint import (
     environment,
     restored_options,
 )
-from tests.aot.test_artifact import refused
+from tests.aot.test_artifact import load_error
 from tests.distributed.twins import assert_same, grads_of
 from tests.exported import Layer, Net, batch, export_net, nothing_is_compiled, rewritten
 from tests.ranks import FakeWorld
@@ -71,7 +71,7 @@ def in_facts(section: str, field: str, value: Any) -> Callable[[dict[str, Any], 
     ],
 )
 def test_versions_and_machine(net_file: Path, mesh: DeviceMesh, field: str, value: Any, remedy: str) -> None:
-    error = refused(rewritten(net_file, in_facts("environment", field, value)), mesh)
+    error = load_error(rewritten(net_file, in_facts("environment", field, value)), mesh)
     assert error.field == field
     assert f"{field} was {value} when it was exported and is " in str(error)
     assert remedy in str(error)
@@ -94,7 +94,7 @@ def test_fields_of_compiled_regions_are_compared_only_with_compiled_regions() ->
 
 def test_mesh_shape(net_file: Path, fake_world: FakeWorld) -> None:
     fake_world(3)
-    error = refused(net_file, init_device_mesh("cpu", (3,)))
+    error = load_error(net_file, init_device_mesh("cpu", (3,)))
     assert error.field == "mesh"
     assert "mesh was {'shard': 2} or {'shard': 4} when it was exported and is {'shard': 3} here" in str(error)
     assert "Export again with this mesh in the list" in str(error)
@@ -102,7 +102,7 @@ def test_mesh_shape(net_file: Path, fake_world: FakeWorld) -> None:
 
 def test_mesh_axis_names(net_file: Path, fake_world: FakeWorld) -> None:
     fake_world(2)
-    error = refused(net_file, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    error = load_error(net_file, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     assert "and is {'dp': 2} here" in str(error)
 
 
@@ -147,7 +147,7 @@ def _more_buffers() -> Net:
     ],
 )
 def test_model(net_file: Path, mesh: DeviceMesh, make: Callable[[], Net], field: str, texts: list[str]) -> None:
-    error = refused(net_file, mesh, make())
+    error = load_error(net_file, mesh, make())
     assert error.field == field
     assert all(text in str(error) for text in texts), error
 
@@ -211,21 +211,23 @@ def test_a_graph_break_of_the_model(net_file: Path, mesh: DeviceMesh, tmp_path: 
     ],
 )
 def test_options(net_file: Path, mesh: DeviceMesh, options: dict[str, Any], field: str, texts: list[str]) -> None:
-    error = refused(net_file, mesh, **options)
+    error = load_error(net_file, mesh, **options)
     assert error.field == field
     assert all(text in str(error) for text in texts), error
 
 
 def test_ignored_params(net_file: Path, mesh: DeviceMesh) -> None:
     model = Net()
-    error = refused(net_file, mesh, model, ignored_params=[model.layers[0].linear.bias])
+    error = load_error(net_file, mesh, model, ignored_params=[model.layers[0].linear.bias])
     assert error.field == "ignored_params"
     assert "of layers.0.linear.bias was False" in str(error)
 
 
 def test_plan_options(net_file: Path, mesh: DeviceMesh) -> None:
     planner = graphshard.schedule.fsdp2_order.PlanByUnit(pack_gathers_below=1)
-    error = refused(net_file, mesh, passes=graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner)))
+    error = load_error(
+        net_file, mesh, passes=graphshard.Pipeline().replace("plan", graphshard.passes.MakePlan(planner))
+    )
     assert error.field == "passes"
     assert "passes of plan was" in str(error)
 
@@ -248,7 +250,7 @@ def test_options_of_the_plan(tmp_path: Path, mesh: DeviceMesh) -> None:
         model(*batch())
         assert graphshard.programs(model)[0].plan.prediction.profile == "h100"
     for other in ({"memory_limit": 10**8, "hardware": "h100"}, {"hardware": "a100"}, {"memory_limit": 10**9}):
-        error = refused(path, mesh, **other)
+        error = load_error(path, mesh, **other)
         assert error.field == "passes"
         assert "passes of plan was" in str(error)
 

@@ -18,7 +18,7 @@ from graphshard.cross.driver import stand_in
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import compile_operators
 from graphshard.store.artifact_file import read_artifact
-from tests.aot.test_artifact import package, refused
+from tests.aot.test_artifact import load_error, package
 from tests.exported import Small, export_net, rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -142,7 +142,7 @@ def test_finish_compiles_missing_regions(
     assert "native code: trust it as you would a program" in printed(capsys, "verify", unfinished)
     assert "nothing to do" in printed(capsys, "finish", unfinished)
     with mock.patch("torch.get_num_threads", return_value=4):
-        error = refused(unfinished, mesh, Small())
+        error = load_error(unfinished, mesh, Small())
     assert error.field == "threads"
 
 
@@ -182,7 +182,7 @@ def test_for_gpus_on_a_machine_without_one(
     assert "; no native code" in printed(capsys, "verify", path)
     assert main(["finish", str(path)]) == 2
     assert "there is no GPU here: run this where it will be loaded" in capsys.readouterr().err
-    error = refused(path, mesh, Blocks(2))
+    error = load_error(path, mesh, Blocks(2))
     assert "device was cuda when it was exported and is cpu here" in str(error)
     with pytest.raises(graphshard.ArgumentError, match=r"there is none here: say which one, as in capability=\(9, 0\)"):
         graphshard.export(Blocks(2), (8,), path, **given, compile_regions=True)

@@ -27,7 +27,7 @@ from tests.distributed.twins import (
     world_mesh,
 )
 from tests.helpers import Blocks
-from tests.passes.contrib.test_float8_all_gather import as_it_arrives
+from tests.passes.contrib.test_float8_all_gather import as_gathered
 from tests.ranks import RankError, Ranks
 
 X = torch.linspace(-1, 1, 16).view(2, 8)
@@ -573,7 +573,7 @@ def _in_eight_bits(rank: int, world_size: int) -> None:
     model = Blocks(3, 8)
     exact = graphshard.compile(copy.deepcopy(model), world_mesh(), backend="eager")
     rounded = copy.deepcopy(model)
-    rounded.load_state_dict({name: as_it_arrives(weight) for name, weight in model.state_dict().items()})
+    rounded.load_state_dict({name: as_gathered(weight) for name, weight in model.state_dict().items()})
     theirs = fsdp2(rounded, world_mesh())
     passes = graphshard.Pipeline().insert(Float8AllGather(("layers.*",)), before="plan")
     ours = graphshard.compile(model, world_mesh(), passes=passes, backend="eager")
