@@ -6,8 +6,8 @@ Of many equal blocks a few are captured, and stand for all:
 
     capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
-The result is the program that capturing all blocks makes (`tests/module/test_few_blocks.py` compares them value by
-value), or `BlocksDifferError`. Where the plan, or what is gathered at once, differs between blocks, the partitioned
+The result is the program that capturing all blocks makes (`tests/module/test_template_capture.py` compares them value
+by value), or `BlocksDifferError`. Where the plan, or what is gathered at once, differs between blocks, the partitioned
 program is stamped, and the other passes run on all blocks.
 """
 

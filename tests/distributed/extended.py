@@ -61,7 +61,7 @@ def before(self: Any, mesh: DeviceMesh) -> Any:
     return (self.a, self.b), None
 
 
-def before_told(
+def before_with_policy(
     self: Any, mesh: DeviceMesh, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
 ) -> Any:
     assert isinstance(module, nn.Linear)
@@ -144,7 +144,7 @@ class Rounded(torch.Tensor):
     fsdp_post_all_gather = widened
 
 
-def tell(tensor: Tensor | None) -> dict[str, Tensor]:
+def plain_parts(tensor: Tensor | None) -> dict[str, Tensor]:
     """Return copies of the plain tensors of this rank's shard."""
     return {str(i): part.detach().clone() for i, part in enumerate(parts_of(local(tensor)))}
 
@@ -174,15 +174,15 @@ def train_and_compare_with_fsdp2(
         for step in range(steps):
             result = trained(rows(10 * step + mesh.get_rank(), 16, dim))
             result.float().square().sum().backward()
-            told |= {f"result {step} {i}": part for i, part in tell(result).items()}
+            told |= {f"result {step} {i}": part for i, part in plain_parts(result).items()}
             for name, param in trained.named_parameters():
-                grad = tell(param.grad) if param.requires_grad else {}
+                grad = plain_parts(param.grad) if param.requires_grad else {}
                 told |= {f"gradient {step} {name} {i}": part for i, part in grad.items()}
             optim.step()
             optim.zero_grad()
             after_step(trained)
             for name, param in trained.named_parameters():
-                told |= {f"parameter {step} {name} {i}": part for i, part in tell(param).items()}
+                told |= {f"parameter {step} {name} {i}": part for i, part in plain_parts(param).items()}
         seen.append(told)
     assert_same(*seen, "training")
     for param, theirs in zip(ours.parameters(), twin.parameters(), strict=True):

@@ -202,14 +202,14 @@ def _without_reentrant(stack: Stack) -> Stack:
 
 def to_json(program: Program) -> str:
     """Serialize to one line that `from_json` reads; defaults are left out."""
-    return json.dumps(_told(program), separators=(",", ":"))
+    return json.dumps(_plain_data(program), separators=(",", ":"))
 
 
-def _told(value: Any) -> Any:
+def _plain_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
-        return {name: _told(v) for name, (v, default) in fields.items() if v != default}
-    return [_told(item) for item in value] if isinstance(value, tuple) else value
+        return {name: _plain_data(v) for name, (v, default) in fields.items() if v != default}
+    return [_plain_data(item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_json(text: str) -> Program:

@@ -221,7 +221,7 @@ def test_rejects_the_same_number_of_ranks_on_other_axes(ranks: Ranks, tmp_path: 
         assert was + "{'dp_cp': 4} here" in flat
 
 
-def _of_nobody(rank: int, world_size: int, path: str) -> str:
+def _without_group(rank: int, world_size: int, path: str) -> str:
     model = CASES["neighbours"].parallelize(None, mesh := _mesh({"dp": 4}))
     with mock.patch.object(load, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
         graphshard.load(path, model, mesh)
@@ -236,7 +236,7 @@ def test_neighbors_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
     graphshard.export(
         make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
     )
-    for rank, message in enumerate(ranks(4).run(_of_nobody, str(path))):
+    for rank, message in enumerate(ranks(4).run(_without_group, str(path))):
         first = rank // 2 * 2
         assert f"communicates among neighbours (dp/2), ranks [{first}, {first + 1}] here, and this process" in message
         assert "Make the model as it was made for the export" in message

@@ -19,7 +19,7 @@ from graphshard.lower.regions import RegionCall
 from tests.distributed.context_parallel import ATTENTIONS, Decoder
 from tests.distributed.expert_parallel import Moe
 from tests.distributed.tensor_parallel import llama, tokens
-from tests.distributed.test_sums_that_are_cut import Scaled
+from tests.distributed.test_partial_sums import Scaled
 from tests.distributed.twins import world_mesh
 from tests.ranks import Ranks
 

@@ -95,7 +95,7 @@ def test_gradients_match_whole_sequences(ranks: Ranks, name: str) -> None:
     ranks(2).run(_compare_with_one_rank, name)
 
 
-def _among_others(rank: int, world_size: int) -> str:
+def _among_distant_ranks(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "x"))
     model = graphshard.compile(Decoder(ATTENTIONS["ring"], mesh["cp"]), mesh._flatten("all"), backend="eager")
     with pytest.raises(CaptureError) as caught:
@@ -104,7 +104,7 @@ def _among_others(rank: int, world_size: int) -> str:
 
 
 def test_rejects_ranks_that_are_not_neighbors(ranks: Ranks) -> None:
-    for rank, message in enumerate(ranks(4).run(_among_others)):
+    for rank, message in enumerate(ranks(4).run(_among_distant_ranks)):
         assert (
             f"communicates by _c10d_functional.all_to_all_single.default with ranks [{rank % 2}, {rank % 2 + 2}]"
             in message

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from tests.distributed.twins import POLICIES, CountLaunches, assert_same, fsdp2, grads_of, params_of
 from tests.ranks import Ranks
-from tests.upstream.alike import needs_newer_fsdp2
+from tests.upstream.lockstep import needs_newer_fsdp2
 
 
 class Chunked(nn.Module):

@@ -23,12 +23,12 @@ from tests.distributed.extended import (
     Net,
     Rounded,
     before,
-    before_told,
+    before_with_policy,
     even,
     pair,
     pairs_follow,
     patch_shards,
-    tell,
+    plain_parts,
     train_and_compare_with_fsdp2,
     widened,
 )
@@ -44,9 +44,9 @@ def _pairs() -> nn.Module:
 def _train_pairs(rank: int, world_size: int) -> None:
     for how, options in (
         (before, {}),
-        (before_told, {"reshard_after_forward": False}),
+        (before_with_policy, {"reshard_after_forward": False}),
         (before, {"mp_policy": BF16}),
-        (before_told, {"mp_policy": BF16, "reshard_after_forward": True}),
+        (before_with_policy, {"mp_policy": BF16, "reshard_after_forward": True}),
         (before, {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}),
     ):
         with pairs_follow(how):
@@ -100,7 +100,7 @@ def _train_uneven(rank: int, world_size: int) -> None:
     for model in (ours, kept):
         model(rows(rank, 5, 3)).sum().backward()
     for param, other in zip(ours.parameters(), kept.parameters(), strict=True):
-        assert_same(tell(param.grad), tell(other.grad), "gathered twice")
+        assert_same(plain_parts(param.grad), plain_parts(other.grad), "gathered twice")
 
 
 def test_padding_by_the_method(ranks: Ranks) -> None:
@@ -160,11 +160,11 @@ def _meta(rank: int, world_size: int) -> None:
             nn.init.normal_(param)
         optim = torch.optim.Adam(ours.parameters(), foreach=True)
         for step in range(2):
-            old = tell(ours.blocks[0][0].weight)
+            old = plain_parts(ours.blocks[0][0].weight)
             ours(rows(step, 2, 8)).sum().backward()
             optim.step()
             optim.zero_grad()
-            new = tell(ours.blocks[0][0].weight)
+            new = plain_parts(ours.blocks[0][0].weight)
             assert all(not torch.equal(old[i], new[i]) for i in ("0", "1"))
 
 
@@ -176,7 +176,7 @@ def _state(rank: int, world_size: int) -> None:
     x = rows(rank, 4, 8)
     with pairs_follow():
         ours = graphshard.compile(_pairs(), world_mesh(), backend="eager", example_inputs=(x,))
-        expected = tell(ours(x))
+        expected = plain_parts(ours(x))
         assert len(graphshard.programs(ours)) == 1
         twin = copy.deepcopy(ours)
         other = graphshard.compile(even(lambda weight: pair(2 * weight)), world_mesh(), backend="eager")
@@ -192,22 +192,22 @@ def _state(rank: int, world_size: int) -> None:
             dcp.load(state, checkpoint_id=folder[0])
         restored.load_state_dict(state)
         for model in (twin, other, full, restored):
-            assert_same(tell(model(x)), expected, "loaded")
+            assert_same(plain_parts(model(x)), expected, "loaded")
             assert type(local(model.state_dict()["blocks.0.0.weight"])) is TwoTensor
         ours.unshard()
-        assert_same(tell(ours(x)), expected, "gathered by hand")
+        assert_same(plain_parts(ours(x)), expected, "gathered by hand")
         with torch.no_grad():
-            assert_same(tell(ours(x)), expected, "without gradients")
+            assert_same(plain_parts(ours(x)), expected, "without gradients")
         block = ours.blocks[0](x)
         assert isinstance(block, TwoTensor)
         block.sum().backward()
         assert ours.blocks[0][0].weight.grad is not None
     patched = graphshard.compile(even(), world_mesh(), backend="eager")
-    plain = tell(patched(x))
+    plain = plain_parts(patched(x))
     patch_shards(patched)
-    changed = tell(patched(x))
+    changed = plain_parts(patched(x))
     assert not torch.equal(changed["0"], plain["0"])
-    assert_same(tell(copy.deepcopy(patched)(x)), changed, "copied with its methods")
+    assert_same(plain_parts(copy.deepcopy(patched)(x)), changed, "copied with its methods")
 
 
 def test_state_and_copies(ranks: Ranks) -> None:

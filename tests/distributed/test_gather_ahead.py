@@ -202,7 +202,7 @@ def test_an_unrecorded_write(ranks: Ranks) -> None:
     ranks(2).run(_not_recorded)
 
 
-def _behind(rank: int, world_size: int) -> dict[str, tuple[bool, int, int]]:
+def _after_backward(rank: int, world_size: int) -> dict[str, tuple[bool, int, int]]:
     found = {}
     for name, (model, loss, make) in BEHIND.items():
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ BEHIND: dict[str, tuple[type[nn.Module], Any, Any]] = {
 
 def test_updates_after_backward(ranks: Ranks) -> None:
     """Gathers also start after updates; with several calls in a loss the next step has another program."""
-    for found in ranks(2).run(_behind):
+    for found in ranks(2).run(_after_backward):
         assert [updated for updated, _, _ in found.values()] == [True, False, False]
         assert all(started > 0 for _, started, _ in found.values())
         assert [taken > 0 for _, _, taken in found.values()] == [True, True, False]

@@ -163,13 +163,13 @@ def test_exceptions_of_forward_propagate(
     assert not [record for record in caplog.records if "is split" in record.message]
 
 
-def _knows_tracers(net: Net, x: Tensor) -> Tensor:
+def _detects_tracing(net: Net, x: Tensor) -> Tensor:
     return (None if torch.compiler.is_compiling() else (x,))[0]  # type: ignore[index]
 
 
 def test_exceptions_of_dynamo_split_the_module(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     """An error of a statement that eager mode does not run, with example inputs and in the first call."""
-    plain = Net(_knows_tracers)
+    plain = Net(_detects_tracing)
     model = graphshard.compile(copy.deepcopy(plain), mesh, backend="eager", example_inputs=(torch.ones(5, 4),))
     for each in (plain, model):
         torch.manual_seed(0)

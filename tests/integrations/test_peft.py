@@ -52,9 +52,11 @@ def _train(impl: str, in_four_bits: bool, rank: int) -> tuple[nn.Module, dict[st
 
 def _parts(model: nn.Module) -> dict[str, Any]:
     """Return the plain tensors of all parameters: a four-bit weight has several."""
-    from tests.distributed.extended import tell
+    from tests.distributed.extended import plain_parts
 
-    return {f"{name} {key}": part for name, param in params_of(model).items() for key, part in tell(param).items()}
+    return {
+        f"{name} {key}": part for name, param in params_of(model).items() for key, part in plain_parts(param).items()
+    }
 
 
 def _trains(rank: int, world_size: int, in_four_bits: bool, folder: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from tests.distributed.extended import tell
+from tests.distributed.extended import plain_parts
 from tests.distributed.nets import rows
 from tests.distributed.twins import assert_same, params_of, twins, world_mesh
 from tests.ranks import Ranks
@@ -54,7 +54,7 @@ def _steps(rank: int, world_size: int, name: str, whole: bool) -> None:
             f"{param} {key} {part}": piece
             for param, value in params_of(model).items()
             for key, state in optim.state[value].items()
-            for part, piece in tell(state).items()
+            for part, piece in plain_parts(state).items()
         }
         for model, optim in zip(pair, optims)
     ]

@@ -74,7 +74,7 @@ def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_S
     return trainer
 
 
-def told(trainer: Any) -> dict[str, Any]:
+def log_by_step(trainer: Any) -> dict[str, Any]:
     """Return losses, norms and learning rates by step."""
     return {
         f"{name} {entry['step']}": entry[name]
@@ -93,15 +93,15 @@ def _trains(rank: int, world_size: int, folder: str) -> None:
     with launched():
         ours = trainer_of(f"{folder}/graphshard", "graphshard")
         ours.train()
-        assert len(told(ours)) == 12
-        assert_same(told(ours), told(theirs), "training")
+        assert len(log_by_step(ours)) == 12
+        assert_same(log_by_step(ours), log_by_step(theirs), "training")
         assert_same(params_of(ours.model), expected, "parameters")
         losses = [{"eval_loss": each["eval_loss"]} for each in (ours.evaluate(), evaluated)]
         assert_same(*losses, "evaluation")
     with launched():
         resumed = trainer_of(f"{folder}/graphshard", "graphshard")
         resumed.train(resume_from_checkpoint=f"{folder}/graphshard/checkpoint-2")
-        assert_same(told(resumed), told(ours), "resumed training")
+        assert_same(log_by_step(resumed), log_by_step(ours), "resumed training")
         assert_same(params_of(resumed.model), params_of(ours.model), "resumed parameters")
 
 

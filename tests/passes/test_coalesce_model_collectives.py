@@ -17,7 +17,7 @@ from graphshard.ir.program import Program
 from graphshard.passes import CoalesceModelCollectives, OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured, copied
-from tests.passes.written import ADD, CALLS, MM, RAND, SQUARE, Written, drawn, order_of, results_of, two_layers
+from tests.passes.handwritten import ADD, CALLS, MM, RAND, SQUARE, Written, drawn, order_of, results_of, two_layers
 
 MUL = aten.mul.Tensor
 

@@ -15,7 +15,7 @@ from graphshard.ir.program import Program
 from graphshard.passes import OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured, copied
-from tests.passes.written import CALLS, SQUARE, Written, drawn, order_of, results_of, two_layers
+from tests.passes.handwritten import CALLS, SQUARE, Written, drawn, order_of, results_of, two_layers
 
 MM, ADD, MUL = aten.mm.default, aten.add.Tensor, aten.mul.Tensor
 

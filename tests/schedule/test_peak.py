@@ -14,7 +14,7 @@ from graphshard.schedule.build_problem import Constraints
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.rank_consistent_planner import peak_of
 from tests.helpers import Blocks, captured, copied, through
-from tests.schedule.test_ways import PROGRAMS, _planner
+from tests.schedule.test_several_axes import PROGRAMS, _planner
 
 
 def _counted(program: Program, planner: PlanByCost) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import graphshard
 from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, params_of, sharded_alike, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, own_rows, squares, train_alike
+from tests.upstream.lockstep import Pair, own_rows, squares, train_alike
 
 Shard = Callable[..., Any]
 # Settings on a model and its blocks before a microbatch; the flag marks the last one.

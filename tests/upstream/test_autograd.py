@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import helpers
 from tests.distributed.twins import Batch, assert_same, example_llama, fsdp2, params_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, own_rows, train_alike
+from tests.upstream.lockstep import Pair, own_rows, train_alike
 
 RESHARD = [(True, 2), (False, 2), (2, 4)]
 

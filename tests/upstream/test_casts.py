@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.twins import FP32, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, needs_newer_fsdp2, own_rows, squares, train_alike
+from tests.upstream.lockstep import Pair, needs_newer_fsdp2, own_rows, squares, train_alike
 
 FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
-class _Told(nn.Module):
+class _RecordsDtypes(nn.Module):
     """A layer that records the dtypes of its inputs."""
 
     def __init__(self, name: str, told: list[Any]) -> None:
@@ -36,7 +36,7 @@ class _Two(nn.Module):
     def __init__(self, *, external: bool = False) -> None:
         super().__init__()
         self.told: list[Any] = []
-        self.first, self.second = _Told("first", self.told), _Told("second", self.told)
+        self.first, self.second = _RecordsDtypes("first", self.told), _RecordsDtypes("second", self.told)
         self.external = external
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Two(nn.Module):
         return self.second(self.first(x), y)
 
 
-def _told_alike(pair: Pair) -> list[Any]:
+def _compare_dtypes(pair: Pair) -> list[Any]:
     """Run a step of both, check that they record the same dtypes, and return these."""
     seen = []
     for model in pair:
@@ -69,7 +69,7 @@ ONE_UNIT: dict[str, tuple[str, MixedPrecisionPolicy, list[torch.dtype]]] = {
 def _one_unit(rank: int, world_size: int, case: str) -> None:
     unit, policy, expected = ONE_UNIT[case]
     pair = twins(_Two(), world_mesh(), units=[unit], mp_policy={unit: policy, "": FP32})
-    assert [dtype for _, dtype, _ in _told_alike(pair)] == expected
+    assert [dtype for _, dtype, _ in _compare_dtypes(pair)] == expected
 
 
 @pytest.mark.parametrize("case", ONE_UNIT)
@@ -81,7 +81,7 @@ def test_one_unit_in_half_precision(ranks: Ranks, case: str) -> None:
 def _external(rank: int, world_size: int, cast: bool) -> None:
     policies = {"second": MixedPrecisionPolicy(HALF, cast_forward_inputs=cast), "": FLOAT16}
     pair = twins(_Two(external=True), world_mesh(), units=["second"], mp_policy=policies)
-    root, first, second = _told_alike(pair)
+    root, first, second = _compare_dtypes(pair)
     assert (root[1], first[1], second[1:]) == (HALF, HALF, (HALF, HALF if cast else WHOLE))
 
 

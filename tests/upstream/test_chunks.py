@@ -16,8 +16,8 @@ import graphshard
 from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, local, params_of, sharded_alike
 from tests.ranks import Ranks
-from tests.upstream.alike import needs_newer_fsdp2
 from tests.upstream.language import Language, language_loss, tokens
+from tests.upstream.lockstep import needs_newer_fsdp2
 
 Shard = Callable[..., Any]
 

@@ -29,7 +29,7 @@ from tests.distributed.twins import (
     world_mesh,
 )
 from tests.ranks import Ranks
-from tests.upstream.alike import Layer, launches, own_rows
+from tests.upstream.lockstep import Layer, launches, own_rows
 
 Shard = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import graphshard
 from tests.distributed.twins import CountLaunches, assert_same, example_llama, fsdp2, params_of, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares
+from tests.upstream.lockstep import own_rows, squares
 
 TRAINED = ("wq", "wv")  # trained weights of the attention in models whose rest is frozen
 

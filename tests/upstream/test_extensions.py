@@ -13,10 +13,18 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from tests.distributed.extended import BF16, before, before_told, even, pair, pairs_follow, train_and_compare_with_fsdp2
+from tests.distributed.extended import (
+    BF16,
+    before,
+    before_with_policy,
+    even,
+    pair,
+    pairs_follow,
+    train_and_compare_with_fsdp2,
+)
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares
+from tests.upstream.lockstep import own_rows, squares
 
 
 def _materialized(model: nn.Module) -> None:
@@ -31,7 +39,7 @@ def _from_meta(rank: int, world_size: int) -> None:
         with torch.device("meta"):
             return even(pair)
 
-    for how in (before, before_told):
+    for how in (before, before_with_policy):
         for reshard in (True, False):
             with pairs_follow(how):
                 train_and_compare_with_fsdp2(

@@ -14,7 +14,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 
 from tests.distributed.twins import assert_same, grads_of, params_of, sharded_alike, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import launches, own_rows, squares, stack, train_alike
+from tests.upstream.lockstep import launches, own_rows, squares, stack, train_alike
 
 Shard = Callable[..., Any]
 

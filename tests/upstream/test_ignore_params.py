@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.twins import assert_same, params_of, sharded_alike
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows
+from tests.upstream.lockstep import own_rows
 
 
 class _Inner(nn.Module):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from tests.distributed.twins import OURS, assert_same, grads_of, groups_of, local, sharded_alike
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares, stack, train_alike
+from tests.upstream.lockstep import own_rows, squares, stack, train_alike
 
 Shard = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.twins import OURS, local
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares, stack
+from tests.upstream.lockstep import own_rows, squares, stack
 
 
 def _deleted(rank: int, world_size: int) -> None:

@@ -16,7 +16,7 @@ from graphshard.ir.units import reduced_in
 from tests.distributed.nets import largest_dim
 from tests.distributed.twins import BF16, FP32, assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, needs_fsdp2_of_2_12, own_rows, reduced_dtypes, squares, stack, train_alike
+from tests.upstream.lockstep import Pair, needs_fsdp2_of_2_12, own_rows, reduced_dtypes, squares, stack, train_alike
 
 REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 # reshard_after_forward, world size, and whether parameters are sharded along their largest dim.

@@ -20,7 +20,7 @@ from tests.distributed.twins import (
     sharded_alike,
 )
 from tests.ranks import Ranks
-from tests.upstream.alike import Layer, launches, needs_newer_fsdp2, own_rows, squares
+from tests.upstream.lockstep import Layer, launches, needs_newer_fsdp2, own_rows, squares
 
 Shard = Callable[..., Any]
 

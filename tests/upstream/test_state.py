@@ -13,7 +13,7 @@ import graphshard
 from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, grads_of, local, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import own_rows, squares, stack
+from tests.upstream.lockstep import own_rows, squares, stack
 
 
 def _applied_twice(rank: int, world_size: int) -> None:

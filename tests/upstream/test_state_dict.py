@@ -18,7 +18,7 @@ import graphshard
 from tests.distributed.nets import Block, largest_dim
 from tests.distributed.twins import assert_same, example_llama, fsdp2, local, twins, world_mesh
 from tests.ranks import Ranks
-from tests.upstream.alike import Pair, own_rows, squares, stack, train_alike
+from tests.upstream.lockstep import Pair, own_rows, squares, stack, train_alike
 
 
 def _nested(dim: int) -> nn.Module:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.nets import Block, largest_dim
 from tests.distributed.twins import OURS, assert_same, grads_of, sharded_alike
 from tests.ranks import Ranks
-from tests.upstream.alike import needs_newer_fsdp2, own_rows, squares, train_alike
 from tests.upstream.language import Language, language_loss
+from tests.upstream.lockstep import needs_newer_fsdp2, own_rows, squares, train_alike
 
 Shard = Callable[..., Any]
 

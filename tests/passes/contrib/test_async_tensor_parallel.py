@@ -21,7 +21,7 @@ from graphshard.ir.program import Program
 from graphshard.passes import AsyncTensorParallel, OverlapModelCollectives
 from graphshard.pipeline.pipeline import run_pass
 from tests.helpers import Blocks, captured
-from tests.passes.written import Written, order_of
+from tests.passes.handwritten import Written, order_of
 
 MM, ADDMM, VIEW, SPLIT, CAT = (
     aten.mm.default,

@@ -55,6 +55,6 @@ def _fails(rank: int, world_size: int) -> tuple[str, float]:
 
 def test_a_capturing_rank_learns_of_a_failure(ranks: Ranks) -> None:
     (told, seconds), (said, _) = ranks(2).run(_fails)
-    assert "test_still_wanted.py:" in said
+    assert "test_cancellation.py:" in said
     assert said.splitlines()[0] in told
     assert seconds < PAUSE * BLOCKS / 2

@@ -73,7 +73,7 @@ class Counts(Stack):
         return self.head(x).sum()
 
 
-class IsTold(Block):
+class UsesSharedIndex(Block):
     now: dict[str, int]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def program_of(model: nn.Module, **options: Any) -> Program:
     return program
 
 
-def told(program: Program) -> dict[str, Any]:
+def describe(program: Program) -> dict[str, Any]:
     """Describe a program completely, with values numbered in order."""
     for phase in program.phases.values():
         for node in phase.module.graph.nodes:
@@ -139,7 +139,7 @@ def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     expected = program_of(long, **options)
     monkeypatch.delenv(VARIABLE)
     found = program_of(model, **options)
-    expected_says, says = told(expected), told(found)
+    expected_says, says = describe(expected), describe(found)
     for key, value in expected_says.items():
         assert says[key] == value, key
     assert not any(stage.name == "stamp" for stage in expected.history)
@@ -244,10 +244,10 @@ def test_a_block_that_differs(fake_world: FakeWorld, monkeypatch: pytest.MonkeyP
     [
         lambda: Stack([UsesItsIndex(index=number) for number in range(8)]),
         lambda: Skips([Block() for _ in range(8)]),
-        lambda: Counts([IsTold() for _ in range(8)]),
+        lambda: Counts([UsesSharedIndex() for _ in range(8)]),
         lambda: Frozen([Block() for _ in range(8)]),
     ],
-    ids=["index", "skips", "told", "frozen"],
+    ids=["index", "skips", "counts", "frozen"],
 )
 def test_captures_every_block_in_doubt(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     fake_world(4)
