@@ -76,7 +76,7 @@ UNVERIFIED = {"GRAPHSHARD_VERIFY": "off"}
 # second; hundreds of them take half of the machine.
 MOST_THREADS = 60
 
-# Prefixes of graphshard's environment variables.
+# Prefix of graphshard's environment variables.
 OURS = "GRAPHSHARD_"
 
 

@@ -224,7 +224,7 @@ def _threads(rank: int, world_size: int, width: int) -> int:
     All threads count: gloo's get their names some time after they start.
     """
     if width:
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes new ranks seconds
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # seconds on new ranks
 
         mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))
         sharded = distribute_tensor(torch.ones(world_size, width), mesh, [Replicate(), Shard(0)])

@@ -100,7 +100,7 @@ def test_pointwise_chain_is_one_kernel():
 
 
 def test_operators_that_run_one_by_one():
-    """Each reads its inputs, writes its result, and takes a launch; matmuls cost the same."""
+    """Each reads its inputs, writes its result, and is launched separately; matmuls cost the same."""
     x, y, w = torch.randn(64, 32), torch.randn(32), torch.randn(32, 32)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x, y, w: (((x * y).relu() + 1) @ w).exp().view(-1))(
         x, y, w

@@ -85,7 +85,7 @@ class Job:
             model(torch.ones(rows, 4)).backward()
 
     def trained(self, **options: Any) -> Any:
-        """Train a model for two steps and a forward without gradients; time counts from the next fault."""
+        """Train a model for two steps on all ranks, before the fault."""
         model = self.model(**options)
         self.steps(model, 2)
         dist.barrier()

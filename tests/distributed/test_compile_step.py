@@ -234,7 +234,7 @@ def _odd(rank: int, world_size: int, clip_norm: float | None) -> list[bool]:
 
 
 def test_odd_parameters(ranks: Ranks) -> None:
-    """Tied, frozen, unused, scalar and transposed ones; the optimizer's state is loaded in between.
+    """Tied, frozen, unused, scalar and transposed parameters; the optimizer state is loaded in between.
 
     FSDP2 does not support scalars and transposed parameters, so the reference is a separate step of the same model.
     """
@@ -400,7 +400,7 @@ def _inductor(rank: int, world_size: int, given: dict[str, bool], separate: dict
     ("given", "separate"), [({}, {"fused": True}), ({"foreach": False}, {"foreach": False})], ids=str
 )
 def test_inductor(ranks: Ranks, given: dict[str, bool], separate: dict[str, bool]) -> None:
-    """Equals a separate step of the same program, which is made to use the same optimizer kernel."""
+    """Equals a separate step of the same program with the same optimizer kernel."""
     ranks(2).run(_inductor, given, separate)
 
 

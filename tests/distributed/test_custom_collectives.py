@@ -95,9 +95,8 @@ def _each_larger(rank: int, world_size: int) -> None:
     gather, reduce = _comms(model.blocks[0])
     _train(rank, model)
     names = [name for name, _ in model.blocks[0].named_parameters()]
-    assert len(gather.calls) == len(names) + len(
-        [name for name in names if "bias" not in name]
-    )  # backward reads no bias
+    # Backward reads no bias.
+    assert len(gather.calls) == len(names) + len([name for name in names if "bias" not in name])
     assert len(reduce.calls) == len(names)
     (plain(torch.cat([rows(r) for r in range(world_size)])).sum() / world_size).backward()
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -107,7 +107,7 @@ def test_padding_by_the_method(ranks: Ranks) -> None:
     ranks(2).run(_train_uneven)
 
 
-# What notes is no variable of a method, which may change none.
+# The recorder is a module-level mock, because a method must not change the variables that it reads.
 _note_out = mock.Mock()
 
 

@@ -193,7 +193,7 @@ def _peaks(
 @pytest.mark.parametrize(
     ("shape", "names", "again"),
     [
-        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # covered by the others
+        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # the other cases cover it
         ((2, 2), ("replicate", "shard"), None),
         ((4,), ("dp",), 2),
         ((2, 2), ("dp", "tp"), None),

@@ -101,7 +101,7 @@ def _freed_and_gathered_again(rank: int, world_size: int, policy: str) -> None:
                     other.backward()
                 else:
                     (one + other).backward()
-                _reshard_all(model)  # FSDP2 keeps full parameters without gradients
+                _reshard_all(model)  # FSDP2 leaves unsharded parameters, which have no gradient
             assert_same(*map(grads_of, pair), f"{way.__name__}, gradients of step {step}")
 
 

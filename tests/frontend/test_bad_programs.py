@@ -88,7 +88,7 @@ def test_a_file_of_graphshard_export_is_for_inference(tmp_path: Path) -> None:
         module_of(path)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies a tree
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch's copy of a pytree
 def test_a_program_that_was_decomposed(mesh: DeviceMesh) -> None:
     program = exported(Wide(), rows).run_decompositions()
     with pytest.raises(

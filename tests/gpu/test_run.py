@@ -220,7 +220,7 @@ def test_kills_an_unresponsive_process() -> None:
 
 
 def test_each_variant_is_measured_somewhere() -> None:
-    """And the most compared ones in every world."""
+    """The variants that are compared most are measured in every world."""
     everywhere = {"FSDP2", "FSDP2, compiled blocks", "graphshard", "graphshard, compile_step", "DDP"}
     assert set(names(64)) == everywhere
     assert set(names(1)) == everywhere | {"torch.compile, not sharded"}

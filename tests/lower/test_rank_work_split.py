@@ -87,7 +87,7 @@ def test_regions_of_others_come_last_and_are_waited_for(tmp_path: Path) -> None:
                     found.append(claim.names)
                 if len(found) == 2:
                     assert told == []
-                    other.kill()  # it leaves its lock
+                    other.kill()  # its lock file remains
         finally:
             other.kill()
     assert found == [("region_0",), ("region_2",), ("region_1",)]

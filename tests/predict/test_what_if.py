@@ -180,7 +180,7 @@ def test_meshes_of_other_sizes(mesh: Any, ranks: int, expected: Any) -> None:
 
 
 def test_impossible_changes_are_left_out() -> None:
-    """The reason is given, and the rest is answered."""
+    """The error gives the reason, and the other questions are answered."""
     case = replace(CASE, training=Training(global_batch=64))
     found = answer(study_of(case), case, ["batch"], (16, 4096))
     assert [each.change for each in found.changes] == ["batch 4 per rank", "batch 1 per rank"]

@@ -24,7 +24,7 @@ def test_shards_on_the_host_are_gathered_on_the_device(
 ) -> None:
     """NCCL does not support host tensors. The meta device replaces the GPU.
 
-    The copies are the ones with host synchronization (`tests/ir/test_operators.py`, and the race detector of streams).
+    The copies synchronize with the host (`tests/ir/test_operators.py`, and the race detector of streams).
     """
     copied: list[torch.Tensor] = []
 
