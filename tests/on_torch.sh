@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The tests with another release of torch, in an environment of its own that is made here and removed:
+# Run the tests with another release of torch, in a temporary environment:
 #
 #     tests/on_torch.sh 2.15.0                                  the quick tests
 #     tests/on_torch.sh 2.15.0 -m '' tests/distributed          other arguments of pytest
 #     PYTHON=python3.13 tests/on_torch.sh 2.15.0                another Python
-#     ENVIRONMENT=~/torch-2.15 tests/on_torch.sh 2.15.0         an environment that is kept, and used again
+#     ENVIRONMENT=~/torch-2.15 tests/on_torch.sh 2.15.0         an environment to keep and reuse
 #
 # The registry's releases bring several gigabytes of CUDA libraries. For those without:
 # PIP_INDEX_URL=https://download.pytorch.org/whl/cpu PIP_EXTRA_INDEX_URL=https://pypi.org/simple
@@ -20,7 +20,7 @@ fi
 [ -x "$ENVIRONMENT/bin/python" ] || "${PYTHON:-python3}" -m venv "$ENVIRONMENT"
 . "$ENVIRONMENT/bin/activate"
 
-# Without the limits that pyproject.toml sets for torch, so that releases beyond them can be tried.
+# Ignore pyproject.toml's version limits for torch, so that newer releases can be tested.
 wanted=$(mktemp)
 python3 - > "$wanted" <<'PY'
 import json

@@ -1,4 +1,7 @@
-"""Changes to a compiled model: its forward, requires_grad, and when ranks communicate."""
+"""Changes to a compiled model: its forward, requires_grad, and when ranks communicate.
+
+The tests are regressions; their docstrings describe the earlier failures.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def _wrapped(rank: int, world_size: int, wrap: Callable[[Any], None], after: int
 @pytest.mark.parametrize("wrap", [_wrap, _wrap_by_class])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_forward_that_wraps_the_original(ranks: Ranks, wrap: Callable[[Any], None], after: int) -> None:
-    """The wrapper was captured itself, and failed when it called the previous forward."""
+    """The wrapper itself was captured, and failed when it called the original forward."""
     ranks(2).run(_wrapped, wrap, after)
 
 
@@ -102,7 +105,7 @@ def _frozen(rank: int, world_size: int) -> None:
 
 
 def test_a_parameter_frozen_between_microbatches(ranks: Ranks) -> None:
-    """Its sum was dropped, and came back when it was trained again."""
+    """Its accumulated gradient was dropped, and reappeared when the parameter was trained again."""
     ranks(2).run(_frozen)
 
 
@@ -145,7 +148,7 @@ def _kept_under_autocast(rank: int, world_size: int) -> None:
 
 
 def test_keeps_parameters_that_autocast_casts(ranks: Ranks) -> None:
-    """The plan is reused from the previous program, but other values are alive at once, and a rule failed."""
+    """The plan was reused from the previous program, although other values are alive at once, and a rule failed."""
     ranks(2).run(_kept_under_autocast)
 
 

@@ -1,4 +1,4 @@
-"""Meshes and models with experts that are refused, each with an error that names it; no ranks are needed."""
+"""Meshes and models with experts that are rejected, each with an error that names it; no ranks are needed."""
 
 from __future__ import annotations
 

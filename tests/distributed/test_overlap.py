@@ -29,7 +29,7 @@ PASSES = graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit(pack_gathers_
 
 
 class _Stack(nn.Module):
-    """Only blocks."""
+    """A stack of blocks only."""
 
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
