@@ -79,7 +79,9 @@ def test_kinds_of_lines() -> None:
 
 
 def test_inputs_of_a_region_are_freed_before_it_runs() -> None:
-    """inputs = [a, b];  a = None
+    """The list holds the last reference to an input without later uses.
+
+    inputs = [a, b];  a = None
     (y,) = self.region_0(inputs)
     """
     for phase in ("forward", "backward"):

@@ -254,7 +254,7 @@ def test_an_expert_axis() -> None:
 
 @pytest.mark.parametrize("product", [grouped, one_by_one], ids=["grouped", "one by one"])
 def test_formulas_of_experts(product: Any) -> None:
-    """The batch determines the numbers of tokens; more ranks have the same number of experts each."""
+    """The batch determines the numbers of tokens; more ranks extend the data axis, not the expert axis."""
 
     def explain_net(shape: dict[str, int], batch: int, symbols: dict[str, int] | None = None) -> Any:
         return graphshard.explain(

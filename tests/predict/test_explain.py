@@ -350,7 +350,7 @@ def test_plan_and_regions_equal_compile(fake_world):
 
 
 def test_limits(study):
-    """On a slow network the link; with much work for few bytes compute; with too little memory memory."""
+    """A slow network gives "link", much work for few bytes "compute", too little memory "memory"."""
     h100 = graphshard.load_profile("h100")
     assert study.explain((1024,), h100, "in-training").limit == "link"
     slow = dataclasses.replace(
