@@ -95,10 +95,10 @@ CASES = {
     "by heads": _context("by heads", {"dp": 2, "cp": 2}, 1),
     "ring": _context("ring", {"dp_replicate": 2, "dp_shard": 1, "cp": 2}, 2),
     "context alone": _context("ring", {"cp": 4}, 4),
-    "neighbours": _neighbors("ring", {"dp": 4}, 2, 2),
-    "neighbours by heads": _neighbors("by heads", {"dp": 4}, 2, 1),
-    "neighbours and replicas": _neighbors("gathered", {"replicate": 2, "dp": 2}, 2, 2),
-    "neighbours on a context axis": _neighbors("ring", {"dp": 1, "cp": 4}, 2, 4),
+    "neighbors": _neighbors("ring", {"dp": 4}, 2, 2),
+    "neighbors by heads": _neighbors("by heads", {"dp": 4}, 2, 1),
+    "neighbors and replicas": _neighbors("gathered", {"replicate": 2, "dp": 2}, 2, 2),
+    "neighbors on a context axis": _neighbors("ring", {"dp": 1, "cp": 4}, 2, 4),
     "all of a data axis": _neighbors("ring", {"dp": 4}, 4, 4),
     "experts": _experts({"dp": 2, "ep": 2}),
     "experts and replicas": _experts({"replicate": 2, "dp": 1, "ep": 2}),
@@ -144,7 +144,7 @@ def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str 
 
 # Other kinds of neighbors and context parallelism, and experts with replicas; other tests cover these without replicas.
 _SLOW = (
-    *("neighbours by heads", "neighbours and replicas", "neighbours on a context axis", "all of a data axis"),
+    *("neighbors by heads", "neighbors and replicas", "neighbors on a context axis", "all of a data axis"),
     *("ring", "by heads", "context alone", "experts and replicas"),
 )
 
@@ -222,7 +222,7 @@ def test_rejects_the_same_number_of_ranks_on_other_axes(ranks: Ranks, tmp_path: 
 
 
 def _without_group(rank: int, world_size: int, path: str) -> str:
-    model = CASES["neighbours"].parallelize(None, mesh := _mesh({"dp": 4}))
+    model = CASES["neighbors"].parallelize(None, mesh := _mesh({"dp": 4}))
     with mock.patch.object(load, "group_of", return_value=None), pytest.raises(ArtifactError) as error:
         graphshard.load(path, model, mesh)
     assert error.value.field == "mesh"
@@ -232,7 +232,7 @@ def _without_group(rank: int, world_size: int, path: str) -> str:
 def test_neighbors_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
     """A model built differently on the ranks than for the export has no process group for its programs."""
     path = tmp_path / "model.gshard"
-    shape, make, parallelize, batch, _ = CASES["neighbours"]
+    shape, make, parallelize, batch, _ = CASES["neighbors"]
     graphshard.export(
         make(), shape, path, example_inputs=batch(), parallelize=parallelize, backend="eager", device="cpu"
     )

@@ -31,7 +31,7 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 # Attention of the other cases is a GPU operator.
 RUN_ANYWHERE = ("tied",)
-RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbours", "context alone")
+RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbors", "context alone")
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

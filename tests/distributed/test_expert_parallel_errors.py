@@ -174,12 +174,12 @@ WRONG: dict[str, tuple[Callable[[], None], type[Exception], str]] = {
         r"^shard_placement_fn returned a ShardPlacementResult with the mesh_info .* Give FSDPMeshInfo\(mesh",
     ),
     "one name for two axes": (_same_name, ArgumentError, r"each have an axis 'x', along which this rank has others\. "),
-    "gathered among neighbours": (
+    "gathered among neighbors": (
         _among_neighbors,
         UnsupportedError,
         r"^reshard_after_forward=2 with parameters on another mesh, as experts are, is not supported",
     ),
-    "a unit gathered among neighbours": (
+    "a unit gathered among neighbors": (
         _unit_among_neighbors,
         UnsupportedError,
         r"^reshard_after_forward: layers\.0\.experts is sharded over another mesh than the whole, and gathers",

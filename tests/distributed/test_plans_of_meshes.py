@@ -198,7 +198,7 @@ def _peaks(
         ((4,), ("dp",), 2),
         ((2, 2), ("dp", "tp"), None),
     ],
-    ids=["one axis", "replicas", "neighbours", "tensor axis"],
+    ids=["one axis", "replicas", "neighbors", "tensor axis"],
 )
 def test_measured_memory_matches_the_plan(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
     """Never more: a plan counts the maximum of each stretch of compute."""

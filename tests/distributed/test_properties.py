@@ -202,7 +202,7 @@ FOUND = {
     "uses of a parameter in the first of two microbatches": (
         '{"first":{},"last":{"pieces":[{"kind":"weights","size":2,"flag":true}]},"policy":"bf16","sync":[false,true]}'
     ),
-    "draws of a region are drawn again, and sizes are saved": (
+    "a region recomputes random numbers and saves sizes": (
         '{"blocks":[{"pieces":[{"kind":"dropout"},{"kind":"linear","size":2}]}],'
         '"calls":[{"block":0,"checkpoint":"plain"}],"sizes":[[3,6],[4,5]],"dynamic":true}'
     ),

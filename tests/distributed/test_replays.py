@@ -177,7 +177,7 @@ def test_graphs_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("script", "made"),
     [(_steps, {"dropout": 0.5}), (_microbatches, {"dropout": 0.5, "again": True})],
-    ids=["dropout", "dropout that is drawn again"],
+    ids=["dropout", "recomputed dropout"],
 )
 def test_random_numbers(ranks: Ranks, script: Script, made: dict[str, Any]) -> None:
     """The generator has the same state as without graphs, also at the end."""

@@ -45,7 +45,7 @@ def _scale(grad: Tensor | None) -> Tensor | None:
 
 REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "hook": lambda net: (out := net(X), out[0].register_hook(_scale), out[1].sum())[2],
-    "hook, and a gradient of its own": lambda net: (
+    "hook, and a separate gradient": lambda net: (
         out := net(X),
         out[0].register_hook(_scale),
         out[1].sum() + out[0].sum(),
@@ -54,8 +54,8 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "retained, in an attribute": lambda net: (out := net(X), net.feature.retain_grad(), out[1].sum())[2],
 }
 ALLOWED: dict[str, Callable[[Any], Tensor]] = {
-    "hook on what is not on the way": lambda net: (out := net(X), out[2].register_hook(_scale), sum(out).sum())[2],
-    "hook behind": lambda net: (out := net(X), out[1].register_hook(_scale), (out[0] + out[1]).sum())[2],
+    "hook off the path": lambda net: (out := net(X), out[2].register_hook(_scale), sum(out).sum())[2],
+    "hook after": lambda net: (out := net(X), out[1].register_hook(_scale), (out[0] + out[1]).sum())[2],
     "gradients of that alone": lambda net: (out := net(X), out[0].register_hook(_scale), out[0].sum())[2],
     "no hook": lambda net: sum(net(X)).sum(),  # type: ignore[misc]
 }

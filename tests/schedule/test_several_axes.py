@@ -43,7 +43,7 @@ PROGRAMS = {
     "all in a node": _replicated((2, 4)),
     "all between nodes": _replicated((2, 64)),
     "replicas only": _replicated((8, 1)),
-    "neighbours gather again": _regathered(),
+    "neighbors gather again": _regathered(),
 }
 
 
@@ -113,7 +113,7 @@ def test_fsdp2s_order_equals_the_plan_by_unit(name: str, *, exact: bool) -> None
 
 def test_each_phase_has_the_link_of_its_axes() -> None:
     """Regathers run within a node, next to reductions between nodes; second stages use the link of the replicas."""
-    program = PROGRAMS["neighbours gather again"]
+    program = PROGRAMS["neighbors gather again"]
     problem = build(program, Costs(H100, mesh=program.mesh), Settings()).problem
     forward, backward, _ = problem.chains
     first, again = (problem.link_of(chain) for chain in (forward, backward))
@@ -137,7 +137,7 @@ def test_each_phase_has_the_link_of_its_axes() -> None:
 def test_kept_parts_for_the_regather() -> None:
     """Hand-computed: forward keeps an eighth of each gathered parameter that backward gathers."""
     plain = captured(Blocks(4, 16, bias=True), BATCH, world_size=32, reshard_after_forward=True)
-    programs = PROGRAMS["neighbours gather again"], through(plain, "partition")
+    programs = PROGRAMS["neighbors gather again"], through(plain, "partition")
     with_pieces, without = (build(program, Costs(H100), Settings()).problem.chains for program in programs)
     again = [g.num_bytes for g in with_pieces[1].gathers]
     assert again == [g.num_bytes for g in without[1].gathers]

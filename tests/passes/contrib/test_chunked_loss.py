@@ -237,7 +237,7 @@ class Clipped(torch.autograd.Function):
 
 LEFT: dict[str, Loss] = {
     "returned": lambda logits, targets: (_mean(logits, targets), logits),
-    "read besides": lambda logits, targets: _mean(logits, targets) + logits.logsumexp(-1).mean(),
+    "read elsewhere": lambda logits, targets: _mean(logits, targets) + logits.logsumexp(-1).mean(),
     "cut": lambda logits, targets: _mean(logits[:, :-1], targets[:, 1:]),
     "smoothed": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), label_smoothing=0.1),
     "weighted": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten(), weight=torch.ones(VOCAB)),
