@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphshard.runtime.rendezvous import End, Rendezvous
+from graphshard.runtime.peers import End, Rendezvous
 
 CONNECTIONS = 64
 HEADER = ("ranks", "differs", "seconds", "bytes sent", "bytes read", "requests/rank", "checks/rank", "all texts, bytes")

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
 from graphshard.ir.program import Phase
-from graphshard.runtime.gloo import gather_into_buffers
+from graphshard.runtime.collective_launches import gather_into_buffers
 from graphshard.schedule.schedule_graph import ScheduledGraph
 
 AXES = ("dp", "tp", "cp")

@@ -5,7 +5,7 @@
 Each run is two new processes that repeatedly gather seven tensors at once. With the functional operator
 (`_c10d_functional.all_gather_into_tensor`) some runs die of SIGSEGV, or of SIGABRT with "malloc(): unaligned tcache
 chunk detected" and the like; with `torch.distributed.all_gather_into_tensor` on the same tensors, none does. graphshard
-launches the latter on gloo (`graphshard/runtime/gloo.py`).
+launches the latter on gloo (`graphshard/runtime/collective_launches.py`).
 """
 
 from __future__ import annotations

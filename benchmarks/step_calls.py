@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.lower.executor import Boxed
-from graphshard.runtime import gradient_ready
+from graphshard.runtime import step_overlap
 from graphshard.runtime.bound_program import BoundProgram
 from graphshard.torch_compat.dtensor import fake_world
 
@@ -90,7 +90,7 @@ def _returning_again() -> Iterator[None]:
 
         return call
 
-    code, code_of_arrivals = BoundProgram.code, gradient_ready._Code
+    code, code_of_arrivals = BoundProgram.code, step_overlap._Code
 
     def of_arrivals(*args: Any) -> Any:
         made = code_of_arrivals(*args)
@@ -99,7 +99,7 @@ def _returning_again() -> Iterator[None]:
 
     with (
         mock.patch.object(BoundProgram, "code", lambda self, phase: once(phase.module, code(self, phase))),
-        mock.patch.object(gradient_ready, "_Code", of_arrivals),
+        mock.patch.object(step_overlap, "_Code", of_arrivals),
     ):
         yield
 

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import EXCHANGE_RANKS
-from graphshard.runtime.gloo import add_own_half, all_gather, swap_halves
+from graphshard.runtime.collective_launches import add_own_half, all_gather, swap_halves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -163,7 +163,7 @@ def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
             c10d.wait_tensor(all_gather(gathered[:1], size, group))
         for gradient in full:
             if size == EXCHANGE_RANKS:
-                add_own_half(c10d.wait_tensor(swap_halves(gradient, group)), gradient, "avg", group)
+                add_own_half(c10d.wait_tensor(swap_halves(gradient, "avg", 2, group)), gradient, "avg", group)
             else:
                 c10d.wait_tensor(c10d.reduce_scatter_tensor(gradient, "avg", size, group))
         return 0.0

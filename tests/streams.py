@@ -34,11 +34,11 @@ import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
 from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, TOGETHER, UPLOAD
 from graphshard.lower.executor_lines import CallLine, Line, print_lines
-from graphshard.runtime.gloo import FUNCTIONAL
+from graphshard.runtime.collective_launches import IN_PLACE
 
 COMPUTE, HOST, KEPT = "compute", "host", "kept "
 CUDA = torch.device("cuda", 0)
-_COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES | FUNCTIONAL.keys()
+_COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES | set(IN_PLACE.values())
 
 
 class Buffer:
@@ -308,7 +308,7 @@ class Machine:
     def _collective(self, operator: Any, args: tuple[Any, ...]) -> Any:
         several = isinstance(args[0], (list, tuple))
         given = list(args[0]) if several else [args[0]]
-        if operator in FUNCTIONAL:  # in place
+        if operator in IN_PLACE.values():  # in place
             results = given
             self.started(args[-1], given, given)
         elif operator in ALL_REDUCES:  # on a copy

@@ -239,7 +239,7 @@ class Exporter:
             data["accumulate"] = encode_pass(step) if step is not None else None
             return variant.phases["backward"], (BackwardEntry(sorted(used), microbatch), data)
 
-        names = tracer.model_names
+        names = {ref.row.name: ref.name for ref in tracer.params}
         # Until the last microbatch gradients are not reduced at all, or over shards only.
         settings = {"no-sync": "unsynced", "no-all-reduce": "unreplicated"}
         if program.mesh.replicate is None:

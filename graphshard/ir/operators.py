@@ -64,7 +64,7 @@ def _reducing(value: Tensor, op: str, group: str) -> Tensor:
 
 def _joining(value: Tensor, num_ranks: int, group: str) -> Tensor:
     whole = value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
-    # The functional all-gather corrupts gloo's heap, see runtime/gloo.py.
+    # The functional all-gather corrupts gloo's heap, see runtime/collective_launches.py.
     all_gather_into(whole, value.contiguous(), group)
     return whole
 

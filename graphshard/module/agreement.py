@@ -1,7 +1,7 @@
 """Agreement of the ranks of one model on its plans, its parameters and its collectives.
 
 Ranks must run the same collectives in the same order. Programs that differ are found before they run: ranks compare
-hashes of what their programs communicate in the rendezvous store (`runtime/rendezvous.py`).
+hashes of what their programs communicate in the rendezvous store (`runtime/peers.py`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.pipeline.pipeline import Pipeline
@@ -64,23 +63,20 @@ class Agreement:
             self.everyone.follow(self.peers)
         return self.everyone
 
-    @property
-    def _planning(self) -> Peers:
-        """The ranks that plan together."""
-        ranks = self._others or self.peers
-        assert ranks is not None
-        return ranks
-
     def pipeline(self, passes: Pipeline) -> Pipeline:
         """Return the passes with a planner that plans alike on all ranks."""
         if self.peers is None and self.everyone is None:
             return passes
-        if self._pipeline is None:
-            self._pipeline = Pipeline(agreed(passes, self._share, lambda number: self._planning.most(number)))
-        return self._pipeline
 
-    def _share(self, program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return cast("dict[str, Any]", json.loads(self._planning.share(lambda: json.dumps(make()))))
+        def planning() -> Peers:
+            return cast(Peers, self._others or self.peers)
+
+        def share(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+            return cast("dict[str, Any]", json.loads(planning().share(lambda: json.dumps(make()))))
+
+        if self._pipeline is None:
+            self._pipeline = Pipeline(agreed(passes, share, lambda number: planning().most(number)))
+        return self._pipeline
 
     def check(self, program: Program) -> bool:
         """Raise `DivergenceError` if another rank communicates otherwise.
@@ -98,10 +94,6 @@ class Agreement:
             everyone.agree(json.dumps([{}, shared]), functools.partial(difference, everyone.rank))
         self._known.add(text)
         return True
-
-    def check_accumulation(self, program: Program) -> None:
-        """Check a program of another backward, which accumulates gradients over microbatches."""
-        self.check(replace(program, reason="gradients of microbatches are accumulated in another way"))
 
     def all_have(self, program: Program | None) -> bool:
         """Return whether a cached program may be run: every rank has found one, and all communicate alike."""
@@ -127,7 +119,7 @@ class Agreement:
     def compiled(self) -> None:
         """Wait until the other ranks have compiled a new program, too; raise `PeerError` if one cannot."""
         if self.peers is not None:
-            self.peers.agree("compiled", lambda first, theirs, mine: "")
+            self.peers.agree("compiled", lambda *_: "")
 
     @contextlib.contextmanager
     def on_graph_breaks(self) -> Iterator[None]:
@@ -136,13 +128,23 @@ class Agreement:
             yield
             return
 
+        def agree(error: GraphBreak, most: int) -> None:
+            """Make a graph break the same on all ranks, which split the module alike."""
+            error.differentiates = most == _DIFFERENTIATES
+            if most > _RAISED:
+                error.raised = ""
+
         def hear(most: int) -> None:
             if most:
+                raised = "an exception" if most == _RAISED else ""
                 found = GraphBreak(
-                    "forward", "Another rank cannot trace it.", "The log of that rank names the line.", is_own=True
+                    "forward",
+                    "Another rank cannot trace it.",
+                    "The log of that rank names the line.",
+                    raised=raised,
+                    is_own=True,
                 )
-                _agree(found, most)
-                found.raised = "an exception" if most == _RAISED else ""
+                agree(found, most)
                 raise found
 
         try:
@@ -150,29 +152,23 @@ class Agreement:
                 yield
         except GraphBreak as error:
             own = _DIFFERENTIATES if error.differentiates else _RAISED if error.raised else _BROKEN
-            _agree(error, self.peers.most(own))
+            agree(error, self.peers.most(own))
             raise
         hear(self.peers.most(_WHOLE))
 
 
-def _agree(error: GraphBreak, most: int) -> None:
-    """Make a graph break the same on all ranks, which split the module alike."""
-    error.differentiates = most == _DIFFERENTIATES
-    if most > _RAISED:
-        error.raised = ""
-
-
 def agreed_text(program: Program) -> str:
     """Return what must be the same on all ranks: parameters that are sharded or reduced, and collectives in order."""
-    parameters = {row.name: _described(row) for row in program.params if not row.ignored}
+    parameters = {}
+    for row in program.params:
+        if not row.ignored:
+            text = f"{dtype_name(row.dtype)}[{', '.join(map(str, row.shape))}]"
+            if row.split is not None:
+                text += f", of {list(row.split.shape)} {' and '.join(map(str, row.split.cuts))},"
+            if row.num_shards > 1:
+                text += f" in {row.num_shards} shards along dim {row.dim}"
+            parameters[row.name] = text
     return json.dumps([parameters, program.communication])
-
-
-def _described(row: ParamSpec) -> str:
-    shape = f"{dtype_name(row.dtype)}[{', '.join(map(str, row.shape))}]"
-    if row.split is not None:
-        shape = f"{shape}, of {list(row.split.shape)} {' and '.join(map(str, row.split.cuts))},"
-    return f"{shape} in {row.num_shards} shards along dim {row.dim}" if row.num_shards > 1 else shape
 
 
 def difference(me: int, first: int, theirs: str, mine: str) -> str:

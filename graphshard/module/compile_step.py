@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +24,9 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.runtime.autograd_checks import trained_by_one_call
-from graphshard.runtime.gradient_ready import Arrival, GradientConsumer
 from graphshard.runtime.optimizer_updates import ELEMENTWISE, Clipping, Updates, is_elementwise, is_whole, placed_alike
-from graphshard.runtime.prefetch import GatherPrefetch
 from graphshard.runtime.shards import shard_of
+from graphshard.runtime.step_overlap import Arrival, GatherPrefetch, GradientConsumer
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
 from graphshard.utils.text import brief
 
@@ -87,9 +86,10 @@ def compile_step(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(f"scaler must be a torch.amp.GradScaler or None, got {brief(scaler)}.")
     check_bool("gather_ahead", gather_ahead)
-    return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler, gather_ahead=gather_ahead)
+    return CompiledStep(compiled, optimizer, loss, clip_norm, accumulate, scaler, gather_ahead)
 
 
+@dataclass(eq=False, repr=False)
 class CompiledStep:
     """A training step, returned by `compile_step`.
 
@@ -98,31 +98,22 @@ class CompiledStep:
         updated_in_backward: whether the last step's updates ran inside the backward, as most do.
     """
 
-    def __init__(
-        self,
-        model: CompiledModule,
-        optimizer: Optimizer,
-        loss: Callable[..., torch.Tensor] | None,
-        clip_norm: float | None,
-        accumulate: int,
-        scaler: torch.amp.GradScaler | None,
-        *,
-        gather_ahead: bool,
-    ) -> None:
-        self.grad_norm: torch.Tensor | None = None
-        self.updated_in_backward = False
-        self._model = model
-        self._optimizer = optimizer
-        self._loss = loss
-        self._clip_norm = clip_norm
-        self._accumulate = accumulate
-        self._scaler = scaler
-        self._updates = Updates(optimizer, fuses=model._graphshard.tracer.options.backend != "eager")
-        self._by_shards = is_elementwise(optimizer)
-        self._clipping = Clipping(clip_norm) if clip_norm is not None else None
+    _model: CompiledModule
+    _optimizer: Optimizer
+    _loss: Callable[..., torch.Tensor] | None
+    _clip_norm: float | None
+    _accumulate: int
+    _scaler: torch.amp.GradScaler | None
+    _gather_ahead: bool
+    grad_norm: torch.Tensor | None = field(default=None, init=False)
+    updated_in_backward: bool = field(default=False, init=False)
+    _prefetch: GatherPrefetch | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
+        self._by_shards = is_elementwise(self._optimizer)
+        self._clipping = Clipping(self._clip_norm) if self._clip_norm is not None else None
         self._consumer = GradientConsumer(self._clipping.take if self._clipping is not None else self._update)
-        self._gather_ahead = gather_ahead
-        self._prefetch: GatherPrefetch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; return the loss, or for several microbatches a tensor of their losses."""
@@ -184,7 +175,11 @@ class CompiledStep:
         accumulation = self._model._graphshard.accumulation
         self._consumer.params, self._consumer.ran, self._consumer.at_the_end = self._taken(loss), False, False
         accumulation.consumer = self._consumer if self._consumer.params else None
-        self._prefetch = self._begin_prefetch() if self._gather_ahead else None
+        # The loss goes through one program, which runs the next forward, too.
+        programs = {call.executable for call in accumulation.calls} if self._gather_ahead else set()
+        self._prefetch = programs.pop().prefetch() if len(programs) == 1 else None
+        if self._prefetch is not None:
+            self._prefetch.begin()
         try:
             try:
                 self._scaled(loss).backward()
@@ -192,7 +187,13 @@ class CompiledStep:
                 self._consumer.thread.finish()
             self.updated_in_backward = self._consumer.ran
             if self._clipping is not None and self._consumer.ran:
-                self._end_clipping(self._clipping)
+                if any(param.grad is not None for param in self._model.parameters()):  # it was not given all
+                    self._clipping.give_back()
+                    self.updated_in_backward = False
+                else:
+                    self.grad_norm, groups = self._clipping.end(self._model.parameters(), self._is_late)
+                    for group in groups:
+                        self._update(group)
         finally:
             accumulation.consumer = None
             if self._clipping is not None:
@@ -209,14 +210,6 @@ class CompiledStep:
             accumulation.prefetch = self._prefetch
         return loss.detach()
 
-    def _begin_prefetch(self) -> GatherPrefetch | None:
-        """Return the gathers of the next forward, if the loss goes through one program, which will run it, too."""
-        programs = {call.executable for call in self._model._graphshard.accumulation.calls}
-        prefetch: GatherPrefetch | None = programs.pop().prefetch() if len(programs) == 1 else None
-        if prefetch is not None:
-            prefetch.begin()
-        return prefetch
-
     def _update(self, arrivals: list[Arrival]) -> None:
         """Update parameters, and start to gather them if the next forward begins with that."""
         self._updates(arrivals)
@@ -228,23 +221,16 @@ class CompiledStep:
         """Return whether parameters may be updated last: the next forward does not begin with them."""
         return self._prefetch is not None and not self._prefetch.first([param for param, _ in arrivals])
 
-    def _end_clipping(self, clipping: Clipping) -> None:
-        """Update parameters by the gradients that were kept; leave it to torch if those are not all."""
-        if any(param.grad is not None for param in self._model.parameters()):
-            clipping.give_back()
-            self.updated_in_backward = False
-            return
-        self.grad_norm, groups = clipping.end(self._model.parameters(), self._is_late)
-        for group in groups:
-            self._update(group)
-
     def _taken(self, loss: torch.Tensor) -> set[str]:
         """Return names of parameters that are updated as gradients arrive; none if that would not be exact."""
-        refs = self._model._graphshard.tracer.params
-        params = [(ref.row.name, ref.param) for ref in refs]
-        if not self._by_shards or self._scaler is not None or any(_has_more_to_do(param) for _, param in params):
+        params = [(ref.name, ref.param) for ref in self._model._graphshard.tracer.params]
+        if not self._by_shards or self._scaler is not None:
             return set()
-        trained = trained_by_one_call(loss, self._model._graphshard.accumulation.calls)
+        for _, param in params:  # a gradient may also be added to another one, or read by hooks
+            hooks = param._backward_hooks or param._post_accumulate_grad_hooks
+            if hooks or param.grad is not None or is_extended(param):
+                return set()
+        trained = self._model._graphshard.accumulation.trained_by_one_call(loss)
         taken = {name: param for name, param in params if name in trained and param in self._updates}
         if taken and self._clipping is not None and (taken.keys() != trained or not placed_alike(list(taken.values()))):
             return set()
@@ -272,12 +258,6 @@ class CompiledStep:
 
     def _params(self) -> Iterator[nn.Parameter]:
         return (param for group in self._optimizer.param_groups for param in group["params"])
-
-
-def _has_more_to_do(param: nn.Parameter) -> bool:
-    """Return whether a gradient is also added to another one, or read by hooks."""
-    hooks = param._backward_hooks or param._post_accumulate_grad_hooks
-    return bool(hooks) or param.grad is not None or is_extended(param)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import CompileRequest
 from graphshard.pipeline.instrumentation import Recorder
-from graphshard.runtime.cuda_graphs import CudaGraphs, GraphArena, ModelGraphs
+from graphshard.runtime.cuda_graphs import CudaGraphs, ModelGraphs
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.process_groups import make_groups, whole_mesh
-from graphshard.runtime.shards import aliases, copy_of, param_refs, shard_module
+from graphshard.runtime.shards import copy_of, param_refs, shard_module
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import brief
 
@@ -88,12 +88,10 @@ def compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def class_of(root: nn.Module, is_model: bool, module: nn.Module) -> type:
-    """Return the class that a module has in a compiled model, which a trace gives it before.
+    """Return the class that a trace gives its root, or a module of a unit, before the model is compiled.
 
     Args:
-        root: of the trace.
         is_model: the root is the model, and not a submodule that is called directly.
-        module: the root, or a module of a unit.
     """
     if isinstance(module, GraphshardFSDPModule) or (module is root and not is_model):
         return type(module)
@@ -120,14 +118,7 @@ def make_runner(
     cache: Cache | None = None,
     replaying: ModelGraphs | None = None,
 ) -> Runner:
-    """Return the runner of a module on a mesh; all ranks must call this together.
-
-    Args:
-        mesh: the data axes.
-        recorder: returns what records a program, by its name.
-        cache: programs of earlier launches.
-        replaying: CUDA graphs of regions.
-    """
+    """Return the runner of a module on a mesh of data axes; all ranks must call this together."""
     spec = tracer.spec
     whole = whole_mesh(mesh, spec.tensor)
     groups = make_groups(spec.mesh, whole, spec.experts)
@@ -143,7 +134,6 @@ def make_runner(
         groups=groups,
         agreement=Agreement(peers, everyone),
         recorder=recorder,
-        aliases=tuple(aliases(model, tracer.params)),
         cache=cache,
         replaying=replaying,
     )
@@ -205,8 +195,9 @@ def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 def _retie(module: nn.Module, _keys: Any) -> None:
     """Tie parameters again that `load_state_dict(assign=True)` replaced one by one."""
     if isinstance(module, CompiledModule):  # it may have become a part of another model
-        for alias in module._graphshard.aliases:
-            alias.tie()
+        for ref in module._graphshard.tracer.params:
+            for owner, attribute in ref.tied:
+                owner._parameters[attribute] = ref.param
 
 
 def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | None:
@@ -218,14 +209,14 @@ def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | Non
     device = request.spec.device
     graphs = graphs_of(device, cuda_graphs)
     if cuda_graphs is True:
-        return ModelGraphs(GraphArena(graphs, device), None)
+        return ModelGraphs(graphs, device, None)
     if request.profile is None:
         raise ArgumentError(
             "cuda_graphs='auto': no hardware profile of this GPU says what launches cost. Pass one as hardware=, or "
             "True or False."
         )
     costs = Costs(request.profile, mesh=request.axes.mesh, fused=request.options.backend != "eager")
-    return ModelGraphs(GraphArena(graphs, device), costs)
+    return ModelGraphs(graphs, device, costs)
 
 
 def graphs_of(device: torch.device, cuda_graphs: bool | str) -> CudaGraphs:

@@ -23,8 +23,8 @@ from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.units import modules_of
 from graphshard.module.runner import Runner
 from graphshard.options.resolve import Direction
+from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
 from graphshard.runtime.unsharded import UnshardHandle
-from graphshard.runtime.user_collectives import Comm, Hook, UserCollectives, UserObject
 from graphshard.torch_compat.dtensor import register_as
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number, check_texts
 from graphshard.utils.text import MADE_OF, brief, users_class
@@ -112,9 +112,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         check_number("factor", factor, positive=True)
         self._graphshard_unit.runner.change(self._params_of(False, units), divide_factor=float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call `set_gradient_divide_factor`, whose former name this is."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its former name
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, units: Sequence[str] | None = None) -> None:
         """Let collectives of this unit add up, and divide afterwards, instead of averaging."""
@@ -136,7 +134,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         check_bool("async_op", async_op)
         runner = self._graphshard_unit.runner
         runner.finish()
-        return UnshardHandle(runner.unsharded, (), ()) if async_op else None
+        return UnshardHandle(runner.unsharded, ()) if async_op else None
 
     def reset_iter_state(self) -> None:
         """Forget the gradients that were accumulated and not reduced, after a step that was abandoned.
@@ -414,21 +412,8 @@ class _State:
 
     def __init__(self, unit: UnitRef) -> None:
         self._unit = unit
-
-    @property
-    def _state_ctx(self) -> _State:
-        return self
-
-    @property
-    def all_states(self) -> list[_State]:
-        return [self]
-
-    _fsdp_param_groups = all_states
-
-    @property
-    def _fsdp_param_group(self) -> _State:
-        """The name that stages of torch 2.11 ask for."""
-        return self
+        self._state_ctx = self._fsdp_param_group = self  # the latter for stages of torch 2.11
+        self.all_states = self._fsdp_param_groups = [self]
 
     def post_backward(self) -> None:
         self._unit.runner.finish()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -81,12 +81,11 @@ class ShardedPart:
 
         As in FSDP2, its root is gathered again in backward where the user did not choose: it is no root any more.
         """
-        runner = self.runner
-        automatic = runner.tracer.options.reshard_after_forward is None
+        automatic = self.runner.tracer.options.reshard_after_forward is None
         found = {}
-        for ref in runner.tracer.params:
-            again = automatic and not ref.row.unit and ref.row.name not in runner.reshard_chosen
-            expert = ref.row.expert or (runner.mesh != mesh and not ref.row.ignored)
+        for ref in self.runner.tracer.params:
+            again = automatic and not ref.row.unit and ref.row.name not in self.runner.reshard_chosen
+            expert = ref.row.expert or (self.runner.mesh != mesh and not ref.row.ignored)
             found[ref.param] = replace(ref.row, expert=expert, reshard=again or ref.row.reshard)
         return found
 
@@ -107,8 +106,13 @@ def shard_unit(
     """
     by_name = experts_by_name(mesh, dp_mesh_dims)
     mesh, given = data_and_tensor(mesh, dp_mesh_dims)
-    model = modules[0] if len(modules) == 1 else ModuleGroup(_outermost(modules))
-    options = replace(options, ignored_params=_ignored_in(model, options.ignored_params))
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    outermost = {id(module): module for module in modules if id(module) not in inner}
+    model = modules[0] if len(modules) == 1 else ModuleGroup(outermost.values())
+    if options.ignored_params is not None:  # FSDP2's users give one set to all calls: leave other modules' out
+        own = {id(param) for param in model.parameters()}
+        ignored = [p for p in options.ignored_params if id(p) in own or not isinstance(p, nn.Parameter)]
+        options = replace(options, ignored_params=ignored)
     parts = _parts_of(model)
     known = _tie_again(model, mesh)
     contents = ModelContents.of(model)
@@ -143,20 +147,6 @@ def shard_unit(
         _sharded_as[param] = weakref.ref(ref.owner), ref.attribute, ref.row, over
 
 
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside one of the others, each once."""
-    inner = {id(sub) for module in modules for sub in module.modules() if sub is not module}
-    return list({id(module): module for module in modules if id(module) not in inner}.values())
-
-
-def _ignored_in(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter] | None:
-    """Leave parameters of other modules out: FSDP2's users give one set to all calls."""
-    if ignored is None:
-        return None
-    known = {id(param) for param in model.parameters()}
-    return [param for param in ignored if id(param) in known or not isinstance(param, nn.Parameter)]
-
-
 def _parts_of(model: nn.Module) -> tuple[ShardedPart, ...]:
     """Return the parts of a model that were sharded, in the order of its modules."""
     found: dict[int, ShardedPart] = {}
@@ -186,7 +176,7 @@ def _tie_again(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, ParamSp
             if found is None or owner is None:
                 continue
             _, attribute, row, over = found
-            shard_of = ParamRef(row, owner, attribute).param
+            shard_of = ParamRef(row, owner, attribute, row.name).param
             if isinstance(shard_of, DTensor) and over == mesh:
                 module._parameters[name] = shard_of
                 known[shard_of] = row
@@ -214,9 +204,7 @@ def _options_with(options: Options, parts: Sequence[ShardedPart], model: nn.Modu
     patterns = [tuple(map(glob.escape, paths)) for paths in units]
     policies = {glob.escape(MODULE_SEPARATOR.join(paths)): policy for paths, policy in units.items()}
     return replace(
-        options,
-        units=[paths[0] if len(paths) == 1 else paths for paths in patterns],
-        mp_policy={"": own, **policies},
+        options, units=[paths[0] if len(paths) == 1 else paths for paths in patterns], mp_policy={"": own, **policies}
     )
 
 

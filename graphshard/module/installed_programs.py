@@ -20,7 +20,7 @@ from typing import Any
 
 from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
-from graphshard.module.program_guard import JointGuard, TracedGuard
+from graphshard.module.call_checks import JointGuard, TracedGuard
 from graphshard.pipeline.instrumentation import trace_recapture
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.fx_code import recompiles_log
@@ -51,13 +51,7 @@ _OF_LIMIT = "Raise max_captures in graphshard.compile to keep more."
 
 @dataclass(frozen=True)
 class Reason:
-    """Reason why a program is captured.
-
-    Attributes:
-        text: names the input or attribute with its old and new value.
-        remedy: sentences that say how to need fewer programs; may be empty.
-        first: no program was there before.
-    """
+    """Reason why a program is captured: an input or attribute with its old and new value, and how to need fewer."""
 
     text: str
     remedy: str = ""
@@ -69,7 +63,7 @@ class Installed:
     """A program that is bound to a module, and its guards.
 
     Attributes:
-        loaded: the program is from a file. It stays, whatever the limit of programs.
+        loaded: the program is from a file, and stays, whatever the limit of programs.
         call: signature, with all inputs, of the call that it was captured for.
         used: number of its last call among the calls of all programs.
     """
@@ -140,39 +134,37 @@ class InstalledPrograms:
             programs.remove(installed)
             programs.insert(0, installed)
 
-    # --- eviction ------------------------------------------------------------------------------------------------
-
     def evict(self, most: int, accumulated: Collection[str], label: str) -> list[Installed]:
-        """Remove the least recently used programs over `most`; the most recent one stays.
+        """Remove the least recently used programs over `most`; the most recent one, and programs of files, stay.
 
         A call that is still to be differentiated holds its program, so its backward runs as before.
 
         Args:
-            most: the number of programs, not counting programs of files.
             accumulated: parameters whose gradients earlier microbatches have accumulated. The only program that
                 reduces some of these stays until that is done.
-            label: of the model, for the log.
         """
         candidates = [installed for installed in self._by_age if not installed.loaded]
         excess, evicted = len(candidates) - most, list[Installed]()
         for installed in candidates[:-1]:
-            if len(evicted) < excess and not self._reduces_alone(accumulated, installed, evicted):
+            needed = installed.executable.trained.keys() & accumulated
+            others = (other for other in self._by_age if other is not installed and other not in evicted)
+            replaced = not needed or any(needed <= other.executable.trained.keys() for other in others)
+            if len(evicted) < excess and replaced:
                 evicted.append(installed)
-        if evicted:
-            kept = {key: [one for one in programs if one not in evicted] for key, programs in self.known.items()}
-            self.known = {key: programs for key, programs in kept.items() if programs}
-            self._log_eviction(label, evicted, most)
+        if not evicted:
+            return []
+        kept = {key: [one for one in programs if one not in evicted] for key, programs in self.known.items()}
+        self.known = {key: programs for key, programs in kept.items() if programs}
+        for installed in evicted:
+            log.info("evicted %s, the least recently used program", installed.executable.program.title)
+        if not self._warned_of_limit:
+            self._warned_of_limit = True
+            log.warning(
+                "%s has more than max_captures=%d programs: from now on the least recently used one is evicted, and "
+                "captured again when a call needs it. The last capture: %s. %s",
+                *(label, most, self._last.text, " ".join(filter(None, [self._last.remedy, _OF_LIMIT]))),
+            )
         return evicted
-
-    def _reduces_alone(
-        self, accumulated: Collection[str], installed: Installed, evicted: Collection[Installed]
-    ) -> bool:
-        """Return whether no other program that stays computes the accumulated gradients that this one computes."""
-        needed = installed.executable.trained.keys() & accumulated
-        others = (other for other in self._by_age if other is not installed and other not in evicted)
-        return bool(needed) and not any(needed <= other.executable.trained.keys() for other in others)
-
-    # --- log -----------------------------------------------------------------------------------------------------
 
     def log_capture(self, label: str, reason: Reason) -> None:
         """Log one capture; a warning says a remedy once."""
@@ -187,19 +179,6 @@ class InstalledPrograms:
         if not reason.first:
             recompiles_log.debug("Recompiling %s in graphshard (capture %d)\n    - %s", label, number, reason.text)
             trace_recapture(label, number, reason.text)
-
-    def _log_eviction(self, label: str, evicted: Collection[Installed], most: int) -> None:
-        for installed in evicted:
-            log.info("evicted %s, the least recently used program", installed.executable.program.title)
-        if not self._warned_of_limit:
-            self._warned_of_limit = True
-            log.warning(
-                "%s has more than max_captures=%d programs: from now on the least recently used one is evicted, and "
-                "captured again when a call needs it. The last capture: %s. %s",
-                *(label, most, self._last.text, " ".join(filter(None, [self._last.remedy, _OF_LIMIT]))),
-            )
-
-    # --- reasons -------------------------------------------------------------------------------------------------
 
     def reason(self, call: Signature) -> Reason:
         """Return why a call needs another program: how it differs from the nearest one."""
@@ -228,16 +207,7 @@ def reason_of(now: Signature, known: Iterable[Signature]) -> Reason:
         return len(now.changes_besides_inputs(before)), other, sum(was != key for was, key in inputs)
 
     before = min(known, key=distance)
-    remedies: list[str] = []
-    if now.structure != before.structure:
-        texts = [_structures(before.structure, now.structure)]
-        remedies.append(_OF_STRUCTURE)
-    else:
-        changed = _changed(now, before)
-        texts = [_described(*each) for each in changed[:_NAMED]]
-        if len(changed) > _NAMED:
-            texts.append(f"{len(changed) - _NAMED} more inputs changed")
-        remedies += dict.fromkeys(_remedy(was, key) for _, was, key in changed)
+    texts, remedies = _input_changes(now, before)
     if now.inputs != before.inputs and not now.grad:
         remedies.append(_WITHOUT_GRADIENTS)
     return Reason(", ".join([*texts, *now.changes_besides_inputs(before)]), " ".join(remedies))
@@ -245,51 +215,54 @@ def reason_of(now: Signature, known: Iterable[Signature]) -> Reason:
 
 def reason_at(guard: str, now: Signature, before: Signature) -> Reason | None:
     """Return how the inputs that a failed guard names differ from another call's; None if it names none."""
-    if now.structure != before.structure:
-        text = _structures(before.structure, now.structure)
-        return Reason(text, _OF_STRUCTURE) if re.search(r"\bargs\b|\bkwargs\b", guard) else None
-    changed = [each for each in _changed(now, before) if re.search(rf"(?<![\w.]){re.escape(each[0])}(?![\w\[])", guard)]
-    if not changed:
+    texts, remedies = _input_changes(now, before, guard)
+    if not texts:
         return None
-    remedies = dict.fromkeys(_remedy(was, key) for _, was, key in changed)
-    if not now.grad:
-        remedies[_WITHOUT_GRADIENTS] = None
-    return Reason(", ".join(_described(*each) for each in changed[:_NAMED]), " ".join(remedies))
+    if now.structure == before.structure and not now.grad:
+        remedies.append(_WITHOUT_GRADIENTS)
+    return Reason(", ".join(texts), " ".join(remedies))
+
+
+def _input_changes(now: Signature, before: Signature, guard: str = "") -> tuple[list[str], list[str]]:
+    """Return how inputs differ between calls, those that a guard names if one is given, and the remedies."""
+    if now.structure != before.structure:
+        if guard and not re.search(r"\bargs\b|\bkwargs\b", guard):
+            return [], []
+        return [_structures(before.structure, now.structure)], [_OF_STRUCTURE]
+    pairs = enumerate(zip(before.inputs, now.inputs, strict=True))
+    changed = [(input_path(now.structure, index), was, key) for index, (was, key) in pairs if was != key]
+    if guard:
+        changed = [each for each in changed if re.search(rf"(?<![\w.]){re.escape(each[0])}(?![\w\[])", guard)]
+    texts = [_described(*each) for each in changed[:_NAMED]]
+    if len(changed) > _NAMED:
+        texts.append(f"{len(changed) - _NAMED} more inputs changed")
+    return texts, list(dict.fromkeys(_remedy(was, key) for _, was, key in changed))
 
 
 # The key of an input is (shape, strides, dtype, requires_grad) of a tensor, or (type, value).
 _Key = tuple[Any, ...]
 
 
-def _changed(now: Signature, before: Signature) -> list[tuple[str, _Key, _Key]]:
-    """Return path, old and new key of each input that differs, of two calls with the same structure."""
-    pairs = enumerate(zip(before.inputs, now.inputs, strict=True))
-    return [(input_path(now.structure, index), was, key) for index, (was, key) in pairs if was != key]
-
-
 def _described(path: str, was: _Key, now: _Key) -> str:
     both = _is_tensor(was) and _is_tensor(now)
-    strides = both and was[0] == now[0] and was[1] != now[1]
-    gradient = both and was[3] != now[3]
-    old, new = (_shown(key, strides=strides, gradient=gradient) for key in (was, now))
-    return f"{path} was {old} and is {new}"
+
+    def shown(key: _Key) -> str:
+        if not _is_tensor(key):
+            kind, value = key
+            return value if isinstance(value, str) and kind is not str else brief(value)  # "nan" stands for a float
+        shape, stride, dtype, requires_grad = key
+        text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        if both and was[0] == now[0] and was[1] != now[1]:
+            text += f" with strides {list(stride)}"
+        if both and was[3] != now[3]:
+            text += f" {'with' if requires_grad else 'without'} a gradient"
+        return text
+
+    return f"{path} was {shown(was)} and is {shown(now)}"
 
 
 def _is_tensor(key: _Key) -> bool:
     return len(key) == 4
-
-
-def _shown(key: _Key, *, strides: bool, gradient: bool) -> str:
-    if not _is_tensor(key):
-        kind, value = key
-        return value if isinstance(value, str) and kind is not str else brief(value)  # "nan" stands for a float
-    shape, stride, dtype, requires_grad = key
-    text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-    if strides:
-        text += f" with strides {list(stride)}"
-    if gradient:
-        text += f" {'with' if requires_grad else 'without'} a gradient"
-    return text
 
 
 def _remedy(was: _Key, now: _Key) -> str:
@@ -329,16 +302,13 @@ def _within(path: str, before: pytree.TreeSpec, now: pytree.TreeSpec) -> Iterato
         old, new = (f"{s.num_children} {'entry' if s.num_children == 1 else 'entries'}" for s in (before, now))
         yield f"{path} had {old} and has {new}"
     else:
-        marks = pytree.tree_unflatten(range(now.num_leaves), now)
-        for step, was, child in zip(_steps(marks, now.num_children), before.children(), now.children()):
+        # How each child of a container is reached, such as `[0]` or `.mask`.
+        marks, count = pytree.tree_unflatten(range(now.num_leaves), now), now.num_children
+        found, _ = pytree.tree_flatten_with_path(marks, is_leaf=lambda value: value is not marks)
+        steps = [pytree.keystr(path) for path, _ in found] if len(found) == count else [f"[{i}]" for i in range(count)]
+        for step, was, child in zip(steps, before.children(), now.children()):
             yield from _within(f"{path}{step}", was, child)
         yield f"what {path} holds besides tensors and numbers was {brief(before.context)} and is {brief(now.context)}"
-
-
-def _steps(marks: Any, count: int) -> list[str]:
-    """Return how each child of a container is reached, such as `[0]` or `.mask`."""
-    found, _ = pytree.tree_flatten_with_path(marks, is_leaf=lambda value: value is not marks)
-    return [pytree.keystr(path) for path, _ in found] if len(found) == count else [f"[{i}]" for i in range(count)]
 
 
 def _listed(names: Any) -> str:

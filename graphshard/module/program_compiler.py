@@ -22,7 +22,7 @@ from graphshard.ir.sizes import conditions_of
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
-from graphshard.module.argument_checks import check_no_new_parameters, check_same_modules
+from graphshard.module.call_checks import check_same_modules
 from graphshard.module.installed_programs import Installed, InstalledPrograms, Reason
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import check_activation
@@ -40,46 +40,42 @@ log = logging.getLogger(__name__)
 
 
 class CachedProgram(NamedTuple):
-    """A program that was compiled before: by an earlier launch, or by `graphshard.export`.
-
-    Attributes:
-        partitioned: makes the program that other backwards start from; None if it has none.
-        compiled: its regions, by key.
-        of_file: it is from a file of `export`.
-        make_backward: makes its other backwards, where `partitioned` does not.
-    """
+    """A program that an earlier launch compiled, where its other backwards start, and its regions by key."""
 
     program: Program
     partitioned: Callable[[], Partitioned] | None
     compiled: dict[str, RegionCall]
+
+
+class LoweredProgram(NamedTuple):
+    """A program that can be installed, and what makes its other backwards; `of_file` if it is from a file."""
+
+    program: Program
+    make_backward: BackwardFactory | None
     of_file: bool = False
-    make_backward: BackwardFactory | None = None
 
 
-class FoundProgram(Exception):
-    """A traced program is in the cache or in a file, so that no pass need run."""
+class EqualProgram(NamedTuple):
+    """A trace that equals an installed program's, so that only its guards are new."""
 
-    def __init__(self, cached: CachedProgram) -> None:
+    installed: Installed
+    traced: Program
+
+
+class _Found(Exception):
+    """The program of a trace is there, so that no pass need run."""
+
+    def __init__(self, made: LoweredProgram | EqualProgram) -> None:
         super().__init__()
-        self.cached = cached
-
-
-class EqualProgram(Exception):
-    """A trace equals an installed program's, so that only its guards are new."""
-
-    def __init__(self, installed: Installed, traced: Program) -> None:
-        super().__init__()
-        self.installed, self.traced = installed, traced
+        self.made = made
 
 
 class ProgramSearch(Protocol):
-    """Search for a program that an earlier launch may have kept."""
+    """Search for the program that was made of a trace in an earlier launch; it keeps what was lowered instead."""
 
-    def find(self) -> CachedProgram | None:
-        """Return the program that was made of the same trace, if there is one."""
+    def find(self) -> CachedProgram | None: ...
 
-    def keep(self, program: Program, partitioned: Partitioned | None) -> None:
-        """Keep a program that was lowered."""
+    def keep(self, program: Program, partitioned: Partitioned | None) -> None: ...
 
 
 class Cache(Protocol):
@@ -92,16 +88,12 @@ class Cache(Protocol):
 
 
 class Library(Protocol):
-    """Programs of a file, which need not be compiled."""
+    """Programs of a file, which need not be compiled, by names of the entries; "" is the model."""
 
     @property
-    def entries(self) -> Collection[str]:
-        """Names of the entries that there are programs of; "" is the model."""
+    def entries(self) -> Collection[str]: ...
 
-    def check_same(self, module: nn.Module, runner: Any) -> None:
-        """Check that the other ranks have read the same programs; all ranks call this together."""
-
-    def find(self, runner: Any, module: nn.Module, traced: Program) -> CachedProgram | None:
+    def find(self, runner: Any, module: nn.Module, traced: Program) -> LoweredProgram | None:
         """Return the program of a trace, before passes, ready to be installed; None if the file has none."""
 
     def missing(self, runner: Any, call: Signature, traced: Program) -> Exception:
@@ -116,10 +108,7 @@ class ProgramCompiler:
     """Makes programs of one module, or of one entry into it.
 
     Attributes:
-        tracer: captures them.
-        agreement: with the other ranks.
         recorder: returns what records a program, by its name; None for one that is not recorded.
-        executables: the installed programs.
         unsharded: parameters that are gathered by hand; none is shown while a program is captured.
         cache: programs of earlier launches; None keeps none.
         library: programs of a file; None if there is no file.
@@ -136,8 +125,6 @@ class ProgramCompiler:
     sealed: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _rerun: set[str] = field(default_factory=set)
-    _partitioned: dict[Signature, Partitioned | Callable[[], Partitioned] | None] = field(default_factory=dict)
-    _of_file: dict[Signature, CachedProgram] = field(default_factory=dict)
 
     @property
     def passes(self) -> Pipeline:
@@ -146,7 +133,7 @@ class ProgramCompiler:
 
     def build_or_break(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-    ) -> Program | GraphBreak | EqualProgram:
+    ) -> LoweredProgram | GraphBreak | EqualProgram:
         """Trace, shard, schedule and lower a program; the module stays as it is.
 
         A graph break is returned: other ranks have it, too, and split the module as this one does. A program of an
@@ -174,11 +161,10 @@ class ProgramCompiler:
         signature: Signature,
         call: Signature,
         reason: Reason,
-    ) -> Program | EqualProgram:
+    ) -> LoweredProgram | EqualProgram:
         tracer, number = self.tracer, self.executables.added
         self.unsharded.shown.hide()
         check_same_modules(module, tracer.params)
-        check_no_new_parameters(module, tracer.spec.params)
         if not tracer.name:
             check_activation(tracer.options, tracer.label, tracer.spec.units)
         self.executables.log_capture(tracer.label, reason)
@@ -188,17 +174,17 @@ class ProgramCompiler:
             digest = ""
 
             def find(traced: Program) -> None:
-                """Raise EqualProgram or FoundProgram if the trace need not be compiled."""
+                """Raise _Found if the trace need not be compiled."""
                 nonlocal search, digest
                 digest = graph_digest(traced)
                 equal = self.executables.with_digest(signature, digest)
                 # Compilation may have relied on further conditions on sizes, which guards of this trace lack.
                 if equal is not None and conditions_of(equal.executable.program) <= conditions_of(traced):
-                    raise EqualProgram(equal, traced)
+                    raise _Found(EqualProgram(equal, traced))
                 stored = self._load(module, args, kwargs, call, traced) if self.library is not None else None
                 if stored is not None:
                     stored.program.model, stored.program.capture = tracer.label, number
-                    raise FoundProgram(stored)
+                    raise _Found(stored)
                 if self.cache and recorder is None:
                     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                     search = self.cache.search(self, module, signature, tensors, traced)
@@ -209,7 +195,8 @@ class ProgramCompiler:
                     found = cached.program
                     found.model, found.reason, found.capture = tracer.label, reason.text, number
                     found.trace, found.taken, found.digest = traced.trace, traced.taken, digest
-                    raise FoundProgram(cached)
+                    tracer.compiled.update(cached.compiled)
+                    raise _Found(self._lowered(found, cached.partitioned))
 
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
@@ -229,20 +216,14 @@ class ProgramCompiler:
                     few=recorder is None,
                     find=find,
                 )
-            except FoundProgram as found:
-                cached = found.cached
-                tracer.compiled.update(cached.compiled)
-                if cached.of_file:
-                    self._of_file[signature] = cached
+            except _Found as found:
+                made = found.made
+                if isinstance(made, EqualProgram):
+                    log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
                 else:
-                    self._partitioned[signature] = cached.partitioned
-                cached.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
-                return cached.program
-            except EqualProgram as equal:
-                log.info("%s computes the same and serves this call, too", equal.installed.executable.program.title)
-                return equal
+                    made.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
+                return made
             program.digest = digest
-            self._partitioned[signature] = partitioned
             show("compare with the other ranks")
             new = self.agreement.check(program)
             show("lower")
@@ -253,11 +234,11 @@ class ProgramCompiler:
             if search is not None:
                 show("keep")
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
-        return program
+        return self._lowered(program, partitioned)
 
     def _load(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature, traced: Program
-    ) -> CachedProgram | None:
+    ) -> LoweredProgram | None:
         """Return the program of the file for a trace; None, and a warning, if it is to be compiled.
 
         Where numbers or sizes are symbols because they have changed, the file may have a program for these very ones.
@@ -284,11 +265,12 @@ class ProgramCompiler:
         log.log(logging.WARNING if expected else logging.INFO, "compiling instead of loading: %s", missing)
         return None
 
-    def backwards(self, program: Program, signature: Signature) -> BackwardFactory | None:
-        """Return what makes other backwards of the program just built for a signature; None if it has none."""
-        partitioned = self._partitioned.pop(signature, None)
-        return None if partitioned is None else functools.partial(self.rerun, program, partitioned)
+    def _lowered(self, program: Program, partitioned: Partitioned | Callable[[], Partitioned] | None) -> LoweredProgram:
+        make_backward = None if partitioned is None else functools.partial(self.rerun, program, partitioned)
+        return LoweredProgram(program, make_backward)
 
+    @forget_sources()
+    @without_dispatch_modes()
     def rerun(
         self,
         program: Program,
@@ -297,30 +279,22 @@ class ProgramCompiler:
         strides: Strides = frozenset(),
     ) -> Program:
         """Lower a program's backward again: for other gradients of outputs or strides of them, or for microbatches."""
-        used, accumulate = variant
+        (used, accumulate), tracer = variant, self.tracer
         why = f"gradients through outputs {', '.join(sorted(used))}{' and microbatches' if accumulate else ''}"
         log.info("lowering backward again, for %s", why)
-        with self.agreement.together(self.tracer.label, why):
-            start = partitioned() if callable(partitioned) else partitioned
-            return self._rerun_backward(program, start, variant, strides)
-
-    @forget_sources()
-    @without_dispatch_modes()
-    def _rerun_backward(
-        self, program: Program, partitioned: Partitioned, variant: Variant, strides: Strides
-    ) -> Program:
-        (used, accumulate), tracer = variant, self.tracer
         name = f"{program.title}/backward-{'-'.join(sorted(used)) or 'none'}"
         number = next(self._numbers) if accumulate or name in self._rerun else ""
         self._rerun.add(name)
-        recorder = self.recorder(f"{name}{number}")
-        with progress(f"graphshard: {tracer.label}, another backward") as show:
-            observer = Observer(tracer.options.level, recorder, tuple(partitioned.passes(*variant)), show)
-            other = rerun_backward(partitioned, program, used, accumulate, observer, dict(strides))
+        title = f"graphshard: {tracer.label}, another backward"
+        with self.agreement.together(tracer.label, why), progress(title) as show:
+            start = partitioned() if callable(partitioned) else partitioned
+            recorder, passes = self.recorder(f"{name}{number}"), tuple(start.passes(*variant))
+            observer = Observer(tracer.options.level, recorder, passes, show)
+            other = rerun_backward(start, program, used, accumulate, observer, dict(strides))
             if accumulate:
                 show("compare with the other ranks")
-                self.agreement.check_accumulation(other)
+                self.agreement.check(other)
             show("lower")
             lower(other, compiler_for(tracer.options.backend), tracer.compiled, show)
-        observer.lowered(other, tracer.compiled)
+            observer.lowered(other, tracer.compiled)
         return replace(other, history=[])  # texts take memory, and this lives as long as the module

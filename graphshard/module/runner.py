@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,31 +22,32 @@ from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.submodule_entry_points import install_entries
 from graphshard.lower.regions import drop_regions
-from graphshard.module.argument_checks import (
+from graphshard.module.call_checks import (
     check_materialized,
-    check_no_new_parameters,
     check_not_transformed,
     check_same_modules,
     check_still_trained,
+    guard_of,
 )
 from graphshard.module.installed_programs import Installed, InstalledPrograms
-from graphshard.module.program_compiler import EqualProgram, ProgramCompiler
-from graphshard.module.program_guard import guard_of
+from graphshard.module.program_compiler import EqualProgram, LoweredProgram, ProgramCompiler
 from graphshard.module.split_module import SplitModule, SplitState, as_written
 from graphshard.module.tracer import Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
+from graphshard.runtime.collective_launches import UserCollectives
 from graphshard.runtime.cuda_graphs import ModelGraphs
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.process_groups import whole_mesh
-from graphshard.runtime.shards import Alias, aliases
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
-from graphshard.runtime.user_collectives import UserCollectives
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.fx_code import forget_sources
 from graphshard.torch_compat.torch_ops import pytree
+
+# What the user has chosen for a model, and a copy of it starts with.
+_CHOICES = ("methods", "reshard_chosen", "prefetched", "reductions_under_way")
 
 
 @dataclass(kw_only=True)
@@ -54,26 +55,21 @@ class Runner(ProgramCompiler):
     """Runs calls of one module, or of one entry into it, on a mesh, by the programs that it makes.
 
     Attributes:
-        mesh: the data axes.
         groups: names of the process groups by mesh axis.
-        aliases: further names of tied parameters.
         programs: of the model and all its entries, newest last.
         entries: runners of submodules and methods that were called directly, by name.
         methods: registered by the user.
         reshard_chosen: parameters for which `set_reshard_after_forward` was called.
         prefetched: units that are gathered when another one has arrived, by direction and that one's name.
         reductions_under_way: how many units' gradients may be reduced at once, as chosen for units.
-        custom: the user's collectives, by unit.
         event: that the next call waits for before it gathers.
         replaying: CUDA graphs of regions; None for none.
         path: of the module in the model.
         model_runner: of the whole model; None for the model's own.
-        split_state: of modules that Python runs.
     """
 
     mesh: DeviceMesh
     groups: dict[str, str]
-    aliases: tuple[Alias, ...] = ()
     programs: list[Program] = field(default_factory=list)
     entries: dict[str, Runner] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
@@ -92,7 +88,7 @@ class Runner(ProgramCompiler):
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of the compiled module."""
+        """Run one call of the compiled module by the program whose guards hold; make one if there is none."""
         if self.split_state.is_open(module):
             return self.split.call(module, args, kwargs)
         tracer = self.tracer
@@ -101,16 +97,6 @@ class Runner(ProgramCompiler):
         params = [ref.checked() for ref in tracer.params]
         if tracer.tree(module).changed():
             check_same_modules(module, tracer.params)
-            check_no_new_parameters(module, tracer.spec.params)
-        for alias in self.aliases:
-            alias.check()
-        return self._run(module, args, kwargs, params)
-
-    def _run(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], params: Sequence[nn.Parameter]
-    ) -> Any:
-        """Run one call by the program whose guards hold; make one if there is none."""
-        tracer = self.tracer
         leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
         # Where Python runs forward, objects of any type may go from one unit to the next.
@@ -122,7 +108,7 @@ class Runner(ProgramCompiler):
             check_materialized(module, tracer.params, tracer.spec.device, tracer.storage.device)
             self.materialized = True
         if signature.grad and (added_up := self.accumulation.added_up):
-            check_still_trained(added_up, tracer.params, tracer.model_names)
+            check_still_trained(added_up, tracer.params)
         scope = {"module": module, "args": args, "kwargs": kwargs}
         found = None if self.split.is_forced else self.executables.find(signature, scope)
         if found is None:
@@ -138,11 +124,11 @@ class Runner(ProgramCompiler):
         if "backward" in found.executable.program.phases:
             self.unsharded.calls[tracer.name] += 1
         if self.unsharded.full and not tracer.name:
-            self.unsharded.show_after_call(tracer.params, self.aliases)
+            self.unsharded.show_after_call(tracer.params)
         return result
 
     @forget_sources()
-    def install(self, module: nn.Module, signature: Signature, made: Program | EqualProgram) -> Installed:
+    def install(self, module: nn.Module, signature: Signature, made: LoweredProgram | EqualProgram) -> Installed:
         """Bind a program to a module, if the other ranks made the same; evict programs over the limit.
 
         An equal program serves calls of another trace, such as with another tag, or a longer list.
@@ -152,30 +138,23 @@ class Runner(ProgramCompiler):
             # If it is of a file, that program stays, and the one with this guard may be evicted.
             installed = replace(made.installed, guard=guard, used=0, loaded=False)
         else:
-            self.agreement.check(made)
-            installed = self._bind(module, signature, made)
-            self.programs.append(made)
+            self.agreement.check(made.program)
+            installed = self._bind(module, made)
+            self.programs.append(made.program)
         self.executables.add(signature, installed)
         self._evict()
         return installed
 
-    def _bind(self, module: nn.Module, signature: Signature, program: Program) -> Installed:
-        of_file = self._of_file.pop(signature, None)
-        make_backward = self.backwards(program, signature) if of_file is None else of_file.make_backward
-        follows_strides = of_file is None and make_backward is not None and self.tracer.options.backend == "eager"
-        tracer, names = self.tracer, self.tracer.model_names
+    def _bind(self, module: nn.Module, made: LoweredProgram) -> Installed:
+        program, make_backward, of_file = made
+        tracer = self.tracer
+        follows_strides = not of_file and make_backward is not None and tracer.options.backend == "eager"
         bound = BoundProgram(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
-        values = SlotValues(program, module, tracer.params, self.mesh, names, self.unsharded, tracer.spec.experts)
+        values = SlotValues(program, module, tracer.params, self.mesh, self.unsharded, tracer.spec.experts)
         executable = Executable(
-            bound,
-            values,
-            make_backward,
-            self.accumulation,
-            self.aliases,
-            follows_strides=follows_strides,
-            defers=of_file is None,
+            bound, values, make_backward, self.accumulation, follows_strides=follows_strides, defers=not of_file
         )
-        return Installed(executable, guard_of(program, module, executable), of_file is not None)
+        return Installed(executable, guard_of(program, module, executable), of_file)
 
     def _evict(self) -> None:
         """Evict programs over `max_captures`, with regions and CUDA graphs that no other program uses."""
@@ -200,20 +179,15 @@ class Runner(ProgramCompiler):
         self.split_state.keep_in_region()
         if self.split_state.runs_in_python(name, self.tracer.spec.units):
             return as_written(module, method)(*args, **kwargs)
-        entry = self.entry(name, method, module)
-        self._follow_unsharded(entry.tracer)
-        return entry.call(module, args, kwargs)
-
-    def entry(self, name: str, method: str, module: nn.Module) -> Runner:
-        """Return the runner of a submodule, or of another method, that is called directly."""
         entry = entry_name(name, method)
         if entry not in self.entries:
-            self.entries[entry] = self.entry_runner(module, self.tracer.entry(name, method, module), name)
-        return self.entries[entry]
+            self.entries[entry] = self.entry_runner(self.tracer.entry(name, method, module), name)
+        self._follow_unsharded(self.entries[entry].tracer)
+        return self.entries[entry].call(module, args, kwargs)
 
-    def entry_runner(self, module: nn.Module, tracer: Tracer, path: str) -> Runner:
+    def entry_runner(self, tracer: Tracer, path: str) -> Runner:
         """Return a runner of programs for a submodule, under its path in the model."""
-        return self._with_tracer(module, tracer, path=path, model_runner=self)
+        return self._with_tracer(tracer, path=path, model_runner=self)
 
     @property
     def of_model(self) -> Runner:
@@ -227,35 +201,30 @@ class Runner(ProgramCompiler):
 
     def for_copy(self, module: nn.Module) -> Runner:
         """Return a runner for a copy of the module: no programs yet, compiled regions and loaded programs shared."""
+        custom = UserCollectives()
+        custom.update(self.custom)
         twin = self._with_tracer(
-            module,
             self.tracer.for_copy(module),
             programs=[],
             accumulation=copy.deepcopy(self.accumulation),
             unsharded=Unsharded(kept=set(self.unsharded.kept)),
-            methods=list(self.methods),
-            reshard_chosen=set(self.reshard_chosen),
-            prefetched=dict(self.prefetched),
-            reductions_under_way=dict(self.reductions_under_way),
-            custom=self.custom.copy(),
+            custom=custom,
+            **{name: copy.copy(getattr(self, name)) for name in _CHOICES},
             event=None,
             split_state=SplitState(),
         )
         twin.change(list(self.unsharded.full), held=False)
         return twin
 
-    def _with_tracer(self, module: nn.Module, tracer: Tracer, **changes: Any) -> Runner:
+    def _with_tracer(self, tracer: Tracer, **changes: Any) -> Runner:
         """Return a runner under the same options that has no programs yet."""
         return replace(
             self,
             tracer=tracer,
-            aliases=tuple(aliases(module, tracer.params)),
             executables=InstalledPrograms(),
             entries={},
             materialized=False,
             agreement=self.agreement.anew(),
-            _partitioned={},
-            _of_file={},
             **changes,
         )
 
@@ -268,8 +237,7 @@ class Runner(ProgramCompiler):
             choices["shown"] = not choices["reshard"]
         self.tracer.change(names, **choices)
         for entry in self.entries.values():
-            model_names = entry.tracer.model_names
-            entry.tracer.change({row for row, name in model_names.items() if name in names}, **choices)
+            entry.tracer.change({ref.row.name for ref in entry.tracer.params if ref.name in names}, **choices)
 
     def unshard(self, names: Collection[str]) -> UnshardHandle:
         """Start to gather parameters; the programs of the next calls read them.
@@ -285,7 +253,7 @@ class Runner(ProgramCompiler):
             spec = self.tracer.spec
             self.unsharded.full.update(start_gathering(pairs, spec.mesh, self.groups, spec.device))
             self.change({ref.row.name for ref in missing}, held=True)
-        return UnshardHandle(self.unsharded, chosen, self.aliases)
+        return UnshardHandle(self.unsharded, chosen)
 
     def reshard(self, names: Collection[str]) -> None:
         """Free parameters that were gathered by hand, or that forward left to a backward, which gathers them again."""
@@ -310,17 +278,17 @@ class Runner(ProgramCompiler):
             self.event.wait()
             self.event = None
             self.accumulation.drop_prefetch()
-        several = torch.is_grad_enabled() and self.unsharded.is_one_of_several(called.name)
+        calls, before = self.unsharded.calls[called.name], self.unsharded.several.get(called.name, 0)
+        several = torch.is_grad_enabled() and calls < before  # other calls follow before a backward, as last time
         if self.unsharded.left:
-            params = ((ref.row.name, ref.param) for ref in self.tracer.params)
-            self.unsharded.free(self.unsharded.written(params) if several else list(self.unsharded.left))
+            self.unsharded.free(self.unsharded.written(self.tracer.params) if several else list(self.unsharded.left))
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
         if several:  # gather once what stays gathered from each of these calls to backward
-            chosen = {called.model_names[ref.row.name] for ref in called.params if not ref.row.reshard}
+            chosen = {ref.name for ref in called.params if not ref.row.reshard}
             new = chosen - self.unsharded.full.keys()
             self.unshard(new)
-            self.unsharded.leave((ref.row.name, ref.param) for ref in self.tracer.params if ref.row.name in new)
+            self.unsharded.leave(ref for ref in self.tracer.params if ref.name in new)
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]
         if freed:
@@ -414,7 +382,7 @@ class Runner(ProgramCompiler):
             group = dist.new_group(dist.get_process_group_ranks(shards), use_local_synchronization=True)
             self.custom.group = str(group.group_name)
             if peers is not None:
-                peers.groups.add(self.custom.group)
+                peers.monitor.groups.add(self.custom.group)
         self.custom.separate.difference_update(units)
         if enable and self.custom.group:
             self.custom.separate.update(units)
@@ -425,5 +393,5 @@ class Runner(ProgramCompiler):
             self.prefetch(direction, names[unit], tuple(names[name] for name in following))
         for unit, most in old.reductions_under_way.items():
             self.limit_reductions([names[unit]], most)
-        if not old.custom.is_empty:
+        if old.custom:
             self.customize("fully_shard", old.custom.renamed(names))

@@ -32,7 +32,6 @@ from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.ir.units import Precision, modules_of, unit_of
 from graphshard.module.tracer import Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
-from graphshard.runtime.unsharded_view import places_of
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import users_class
 
@@ -51,14 +50,12 @@ class SplitState:
     Attributes:
         open: modules that Python runs now, the innermost last.
         units_too: units run in Python, too, because forward differentiates what they compute.
-        gathers: programs that gather parameters, by the path of the module.
-        full: what they have gathered since the outermost forward started, by path and whether gradients are on. A unit
-            that is called again takes it: gradients of both calls are added up before they are reduced, as in FSDP2.
+        full: parameters that were gathered since the outermost forward started, by path and whether gradients are on.
+            A unit that is called again takes them: gradients of both calls are added up before they are reduced.
     """
 
     open: list[OpenModule] = field(default_factory=list)
     units_too: bool = False
-    gathers: dict[str, ParameterGather] = field(default_factory=dict)
     full: dict[tuple[str, bool], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def forget_full(self) -> None:
@@ -154,8 +151,9 @@ class SplitModule:
     @property
     def is_forced(self) -> bool:
         """Whether Python runs all calls of a unit, because forward around it differentiates what it computes."""
-        is_unit = bool(self.tracer.name) and self.tracer.spec.forward_class is not ParameterHolder
-        return is_unit and self.state.units_too and bool(self.state.open)
+        if not (self.state.units_too and self.state.open):
+            return False
+        return bool(self.tracer.name) and self.tracer.spec.forward_class is not ParameterHolder
 
     def covers(self, signature: Signature) -> bool:
         """Return whether Python runs calls with this signature for which there is no program."""
@@ -180,12 +178,12 @@ class SplitModule:
         """
         if self.tracer.spec.forward_class is ParameterHolder:
             raise error
-        if error.raised:
-            result = self.call(module, args, kwargs)
+        if not error.raised:
             self._remember(error, signature, module)
-            return result
+            return self.call(module, args, kwargs)
+        result = self.call(module, args, kwargs)
         self._remember(error, signature, module)
-        return self.call(module, args, kwargs)
+        return result
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in Python."""
@@ -203,11 +201,14 @@ class SplitModule:
 
     def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
         self._breaks.add(signature)
-        self.state.units_too |= error.differentiates or any(map(differentiates, self._python_forwards(module)))
+        units = self.tracer.spec.units
+        forwards = [as_written(module, self.tracer.spec.method)]  # that Python runs now
+        parts = [part for name, part in module.named_modules() if name and not unit_of(name, units)]
+        forwards += [as_written(part, "forward") for part in parts]
+        self.state.units_too |= error.differentiates or any(map(differentiates, forwards))
         if self._warned:
             return
         self._warned = True
-        units = self.tracer.spec.units
         named = ", ".join(units[:_SHOWN]) + (f" and {len(units) - _SHOWN} more" if len(units) > _SHOWN else "")
         if self.state.units_too:
             lost = "Python runs its units, too, as forward differentiates them: no collective overlaps with compute"
@@ -224,15 +225,6 @@ class SplitModule:
             lost,
             error.remedy,
         )
-
-    def _python_forwards(self, module: nn.Module) -> Iterator[Callable[..., Any]]:
-        """Yield the functions of modules that Python runs now."""
-        yield as_written(module, self.tracer.spec.method)
-        for name, each in module.named_modules():
-            if name and not unit_of(name, self.tracer.spec.units):
-                yield as_written(each, "forward")
-
-    # --- boundaries ----------------------------------------------------------------------------------------------
 
     def boundaries(self, stack: contextlib.ExitStack, module: nn.Module) -> _LiveBoundary | None:
         """Give units inside their boundaries until the stack is closed, and return the module's own.
@@ -259,8 +251,6 @@ class SplitModule:
                 stack.callback(owner.__dict__.pop, BOUNDARY, None)
         return found
 
-    # --- parameters ----------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def holding(self, opened: OpenModule) -> Iterator[None]:
         """Let modules hold the full parameters of the module's own unit while Python runs it.
@@ -277,7 +267,7 @@ class SplitModule:
         for ref in self._refs if full else ():
             value = full[ref.row.name]
             value._is_param = True  # an nn.Parameter by isinstance
-            for owner, attribute in places_of(ref, self.runner.aliases, ref.row.name).at:
+            for owner, attribute in ref.places:
                 shards.append((owner, attribute, value, owner._parameters[attribute]))
         self.state.open.append(opened)
         try:
@@ -299,19 +289,45 @@ class SplitModule:
             )
 
     def _gather(self) -> dict[str, torch.Tensor]:
-        state = self.state
-        if self.path not in state.gathers:
-            state.gathers[self.path] = ParameterGather(self.runner, self._refs)
-        gather = state.gathers[self.path]
-        if is_recomputing():
-            return gather()
+        """Return the full parameters of the unit by name; trained ones belong to the graph of autograd.
+
+            shards  ->  all-gather  ->  full parameters in the compute dtype      forward
+            shards  <-  reduce-scatter, divided, in the reduce dtype  <-  grads   backward
+
+        They are results of a program, captured from a module that holds these parameters under their names, and nothing
+        else. So reduction, accumulation and choices for units work as in any other program, and buffers have the order
+        of FSDP2's.
+        """
         key = self.path, torch.is_grad_enabled()
-        full = state.full.get(key)
+        full = None if is_recomputing() else self.state.full.get(key)
         if full is None:
-            full = gather()
-        if not is_in_checkpoint():  # in a region, autograd keeps nothing of a unit until backward
-            state.full[key] = full
+            model_runner, name = self.runner.of_model, f"{self.path}.{_GATHER}" if self.path else _GATHER
+            if name not in model_runner.entries:  # they are cleared when the model is planned again
+                model_runner.entries[name] = model_runner.entry_runner(self._gather_tracer(name), self.path)
+            self._holder.hold([ref.param for ref in self._refs])
+            values = model_runner.entries[name].call(self._holder, (), {})
+            full = {ref.row.name: tensor for ref, tensor in zip(self._refs, values, strict=True)}
+        if not (is_recomputing() or is_in_checkpoint()):  # in a region, autograd keeps nothing of a unit until backward
+            self.state.full[key] = full
         return full
+
+    @functools.cached_property
+    def _holder(self) -> ParameterHolder:
+        return ParameterHolder([ref.row.name for ref in self._refs])
+
+    def _gather_tracer(self, name: str) -> Tracer:
+        base, names = self.tracer, {ref.row.name: ref.name for ref in self._refs}
+        rows = ParamTable(tuple(replace(row, names=row.names[:1]) for row in base.spec.params if row.name in names))
+        spec = replace(
+            base.spec,
+            params=rows,
+            units=(),
+            precision=Precision(replace(base.spec.precision.of(""), output_dtype=None)),
+            forward_class=ParameterHolder,
+            method="forward",
+            dynamic_shapes=None,
+        )
+        return replace(base, spec=spec, params=tuple(param_refs(self._holder, rows, names)), name=name)
 
 
 class _LiveBoundary:
@@ -378,51 +394,3 @@ class ParameterHolder(nn.Module):
     def forward(self) -> list[torch.Tensor]:
         """Return the parameters, as tensors that are not the graph's inputs."""
         return [owner._parameters[attribute].clone() for owner, attribute in self._places]  # type: ignore[union-attr]
-
-
-class ParameterGather:
-    """Program that returns the full parameters of a unit.
-
-        shards  ->  all-gather  ->  full parameters in the compute dtype      forward
-        shards  <-  reduce-scatter, divided, in the reduce dtype  <-  grads   backward
-
-    It is captured from a module that holds the unit's parameters, under their names, and nothing else. So reduction,
-    accumulation and choices for units work as in any other program, and buffers have the order of FSDP2's.
-
-    Args:
-        runner: the `Runner` of the module.
-        refs: the parameters, by their names in the module.
-    """
-
-    def __init__(self, runner: Any, refs: Collection[ParamRef]) -> None:
-        self._runner, self._refs = runner, tuple(refs)
-        self._name = f"{runner.path}.{_GATHER}" if runner.path else _GATHER
-        self._holder = ParameterHolder([ref.row.name for ref in refs])
-
-    def __call__(self) -> dict[str, torch.Tensor]:
-        """Return the full parameters by name; trained ones belong to the graph of autograd."""
-        self._holder.hold([ref.param for ref in self._refs])
-        model_runner = self._runner.of_model
-        if self._name not in model_runner.entries:  # they are cleared when the model is planned again
-            entry = model_runner.entry_runner(self._holder, self._tracer(), self._runner.path)
-            model_runner.entries[self._name] = entry
-        full = model_runner.entries[self._name].call(self._holder, (), {})
-        return {ref.row.name: tensor for ref, tensor in zip(self._refs, full, strict=True)}
-
-    def _tracer(self) -> Tracer:
-        base: Tracer = self._runner.tracer
-        names = {ref.row.name for ref in self._refs}
-        rows = ParamTable(tuple(replace(row, names=row.names[:1]) for row in base.spec.params if row.name in names))
-        spec = replace(
-            base.spec,
-            params=rows,
-            units=(),
-            precision=Precision(replace(base.spec.precision.of(""), output_dtype=None)),
-            forward_class=ParameterHolder,
-            method="forward",
-            dynamic_shapes=None,
-        )
-        model_names = {row.name: base.model_names[row.name] for row in rows}
-        return replace(
-            base, spec=spec, params=tuple(param_refs(self._holder, rows)), name=self._name, names=model_names
-        )

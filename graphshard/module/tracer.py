@@ -43,7 +43,7 @@ from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall, outline
-from graphshard.module.argument_checks import ModuleTree
+from graphshard.module.call_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer
@@ -84,7 +84,6 @@ class Tracer:
         pipeline: the passes that the options make.
         storage: where shards are kept between steps.
         name: of the submodule or method; "" for the model itself.
-        names: names of the parameters in the whole model by their names here; empty for the model itself.
         compiled: compiled regions by key, shared by all programs of a model and its copies.
         mesh: that the module is sharded over; None where there is none.
         class_of: see `compiled_module.class_of`.
@@ -96,7 +95,6 @@ class Tracer:
     pipeline: Pipeline
     storage: Storage
     name: str = ""
-    names: dict[str, str] = field(default_factory=dict)
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     class_of: ClassOf = lambda _, __, module: type(module)
@@ -273,9 +271,8 @@ class Tracer:
             dynamic_shapes=None,
         )
         names = {row.name: self.spec.params[f"{name}.{row.name}" if name else row.name].name for row in table}
-        return replace(
-            self, spec=spec, params=tuple(param_refs(module, table)), name=entry_name(name, method), names=names
-        )
+        params = tuple(param_refs(module, table, names))
+        return replace(self, spec=spec, params=params, name=entry_name(name, method))
 
     def for_copy(self, module: nn.Module) -> Tracer:
         """Return the tracer of a copy of the module."""
@@ -352,11 +349,6 @@ class Tracer:
     def on_device(self, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
         """Return input leaves where the model is; raise `InputError` for unusable ones."""
         return moved_to(self.spec.device, leaves, structure)
-
-    @property
-    def model_names(self) -> dict[str, str]:
-        """Names of the parameters in the whole model by their names here."""
-        return self.names or {ref.row.name: ref.row.name for ref in self.params}
 
     @property
     def label(self) -> str:

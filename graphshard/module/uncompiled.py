@@ -21,16 +21,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.operators import copied_to
-from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries, without_entries
 from graphshard.ir.units import Precision, modules_of
-from graphshard.module.argument_checks import check_materialized
+from graphshard.module.call_checks import check_materialized
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
-from graphshard.runtime.unsharded import start_gathering
-from graphshard.runtime.unsharded_view import Places, Shown, WholeParameter, places_of
+from graphshard.runtime.unsharded import Shown, WholeParameter, start_gathering
 from graphshard.torch_compat.torch_ops import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
 from graphshard.utils.text import users_class
@@ -64,9 +62,15 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
         return
     model = compiled_module(model)
     runner = model._graphshard
-    full = _FullParameters(runner)
-    full.check(model)
     spec = runner.tracer.spec
+    for ref in runner.tracer.params:
+        if is_extended(ref.checked()) and not ref.row.ignored:
+            raise UnsupportedError(
+                f"uncompiled: the parameter {ref.row.name} decides itself what is gathered of it "
+                "(fsdp_pre_all_gather), which programs alone do. Call the compiled model instead."
+            )
+    check_materialized(model, runner.tracer.params, spec.device, runner.tracer.storage.device)
+    full = _FullParameters(runner)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         runner.unsharded.shown.hide()
@@ -89,28 +93,10 @@ class _FullParameters:
     """Full parameters of a model that are gathered now, in place of their shards."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._shown = Shown(WholeParameter)
+        self._runner, self._shown = runner, Shown(WholeParameter)
+        self._rows = {row.name: row for row in runner.tracer.current_spec().params}
         # Gathered ones: where modules hold them, their shards, the full tensor, and its version.
-        self._held: dict[str, tuple[Places, nn.Parameter, torch.Tensor, int]] = {}
-
-    def check(self, model: nn.Module) -> None:
-        """Raise a GraphshardError if parameters are not as they were, or cannot be gathered."""
-        tracer = self._runner.tracer
-        for ref in tracer.params:
-            if is_extended(ref.checked()) and not ref.row.ignored:
-                raise UnsupportedError(
-                    f"uncompiled: the parameter {ref.row.name} decides itself what is gathered of it "
-                    "(fsdp_pre_all_gather), which programs alone do. Call the compiled model instead."
-                )
-        for alias in self._runner.aliases:
-            alias.check()
-        check_materialized(model, tracer.params, tracer.spec.device, tracer.storage.device)
-
-    @functools.cached_property
-    def _rows(self) -> dict[str, ParamSpec]:
-        """Rows of all parameters as they are when the block starts."""
-        return {row.name: row for row in self._runner.tracer.current_spec().params}
+        self._held: dict[str, tuple[ParamRef, nn.Parameter, torch.Tensor, int]] = {}
 
     def show(self, refs: Sequence[ParamRef]) -> None:
         """Gather parameters, and let modules hold them."""
@@ -120,24 +106,22 @@ class _FullParameters:
         gathered = start_gathering(pairs, spec.mesh, runner.groups, spec.device)
         for ref in refs:
             name = ref.row.name
-            places = places_of(ref, runner.aliases, name)
             if name in gathered:
                 full = gathered[name].wait()
-                self._held[name] = places, ref.param, full, full._version
+                self._held[name] = ref, ref.param, full, full._version
             else:  # writing to it writes to the parameter
                 (local,) = copied_to([shard_in(ref.param).detach()], spec.device)
                 full = local.to(self._rows[name].compute_dtype)
-            self._shown.show(places, full)
+            self._shown.show(ref, full)
 
     def hide(self, refs: Sequence[ParamRef] | None = None) -> None:
         """Let modules hold the shards again; by default all of them."""
         names = None if refs is None else [ref.row.name for ref in refs]
         self._shown.hide(names)
-        for name in list(self._held if names is None else names):
-            if name in self._held:
-                places, shard, *_ = self._held.pop(name)
-                for owner, attribute in places.at:  # the user may have put another there
-                    owner._parameters[attribute] = shard
+        for name in self._held.keys() & (self._held.keys() if names is None else names):
+            ref, shard, *_ = self._held.pop(name)
+            for owner, attribute in ref.places:  # the user may have put another there
+                owner._parameters[attribute] = shard
 
     @contextlib.contextmanager
     def during(self, unit: str, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -164,8 +148,8 @@ class _FullParameters:
 
     def check_unchanged(self) -> None:
         """Raise UnsupportedError if a gathered parameter was written to, or replaced, which its shard does not see."""
-        for name, (places, _, full, version) in self._held.items():
-            held = [owner._parameters.get(attribute) for owner, attribute in places.at]
+        for name, (ref, _, full, version) in self._held.items():
+            held = [owner._parameters.get(attribute) for owner, attribute in ref.places]
             same = all(param is not None and shard_in(param).data_ptr() == full.data_ptr() for param in held)
             if not same or full._version != version:
                 raise UnsupportedError(

@@ -26,7 +26,7 @@ from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.unsharded_view import WholeParameter
+from graphshard.runtime.unsharded import WholeParameter
 from graphshard.torch_compat.dtensor import ShardPlacementResult, is_replicated
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.argument_validation import answer_of, check_bool, check_choice, check_count, is_int

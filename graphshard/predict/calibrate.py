@@ -41,7 +41,7 @@ from graphshard.cost.profile import (
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import SMALL
-from graphshard.runtime.gloo import all_gather_coalesced
+from graphshard.runtime.collective_launches import all_gather_coalesced
 from graphshard.utils.argument_validation import check_count, path_of, write_given
 from graphshard.utils.progress import progress
 from graphshard.utils.text import say

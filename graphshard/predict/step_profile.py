@@ -19,7 +19,7 @@ from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
 from graphshard.lower.executor_lines import CallLine, Start, WaitLine
-from graphshard.runtime.gloo import as_planned
+from graphshard.runtime.collective_launches import as_planned
 from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate

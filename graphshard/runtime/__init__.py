@@ -2,15 +2,13 @@
 
 `executable.py` runs an installed program, `bound_program.py` has the code of its phases and the values of its names.
 `shards.py` makes parameters DTensors, `process_groups.py` makes process groups of mesh axes.
-`gradient_accumulation.py` keeps what microbatches leave, `unsharded.py` parameters that were gathered by hand, which
-modules show (`unsharded_view.py`). `gloo.py` changes collectives when a program is bound, `user_collectives.py` lets
-the user run them. `gradient_ready.py` hands gradients over when they arrive, to an optimizer on shards, which may clip
-them (`optimizer_updates.py`); `autograd_checks.py` checks that this is all of a gradient. `prefetch.py` starts gathers
-of the next forward. `cuda_graphs.py` launches runs of regions together.
+`gradient_accumulation.py` keeps what microbatches leave, `unsharded.py` parameters that were gathered by hand and that
+modules show. `collective_launches.py` changes collectives when a program is bound, and lets the user run them.
+`step_overlap.py` hands gradients over when they arrive, to an optimizer on shards, which may clip them
+(`optimizer_updates.py`), and starts gathers of the next forward. `cuda_graphs.py` launches runs of regions together.
 
-`peers.py` is what ranks agree on and do together: they meet in the rendezvous store (`rendezvous.py`). A thread of each
-rank publishes its status and watches another rank (`health_monitor.py`), so that no rank waits for one that is not
-going to come.
+`peers.py` is what ranks agree on and do together: they meet in the rendezvous store. A thread of each rank publishes
+its status and watches another rank (`health_monitor.py`), so that no rank waits for one that is not going to come.
 
 * **A separate runtime instead of AOTAutograd's.** The compiled step is one `autograd.Function` whose inputs are the
   DTensor parameters. AOTAutograd's wrappers would have to be traced again, or pickled, to be loaded from a file.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,25 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from graphshard.errors import InputError
 from graphshard.ir.graph import base_of, is_collective, kind_of
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import given_sizes
 from graphshard.ir.strides import strides_without_gaps
-from graphshard.ir.subclasses import shard_in
+from graphshard.ir.subclasses import padded_to, parts_of, shard_in
 from graphshard.lower.executor import Executor, profiler_range
 from graphshard.lower.executor_lines import Boxed, Line
+from graphshard.runtime.collective_launches import (
+    UserCollectives,
+    exchange_reductions,
+    gather_into_buffers,
+    reduce_in_place,
+)
 from graphshard.runtime.cuda_graphs import ModelGraphs
-from graphshard.runtime.gloo import exchange_reductions, gather_into_buffers, reduce_in_place
 from graphshard.runtime.peers import Peers
 from graphshard.runtime.process_groups import bind_groups, on_gloo, shard_index
-from graphshard.runtime.shards import ParamRef, dense, padded_shard, shard_parts
+from graphshard.runtime.shards import ParamRef, dense, padded_shard, place_of
 from graphshard.runtime.step_recorder import current_recording
 from graphshard.runtime.unsharded import Unsharded
-from graphshard.runtime.user_collectives import UserCollectives
 from graphshard.torch_compat.dtensor import sharded_like
 
+CodeT = TypeVar("CodeT")
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -42,11 +46,11 @@ class BoundProgram:
 
     Args:
         program: lowered; names of process groups replace the names of axes in its executors.
-        mesh: the mesh the parameters are sharded over.
         groups: names of the process groups by the names of the axes.
-        peers: the other ranks; None where there are none.
-        collectives: that the user runs.
         graphs: CUDA graphs of regions; None for none.
+
+    Attributes:
+        others: programs that are a backward alone, by the code of that.
     """
 
     def __init__(
@@ -55,14 +59,13 @@ class BoundProgram:
         mesh: DeviceMesh,
         groups: Mapping[str, str],
         peers: Peers | None,
-        collectives: UserCollectives | None,
+        collectives: UserCollectives,
         graphs: ModelGraphs | None,
     ) -> None:
         self.program, self.groups, self.collectives = program, groups, collectives
         self._mesh, self._peers, self._graphs = mesh, peers, graphs
-        # Programs that are a backward alone.
-        self._others: dict[GraphModule, Program] = {}
-        self._codes: dict[tuple[GraphModule, bool], Boxed] = {}
+        self.others: dict[GraphModule, Program] = {}
+        self._codes: dict[tuple[Hashable, bool], Any] = {}
         # Label and communication of each phase that communicates.
         self._sent: dict[GraphModule, tuple[str, str]] = {}
         for name, phase in program.phases.items():
@@ -72,13 +75,8 @@ class BoundProgram:
         """Bind the backward of another program like the phases of this one."""
         phase = program.phases["backward"]
         self._bind("backward", phase)
-        self._others[phase.module] = program
+        self.others[phase.module] = program
         return phase
-
-    @property
-    def other_programs(self) -> list[Program]:
-        """Programs that are a backward alone."""
-        return list(self._others.values())
 
     def _bind(self, name: str, phase: Phase) -> None:
         launches = [node for node in phase.module.graph.nodes if is_collective(node)]
@@ -88,8 +86,7 @@ class BoundProgram:
             sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
             self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
         bind_groups(phase.module.graph, self.groups)
-        if self.collectives is not None:
-            self.collectives.bind(phase, Mesh.of(self._mesh))
+        self.collectives.bind(phase, Mesh.of(self._mesh))
         reduce_in_place(phase)  # before gloo's rewrite: it recognizes the results of reductions
         exchange_reductions(phase)
         if on_gloo(self._mesh.get_group(0), self._mesh.device_type):
@@ -98,15 +95,21 @@ class BoundProgram:
 
     def code(self, phase: Phase) -> Boxed:
         """Return the phase's code; while it is recorded or a profiler runs, code that shows what runs."""
-        executor, recording, ranges = phase.module, current_recording(), profiling()
+        executor, recording = phase.module, current_recording()
         if recording is not None:
             assert isinstance(executor, Executor)
-            return recording.code(executor, self._others.get(executor, self.program), phase)
-        if not ranges and self._graphs is None:
+            return recording.code(executor, self.others.get(executor, self.program), phase)
+        if self._graphs is None and not profiling():
             return executor.forward
-        if (executor, ranges) not in self._codes:
-            self._codes[executor, ranges] = self.function(phase)
-        return self._codes[executor, ranges]
+        return self.cached(executor, lambda: self.function(phase))
+
+    def cached(self, key: Hashable, make: Callable[[], CodeT]) -> CodeT:
+        """Return code that was made for a key before; there is separate code while a profiler runs."""
+        place = key, profiling()
+        if place not in self._codes:
+            self._codes[place] = make()
+        found: CodeT = self._codes[place]
+        return found
 
     def function(self, phase: Phase, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
         """Compile lines of the phase's executor: with ranges while a profiler runs, else with CUDA graphs if any."""
@@ -116,7 +119,7 @@ class BoundProgram:
             return executor.function(lines, profiler_range, **known)
         if self._graphs is None:
             return executor.function(lines, **known)
-        return self._graphs.of(self._others.get(executor, self.program), executor).function(lines, **known)
+        return self._graphs.function(self.others.get(executor, self.program), executor, lines, **known)
 
     def step(self, phase: Phase, how: str = "") -> AbstractContextManager[None]:
         """Return the context in which a phase runs, which tells the other ranks, if it communicates."""
@@ -138,14 +141,11 @@ class SlotValues:
     Args:
         program: lowered and bound.
         module: the module that owns the buffers.
-        params: where the parameters live.
-        mesh: the mesh the parameters are sharded over.
-        names: names of the parameters in the model by their names in the program.
-        unsharded: parameters that were gathered by hand.
         experts: where parameters are that lie otherwise on the ranks.
 
     Attributes:
         params: by their names in the program.
+        names: in the model, by the names in the program.
     """
 
     def __init__(
@@ -154,12 +154,11 @@ class SlotValues:
         module: nn.Module,
         params: Sequence[ParamRef],
         mesh: DeviceMesh,
-        names: Mapping[str, str],
         unsharded: Unsharded,
         experts: ExpertMeshes | None = None,
     ) -> None:
         self.params = {ref.row.name: ref for ref in params}
-        self.names, self.unsharded = names, unsharded
+        self.names, self.unsharded = {ref.row.name: ref.name for ref in params}, unsharded
         self._program = program
         self._module = module
         self._rank = shard_index(mesh)
@@ -168,8 +167,11 @@ class SlotValues:
         self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
         forward = program.phases["forward"]
         self._updated = _updated_but_saved(forward)
-        # Inputs of forward, each with the parameter if it is a padded shard.
-        self._inputs = [(slot, self._sharded(slot)) for slot in forward.inputs]
+        # Inputs of forward, each with the parameter if it is a padded shard, and is not copied.
+        self._inputs: list[tuple[Slot, ParamRef | None]] = []
+        for slot in forward.inputs:
+            ref = self.params[slot.name] if slot.kind == "param" and slot not in self._updated else None
+            self._inputs.append((slot, None if ref is None or ref.row.ignored else ref))
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Return the inputs of forward in a call with these tensors."""
@@ -196,7 +198,7 @@ class SlotValues:
             return shard_in(ref.param.detach()) if ref.row.ignored else padded_shard(ref.param, ref.row)
         if slot.kind == "part":
             ref = self.params[slot.name]
-            return shard_parts(ref.param, ref.row)[slot.index]
+            return parts_of(padded_to(shard_in(ref.param), ref.row.padded_shape, ref.row.dim))[slot.index]
         if slot.kind == "gathered":
             return self.unsharded.read(self.names[slot.name])
         if slot.kind == "input":
@@ -211,17 +213,12 @@ class SlotValues:
         if constant is not None:
             return constant
         if name not in self._owners:  # the guard checks that modules are the captured ones
-            owner, _, key = name.rpartition(".")
-            self._owners[name] = self._module.get_submodule(owner)._buffers, key
+            owner, key = place_of(self._module, name)
+            self._owners[name] = owner._buffers, key
         buffers, key = self._owners[name]
         buffer = buffers[key]
         assert buffer is not None
         return buffer
-
-    def _sharded(self, slot: Slot) -> ParamRef | None:
-        """Return the parameter of an input of forward that is a padded shard, and is not copied."""
-        plain = slot.kind == "param" and slot not in self._updated and not self.params[slot.name].row.ignored
-        return self.params[slot.name] if plain else None
 
     def as_gradient(self, value: torch.Tensor, slot: Slot, ref: ParamRef | None) -> torch.Tensor:
         """Convert a result of backward for autograd; `ref` is the parameter that it is a gradient of."""
@@ -250,35 +247,3 @@ def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
     updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
     kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
     return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))
-
-
-def check_no_aliases(tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
-    """Check that inputs that forward writes to share no memory with others, which a program reads before it writes.
-
-    A tensor that is given twice is one in the program, too.
-
-    Args:
-        tensors: of a call, and the tensors that modules hold.
-        written: which of them forward writes to.
-
-    Raises:
-        InputError: one of these shares memory with another input.
-    """
-    spans = [memory_span(tensor) for tensor in tensors]
-    for number in written:
-        begin, end = spans[number]
-        for other, (first, last) in enumerate(spans):
-            if tensors[other] is not tensors[number] and first < end and begin < last:
-                pair = f"inputs {min(number, other)} and {max(number, other)}"
-                raise InputError(
-                    f"{pair} of the call share memory, and forward writes to input {number}. Pass a copy of one, "
-                    "x.clone()."
-                )
-
-
-def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first element and of the end of the last; (0, 0) without memory."""
-    if tensor.numel() == 0 or tensor.is_meta or tensor.layout is not torch.strided:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

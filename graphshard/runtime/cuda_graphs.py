@@ -24,19 +24,20 @@ Only parameters and buffers are read where they lie; a graph is dropped when the
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import operator
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from graphshard.cost.costs import Costs, piece_of, runs_that_pay
 from graphshard.ir.program import Program, Region
@@ -114,18 +115,57 @@ class CudaGraphs:
 
 
 @dataclass
-class GraphArena:
-    """Memory for inputs and results of graphs while they run.
+class ModelGraphs:
+    """Graphs of all programs of a model, and the memory of their inputs and results while they run.
 
     Attributes:
+        costs: decide which runs are captured; None captures all that can be.
         largest: bytes that a run has needed so far.
     """
 
     graphs: CudaGraphs
     device: torch.device
+    costs: Costs | None
+    runs: list[GraphedRun] = field(default_factory=list)
     largest: int = 0
     _memory: Tensor | None = None
     _stream: object = None
+
+    def function(self, program: Program, executor: Executor, lines: Sequence[Line] | None, **known: Any) -> Boxed:
+        """Compile lines as `Executor.function` does, with their runs of regions captured when they are called."""
+
+        def wants(call: CallLine) -> bool:
+            can_be = getattr(executor, call.region).can_be_captured
+            return can_be and can_be_captured(_region(program, call).module, program.device)
+
+        choose = functools.partial(self.choose, program)
+        lines, runs = take_out_runs(executor.lines if lines is None else lines, wants, choose)
+        replays = [GraphedRun(self, run, executor.function(run.lines), program) for run in runs]
+        self.runs += replays
+        return executor.function(lines, replays=replays, **known)
+
+    def choose(
+        self, program: Program, lines: Sequence[Line], kept: Set[Variable], own: Set[Variable]
+    ) -> Sequence[range]:
+        """Return the ranges of lines that save time as graphs, or all; see `line_rewrites.Choose`."""
+        costs = self.costs
+        if costs is None:
+            return [range(len(lines))]
+        base: dict[Variable, Variable] = {}  # of views
+        pieces, places = [], []
+        for place, line in enumerate(lines):
+            if isinstance(line, CallLine):
+                given = [base.get(name, name) for name in line.inputs]
+                pieces.append(piece_of(costs, _region(program, line), given, line.results, own))
+                places.append(place)
+            elif line.reads:
+                base.update(dict.fromkeys(line.results, base.get(line.reads[0], line.reads[0])))
+        found = runs_that_pay(costs, pieces, {base.get(name, name) for name in kept})
+        return [range(places[run[0]], places[run[-1]] + 1) for run in found]
+
+    def forget(self, programs: Sequence[Program]) -> None:
+        """Drop the runs of programs that were evicted, with their graphs."""
+        self.runs[:] = [run for run in self.runs if not any(run.program is program for program in programs)]
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return memory of at least `num_bytes`, shared by all reservations."""
@@ -142,83 +182,23 @@ class GraphArena:
         return now is not None and bool(now == self._stream)
 
 
-@dataclass
-class ModelGraphs:
-    """Graphs of all programs of a model.
-
-    Attributes:
-        costs: decide which runs are captured; None captures all that can be.
-        runs: made so far.
-    """
-
-    arena: GraphArena
-    costs: Costs | None
-    runs: list[GraphedRun] = field(default_factory=list)
-
-    def of(self, program: Program, executor: Executor) -> ExecutorGraphs:
-        """Return the graphs of one executor of a program."""
-        return ExecutorGraphs(self, program, executor)
-
-    def forget(self, programs: Sequence[Program]) -> None:
-        """Drop the runs of programs that were evicted, with their graphs."""
-        self.runs[:] = [run for run in self.runs if not any(run.program is program for program in programs)]
-
-
-@dataclass(frozen=True)
-class ExecutorGraphs:
-    """Graphs of one executor."""
-
-    graphs: ModelGraphs
-    program: Program
-    executor: Executor
-
-    def function(self, lines: Sequence[Line] | None = None, **known: Any) -> Boxed:
-        """Compile lines as `Executor.function` does, with their runs of regions captured when they are called."""
-        lines, runs = take_out_runs(self.executor.lines if lines is None else lines, self.wants, self.choose)
-        replays = [GraphedRun(self.graphs.arena, run, self.executor.function(run.lines), self.program) for run in runs]
-        self.graphs.runs += replays
-        return self.executor.function(lines, replays=replays, **known)
-
-    def wants(self, call: CallLine) -> bool:
-        """Return whether a region launches the same kernels in each call."""
-        can_be = getattr(self.executor, call.region).can_be_captured
-        return can_be and can_be_captured(self._region(call).module, self.program.device)
-
-    def choose(self, lines: Sequence[Line], kept: Set[Variable], own: Set[Variable]) -> Sequence[range]:
-        """Return the ranges of lines that save time as graphs, or all; see `line_rewrites.Choose`."""
-        costs = self.graphs.costs
-        if costs is None:
-            return [range(len(lines))]
-        base: dict[Variable, Variable] = {}  # of views
-        pieces, places = [], []
-        for place, line in enumerate(lines):
-            if isinstance(line, CallLine):
-                given = [base.get(name, name) for name in line.inputs]
-                pieces.append(piece_of(costs, self._region(line), given, line.results, own))
-                places.append(place)
-            elif line.reads:
-                base.update(dict.fromkeys(line.results, base.get(line.reads[0], line.reads[0])))
-        found = runs_that_pay(costs, pieces, {base.get(name, name) for name in kept})
-        return [range(places[run[0]], places[run[-1]] + 1) for run in found]
-
-    def _region(self, call: CallLine) -> Region:
-        return self.program.regions[self.program.region_names[call.region]]
+def _region(program: Program, call: CallLine) -> Region:
+    return program.regions[program.region_names[call.region]]
 
 
 def can_be_captured(region: GraphModule, device: torch.device) -> bool:
     """Return whether a region launches the same kernels for all values of its inputs, all on one kind of device."""
-    return all(_can_be_captured(node, device) for node in region.graph.nodes)
-
-
-def _can_be_captured(node: Node, device: torch.device) -> bool:
-    if node.op == "call_function" and not is_size(node) and node.target is not operator.getitem:
+    for node in region.graph.nodes:
         target = node.target
-        # Other targets run operators with the state of a generator, which they read on the host.
-        if not isinstance(target, OpOverload) or any(tag in target.tags for tag in _WAITS):
+        computes = node.op == "call_function" and not is_size(node) and target is not operator.getitem
+        # Other targets than operators run them with the state of a generator, which they read on the host.
+        if computes and (not isinstance(target, OpOverload) or any(tag in target.tags for tag in _WAITS)):
             return False
-    val = node.meta.get("val")
-    tensors = val if isinstance(val, (tuple, list)) else [val]
-    return all(each.device.type == device.type for each in tensors if isinstance(each, torch.Tensor))
+        val = node.meta.get("val")
+        tensors = val if isinstance(val, (tuple, list)) else [val]
+        if any(isinstance(each, Tensor) and each.device.type != device.type for each in tensors):
+            return False
+    return True
 
 
 @dataclass
@@ -240,9 +220,9 @@ class _Calls:
 class GraphedRun:
     """A run of a program: its code at first, and then a graph of it for each of a few sets of shapes."""
 
-    def __init__(self, arena: GraphArena, run: Run, code: Boxed, program: Program | None = None) -> None:
+    def __init__(self, memory: ModelGraphs, run: Run, code: Boxed, program: Program | None = None) -> None:
         self.program = program
-        self._arena, self._run, self._code = arena, run, code
+        self._memory, self._run, self._code = memory, run, code
         self._seen: OrderedDict[tuple[Any, ...], _Calls] = OrderedDict()
         # How often each lasting input was elsewhere than before, where a graph or a warm-up has found it.
         self._moves: Counter[int] = Counter()
@@ -254,7 +234,7 @@ class GraphedRun:
         return sum(seen.graph is not None for seen in self._seen.values())
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self._problem or not self._arena.is_on_stream():
+        if self._problem or not self._memory.is_on_stream():
             return self._code(inputs)
         key = tuple((v.dtype, v.shape, v.stride()) if isinstance(v, Tensor) else v for v in inputs)
         seen = self._seen.setdefault(key, _Calls())
@@ -273,52 +253,45 @@ class GraphedRun:
         )
         moved = [i for i, (here, before) in enumerate(zip(places, seen.places or places)) if here != before]
         self._moves.update(moved)
-        copied = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and self._is_copied(i, moved)]
+        copied = [
+            i
+            for i, (value, lasting) in enumerate(zip(inputs, self._run.lasting))
+            if isinstance(value, Tensor) and (not lasting or i in moved or self._moves[i] >= MOST_MOVES)
+        ]
         if seen.count < WARM_UP:
             seen.count, seen.places = seen.count + 1, places
-            return self._warm_up(seen, inputs, copied)
-        return self._capture(seen, inputs, copied)
-
-    def _is_copied(self, index: int, moved: Collection[int]) -> bool:
-        return not self._run.lasting[index] or index in moved or self._moves[index] >= MOST_MOVES
-
-    def _warm_up(self, seen: _Calls, inputs: list[Any], copied: Sequence[int]) -> Any:
-        given = _arena_bytes(inputs[index] for index in copied)
-        results = self._code(inputs)
-        seen.result_bytes = _arena_bytes(results)
-        self._arena.largest = max(self._arena.largest, given + seen.result_bytes)
-        problem = next(filter(None, map(_problem, results)), "")
-        if problem:
-            self._give_up(f"it makes {problem}")
-        return results
-
-    def _capture(self, seen: _Calls, inputs: list[Any], copied: Sequence[int]) -> Any:
-        problem = next(filter(None, map(_problem, inputs)), "")
-        if problem:
-            self._give_up(f"it is given {problem}")
+            given = _arena_bytes(inputs[index] for index in copied)
+            results = self._code(inputs)
+            seen.result_bytes = _arena_bytes(results)
+            self._memory.largest = max(self._memory.largest, given + seen.result_bytes)
+            self._refuse("it makes", results)
+            return results
+        if self._refuse("it is given", inputs):
             return self._code(inputs)
         try:
-            seen.graph = _capture_run(self._arena, self._code, inputs, copied, seen.result_bytes)
+            seen.graph = _capture_run(self._memory, self._code, inputs, copied, seen.result_bytes)
         except RuntimeError as error:
             self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             return self._code(inputs)
         return seen.graph(inputs)
 
+    def _refuse(self, what: str, values: Sequence[Any]) -> bool:
+        """Give up, and return True, if a value cannot be an input or result of a graph."""
+        for value in values:
+            if not isinstance(value, Tensor):
+                continue
+            if type(value) not in (Tensor, torch.nn.Parameter):
+                self._give_up(f"{what} a {type(value).__name__}")
+                return True
+            if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride())):
+                self._give_up(f"{what} a tensor that is expanded")
+                return True
+        return False
+
     def _give_up(self, why: str) -> None:
         self._problem = why
         self._seen.clear()
         log.warning("cuda_graphs: %s runs without one: %s", self._run.where or "a run of regions", why)
-
-
-def _problem(value: Any) -> str:
-    """Say why a value cannot be an input or result of a graph; "" if it can."""
-    if not isinstance(value, Tensor):
-        return ""
-    if type(value) not in (Tensor, torch.nn.Parameter):
-        return f"a {type(value).__name__}"
-    if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride())):
-        return "a tensor that is expanded"
-    return ""
 
 
 @dataclass
@@ -358,11 +331,11 @@ class _CapturedRun:
 @torch.inference_mode(False)  # what is captured here is launched outside of inference, too
 @torch.no_grad()
 def _capture_run(
-    arena: GraphArena, code: Boxed, inputs: Sequence[Any], copied: Sequence[int], result_bytes: int
+    graphs: ModelGraphs, code: Boxed, inputs: Sequence[Any], copied: Sequence[int], result_bytes: int
 ) -> _CapturedRun:
     """Capture the code of a run for inputs such as these, of which some are copied."""
     begin = _arena_bytes(inputs[index] for index in copied)
-    memory = arena.reserve(begin + result_bytes)
+    memory = graphs.reserve(begin + result_bytes)
     offsets = itertools.accumulate((_num_bytes(inputs[index]) for index in copied), initial=0)
     static = {index: _placed(memory, offset, inputs[index]) for index, offset in zip(copied, offsets)}
     fixed = tuple((i, v.data_ptr()) for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in static)
@@ -378,7 +351,7 @@ def _capture_run(
             foreach_copy_(placed, [results[place] for place in places])
         return made
 
-    replay, made = arena.graphs.capture(launch)
+    replay, made = graphs.graphs.capture(launch)
     constants = {place: value for place, value in made.items() if not isinstance(value, Tensor)}
     return _CapturedRun(replay, fixed, _by_dtype(static), _by_dtype(made), constants)
 

@@ -5,30 +5,28 @@ What forward saves is autograd's, except for full parameters: `reshard()` frees 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.dtensor_layout import PendingReduction
-from graphshard.ir.graph import fake, restride
+from graphshard.ir.graph import aten, fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.lower.executor_lines import Boxed
 from graphshard.passes import AccumulateGradients
-from graphshard.runtime.autograd_checks import check_backward
-from graphshard.runtime.bound_program import BoundProgram, SlotValues, check_no_aliases
-from graphshard.runtime.gradient_accumulation import LEFT, Accumulation
-from graphshard.runtime.prefetch import GatherPrefetch
-from graphshard.runtime.shards import Alias, ParamRef
+from graphshard.runtime.bound_program import BoundProgram, SlotValues
+from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
+from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.step_overlap import GatherPrefetch
 from graphshard.runtime.step_recorder import current_recording
 from graphshard.runtime.unsharded import landed, start_gathering
-from graphshard.runtime.unsharded_view import places_of
 from graphshard.torch_compat.aot_autograd import without_selective_checkpoints
 from graphshard.torch_compat.autograd_state import Fate, disable_autocast, fate_at, keeps_graph, number_of_backward
 
@@ -44,11 +42,7 @@ class Executable:
     """A lowered program bound to a module and a mesh.
 
     Args:
-        bound: the program, and the code of its phases.
-        values: of its slots.
         make_backward: makes the backward for another variant than the likely one; None if there is no backward.
-        accumulation: shared with the other programs of the model.
-        aliases: other names of tied parameters.
         follows_strides: each layout of tangents has a separate backward, as in eager mode; otherwise they are copied.
         defers: gradients of several calls that one backward goes through are added up before they are reduced. Not
             where backwards are in a file: it has none that leave gradients to each other.
@@ -57,6 +51,7 @@ class Executable:
         names: of the outputs that are computed, tensors and dynamic sizes; the others are constants.
         names_in_model: names of the parameters in the model by their names in the program.
         trained: parameters that backward computes gradients of, by their names in the model.
+        differentiated: kinds of what backward computes gradients of, in their order: "param" or "input".
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class Executable:
         values: SlotValues,
         make_backward: BackwardFactory | None,
         accumulation: Accumulation,
-        aliases: Sequence[Alias],
         *,
         follows_strides: bool,
         defers: bool,
@@ -76,11 +70,10 @@ class Executable:
         self.defers = defers
         self._bound, self._values, self._make_backward = bound, values, make_backward
         self._forward = program.phases["forward"]
-        self._written = [int(slot.name) for slot in self._forward.outputs if (slot.kind, slot.of) == _WRITTEN]
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._shown = {
-            slot: places_of(values.params[slot.name], aliases, names[slot.name])
+            slot: values.params[slot.name]
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
@@ -102,16 +95,12 @@ class Executable:
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
             self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
-
-    @property
-    def differentiated(self) -> tuple[str, ...]:
-        """Kinds of what backward computes gradients of, in their order: "param" or "input"."""
-        return tuple(slot.of or "" for slot in self._grads)
+        self.differentiated = tuple(slot.of or "" for slot in self._grads)
 
     @property
     def programs(self) -> list[Program]:
         """The program, and the programs of its other backwards."""
-        return [self.program, *self._bound.other_programs]
+        return [self.program, *self._bound.others.values()]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on tensors, and return the leaves of the result."""
@@ -119,7 +108,11 @@ class Executable:
             self.accumulation.begin()
             wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self._grads, self._wrt)]
             made = _Call.apply(self, tensors, *wrt)
-            self._watch_results(made)
+            if len(self.program.tangents) > 1:  # backward looks for hooks on them
+                named = [(name, r) for name, r in zip(self.names, made, strict=True) if isinstance(r, torch.Tensor)]
+                node: Any = next((r.grad_fn for _, r in named if r.grad_fn is not None), None)
+                if node is not None:
+                    node.results = [(name, weakref.ref(r)) for name, r in named if r.grad_fn is not None]
             results = iter(made)
         else:
             with torch.no_grad():
@@ -129,21 +122,11 @@ class Executable:
             check(flat.pop())
         return flat
 
-    def _watch_results(self, results: Sequence[Any]) -> None:
-        """Let the backward of a call know its results, if several have a gradient, to look for hooks on them."""
-        if len(self.program.tangents) > 1:
-            named = [(name, r) for name, r in zip(self.names, results, strict=True) if isinstance(r, torch.Tensor)]
-            node: Any = next((r.grad_fn for _, r in named if r.grad_fn is not None), None)
-            if node is not None:
-                node.results = [(name, weakref.ref(r)) for name, r in named if r.grad_fn is not None]
-
     # --- forward -------------------------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor | int, ...], dict[Slot, Any]]:
         """Run the forward executor; return the module's results and the values saved for backward."""
         self.hide()
-        if self._written:
-            check_no_aliases(tensors, self._written)
         run, taken = self._forward_code()
         with disable_autocast(), without_selective_checkpoints(), self._bound.step(self._forward, taken):
             values = run(self._values.inputs(tensors))
@@ -151,17 +134,14 @@ class Executable:
             finish_copies(self.program.device)
         results: list[torch.Tensor | int] = []
         saved: dict[Slot, Any] = {}
-        mutations: dict[Slot, torch.Tensor] = {}
         for value, node, slot in zip(values, self._forward.results, self._forward.outputs, strict=True):
             if slot.kind == "mutation":
                 assert slot.of is not None
-                mutations[Slot(slot.of, slot.name)] = value
+                self._values.read(Slot(slot.of, slot.name), tensors).copy_(value)
             elif slot.kind != "output":
                 saved[slot] = value
             elif isinstance(node, Node):
                 results.append(value)
-        for slot, value in mutations.items():
-            self._values.read(slot, tensors).copy_(value)
         return tuple(results), saved
 
     def _forward_code(self) -> tuple[Boxed, str]:
@@ -175,15 +155,11 @@ class Executable:
 
     def prefetch(self) -> GatherPrefetch | None:
         """Return the gathers at the head of forward, so that they can be started before; None if there are none."""
-        if self.program.offloaded or (self._bound.collectives is not None and self._bound.collectives.gathers):
+        if self.program.offloaded or self._bound.collectives.gathers:
             return None
         if self._prefetch is None:
             self._prefetch = GatherPrefetch(self._bound, self._forward, self._values)
         return self._prefetch if self._prefetch else None
-
-    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
-        """Return the dynamic sizes of a call."""
-        return self._values.sizes(tensors)
 
     def gather(self, slots: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
         """Gather full parameters that forward left to backward, from the shards as they are now."""
@@ -195,9 +171,9 @@ class Executable:
 
     def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
         """Let modules show full parameters that forward has kept for that, until the next forward or backward."""
-        if self._shown:
-            left = [(places, landed(full[slot], places.ref.row, slot.index)) for slot, places in self._shown.items()]
-            self._values.unsharded.shown.show_left(left)
+        for slot, ref in self._shown.items():
+            left = landed(full[slot], ref.row, slot.index)
+            self._values.unsharded.shown.show(ref, left, until_next_call=True)
 
     def hide(self) -> None:
         """Let modules show shards again; raises UnsupportedError if a full parameter was written to."""
@@ -233,15 +209,18 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                left = self.accumulation.take(slot, self.names_in_model, self._summand(slot))
-                return restride(left, fake(node).stride())
+                return restride(self.accumulation.take(self._left(slot)), fake(node).stride())
             return self._values.buffer(slot.name)
 
         slots = zip(phase.inputs, phase.placeholders, strict=True)
         inputs = [read(slot, node) if (kept := saved.get(slot)) is None else kept for slot, node in slots]
         saved.clear()
+        consumer = self.accumulation.consumer
         with disable_autocast(), self._bound.step(phase):
-            values = self._run_backward(phase, inputs)
+            if consumer is None or current_recording() is not None:
+                values = self._bound.code(phase)(inputs)
+            else:  # None for gradients that are handed over
+                values = consumer.run(self._bound, phase, inputs, self._values)
         self._values.unsharded.end()
         if self.program.offloaded:
             finish_copies(self.program.device)
@@ -252,23 +231,13 @@ class Executable:
         of_grads, others = self._ends[phase.module]
         for place, slot in others:
             if slot.kind in LEFT:
-                self.accumulation.put(slot, self.names_in_model, values[place], self._summand(slot))
+                self.accumulation.sums[self._left(slot)] = values[place]
             elif values[place] is not None:
                 self._values.buffer(slot.name).copy_(values[place])
         return [
             None if place is None or values[place] is None else self._values.as_gradient(values[place], slot, ref)
             for place, slot, ref in zip(of_grads, self._grads, self._wrt)
         ]
-
-    def _run_backward(self, phase: Phase, inputs: list[Any]) -> Any:
-        """Return the executor's results; None for gradients that were handed over."""
-        consumer = self.accumulation.consumer
-        if consumer is None or current_recording() is not None:
-            return self._bound.code(phase)(inputs)
-        of_params = [slot.kind == "grad" and slot.of == "param" for slot in phase.outputs]
-        names = [self.names_in_model[slot.name] if own else "" for slot, own in zip(phase.outputs, of_params)]
-        refs = [self.trained[name] if name in consumer.params else None for name in names]
-        return consumer.run(self._bound, phase, inputs, refs, names, self._values.local_gradient)
 
     def reduce_left(self) -> None:
         """Reduce gradients that backwards have added up, without another backward of the model.
@@ -294,10 +263,10 @@ class Executable:
             )
         return step
 
-    def _summand(self, slot: Slot) -> tuple[PendingReduction, ...]:
-        """Return the sums over tensor axes that are yet to be made of a gradient that is left."""
+    def _left(self, slot: Slot) -> LeftGradient:
         split = self.program.params[slot.name].split
-        return split.sums if split and slot.kind in ("accumulated", "pending") else ()
+        sums = split.sums if split and slot.kind in ("accumulated", "pending") else ()
+        return LeftGradient(slot.kind, self.names_in_model[slot.name], sums)
 
     def _strides(self, tangents: Mapping[str, torch.Tensor]) -> Strides:
         """Return the layouts of tangents, if they tell backwards apart."""
@@ -311,9 +280,6 @@ class Executable:
         env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
         env |= sizes_in(fake(node), tangent)
         return tuple(evaluate(with_sizes(expression(size), fake(node), tangent), env) for size in stride)
-
-
-_WRITTEN = ("mutation", "input")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -330,7 +296,7 @@ class _Call(torch.autograd.Function):
         ctx.executable, ctx.ran, ctx.results = executable, -1, []
         executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
-        ctx.full, ctx.numbers, ctx.slots = {}, executable.sizes(tensors), []
+        ctx.full, ctx.numbers, ctx.slots = {}, executable._values.sizes(tensors), []
         shown, kept = {}, []
         for slot, value in saved.items():
             if slot.is_full:
@@ -354,7 +320,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executable: Executable = ctx.executable
         tangents = {name: grad for name, grad in zip(executable.names, grads) if grad is not None}
-        check_backward(executable.program, tangents, [name for name, ref in ctx.results if _is_hooked(ref())])
+        _check_backward(executable.program, tangents, [name for name, ref in ctx.results if _is_hooked(ref())])
         executable.hide()
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
@@ -388,3 +354,87 @@ class _LeftGradients(torch.autograd.Function):
         grads = executable.backward(sizes, {})
         of_params = (of == "param" for of in executable.differentiated)
         return (None, *(grad for grad, own in zip(grads, of_params, strict=True) if own))
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_backward(program: Program, given: Collection[str], hooked: Collection[str]) -> None:
+    """Check that the operators of the program would compute the same gradients as its backward.
+
+    One node of autograd computes the gradients of a call, and there is no graph in it.
+
+    Args:
+        given: outputs that have gradients.
+        hooked: outputs with hooks, or that retain their gradients.
+
+    Raises:
+        UnsupportedError: gradients are to be differentiated, or checked, or flow past a hook.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"gradients of {program.model} are to have a graph of their own (create_graph=True), and a program "
+            "computes them without. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
+        )
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise UnsupportedError(
+            "torch.autograd.set_detect_anomaly looks for nan in gradients, which it cannot in shards (DTensor). Pass "
+            "check_nan=False, or look for it in the model before graphshard.compile."
+        )
+    for name in hooked:
+        later = sorted(set(given) & _computed_from(program, name))
+        if later:
+            raise UnsupportedError(
+                f"output {name} of {program.model} has a hook, or retains its gradient, and output {later[0]}, which "
+                f"forward computes from it, has a gradient: it flows through the program, past the hook. Register the "
+                f"hook in forward, or compute output {later[0]} from output {name} outside of the model."
+            )
+
+
+# A node of a graph, and the call of the region that it is in; None outside of regions.
+_Value = tuple[Node | None, Node]
+
+
+def _computed_from(program: Program, name: str) -> set[str]:
+    """Return other outputs of a lowered forward that are computed from one, within regions and between them."""
+    forward = program.phases["forward"]
+    outputs = [(slot.name, value) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
+
+    def graph_of(call: Node) -> Graph:
+        return program.regions[program.region_names[str(call.target)]].module.graph
+
+    def sources(value: _Value) -> list[_Value]:
+        call, node = value
+        if call is not None and node.op == "placeholder":
+            place = list(graph_of(call).find_nodes(op="placeholder")).index(node)
+            return [(None, call.args[0][place])]  # type: ignore[index, list-item]
+        if call is None and node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+            (made,) = node.all_input_nodes
+            results = graph_of(made).find_nodes(op="output")
+            if not results:  # a file has only the code of regions: any output may be made of another
+                return [(None, other) for other in (*made.users, *made.all_input_nodes)]
+            return [(made, results[0].args[0][node.args[1]])]
+        return [(call, source) for source in node.all_input_nodes]
+
+    def original(value: _Value) -> _Value:
+        """Return what a value is a copy of: capture copies outputs that share memory with others."""
+        while value[1].target in (aten.clone.default, operator.getitem) or (value[0] and value[1].op == "placeholder"):
+            found = sources(value)
+            if len(found) != 1:
+                break
+            (value,) = found
+        return value
+
+    values = {output: original((None, value)) for output, value in outputs if isinstance(value, Node)}
+    found = set()
+    for output in values.keys() - {name}:
+        seen: set[_Value] = set()
+        left = [values[output]]
+        while left:
+            now = left.pop()
+            if now not in seen:
+                seen.add(now)
+                left += sources(now)
+        if values[name] in seen:
+            found.add(output)
+    return found

@@ -12,10 +12,9 @@ import torch
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.dtensor_layout import PendingReduction
-from graphshard.ir.program import Phase, Slot, SlotKind
+from graphshard.ir.program import Phase, SlotKind
 from graphshard.passes.accumulate_gradients import AccumulateGradients
-from graphshard.runtime.gradient_ready import GradientConsumer
-from graphshard.runtime.prefetch import GatherPrefetch
+from graphshard.runtime.step_overlap import GatherPrefetch, GradientConsumer
 from graphshard.torch_compat.autograd_state import fate_at, number_of_backward
 
 # Kinds of slots that backwards leave to each other.
@@ -39,7 +38,6 @@ class Accumulation:
     Attributes:
         unsynced: parameters whose gradients are not reduced at all for now.
         unreplicated: parameters whose gradients are reduced over shards, but not over replicas.
-        sums: what earlier backwards left.
         calls: nodes of calls in graphs of autograd that are alive.
         measured: backwards are measured now, which return gradients instead of accumulating them.
         consumer: takes gradients of the next backward when they arrive; None lets it return them.
@@ -93,6 +91,39 @@ class Accumulation:
         calls = [call for call in self.calls if call.ran != ctx.ran and fate_at(call) != "dropped"]
         return {name for call in calls for name in call.executable.trained}
 
+    def trained_by_one_call(self, loss: torch.Tensor) -> frozenset[str]:
+        """Return names of parameters all of whose gradient comes from the only call that a loss goes through.
+
+        None if the loss goes through several calls of the model, or through a custom function, which may hide some
+        (a reentrant checkpoint), or if it reads one of the parameters directly.
+        """
+        found: Any = None
+        seen: set[Any] = set()
+        leaves: set[int] = set()
+        left: list[Any] = [loss.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            following = [next_node for next_node, _ in node.next_functions]
+            if node in self.calls:
+                if found is not None:
+                    return frozenset()
+                found = node
+                of_inputs = (of != "param" for of in node.executable.differentiated)
+                following = [next_node for next_node, inputs in zip(following, of_inputs) if inputs]
+            elif isinstance(node, torch.autograd.function.BackwardCFunction):
+                return frozenset()
+            elif hasattr(node, "variable"):
+                leaves.add(id(node.variable))
+            left += following
+        if found is None:
+            return frozenset()
+        trained = found.executable.trained
+        reads_parameter = leaves and any(id(ref.param) in leaves for ref in trained.values())
+        return frozenset() if reads_parameter else frozenset(trained)
+
     def step(self, names: Mapping[str, str], deferred: Collection[str] = ()) -> AccumulateGradients | None:
         """Return what the next backward does about these parameters; None only reduces their gradients.
 
@@ -106,16 +137,8 @@ class Accumulation:
         step = AccumulateGradients(*(frozenset(own for own, name in names.items() if name in each) for each in chosen))
         return step if step != AccumulateGradients() else None
 
-    def take(self, slot: Slot, names: Mapping[str, str], summand: tuple[PendingReduction, ...] = ()) -> torch.Tensor:
-        """Remove and return what earlier backwards left.
-
-        Args:
-            summand: what ranks of the tensor axes are yet to add up.
-
-        Raises:
-            UnsupportedError: earlier backwards left something else.
-        """
-        left = LeftGradient(slot.kind, names[slot.name], summand)
+    def take(self, left: LeftGradient) -> torch.Tensor:
+        """Remove and return what earlier backwards left; raises UnsupportedError if they left something else."""
         if left not in self.sums:
             raise UnsupportedError(
                 f"gradients of {left.name} are partial sums over the tensor axis in some calls and whole in others, "
@@ -124,17 +147,11 @@ class Accumulation:
             )
         return self.sums.pop(left)
 
-    def put(
-        self, slot: Slot, names: Mapping[str, str], value: torch.Tensor, summand: tuple[PendingReduction, ...] = ()
-    ) -> None:
-        """Leave something for later backwards."""
-        self.sums[LeftGradient(slot.kind, names[slot.name], summand)] = value
-
     def follow(self, phase: Phase, names: Mapping[str, str]) -> None:
         """Take and leave what a backward would, without values."""
         for slot in phase.inputs:
             if slot.kind in LEFT:
-                self.take(slot, names)
+                del self.sums[LeftGradient(slot.kind, names[slot.name])]
         for slot in phase.outputs:
             if slot.kind in LEFT:
-                self.put(slot, names, torch.empty(0))
+                self.sums[LeftGradient(slot.kind, names[slot.name])] = torch.empty(0)

@@ -23,17 +23,15 @@ import time
 import weakref
 import zlib
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from graphshard.errors import DivergenceError, PeerError
-from graphshard.runtime.gloo import close_connections
-from graphshard.runtime.rendezvous import OVER
 from graphshard.torch_compat.dtensor import process_group, rendezvous_store
 
 log = logging.getLogger(__name__)
@@ -41,8 +39,10 @@ log = logging.getLogger(__name__)
 # Seconds after which a rank that waits names the rank that it waits for.
 WARNS_AFTER = 4.0
 # Seconds that the thread sleeps; all ranks together look at most 2,000 times a second, with three requests each.
-_SHORTEST_SLEEP, _LOOKS_A_SECOND = 0.25, 2000
+_SHORTEST_SLEEP, _STORE_LOOKS_A_SECOND = 0.25, 2000
 _SILENCE = 60.0
+# Nothing is ever sent under this tag.
+_TAG = 0x6753
 _REMEMBERED_STEPS = 8
 
 # Frames of files in these folders are not the user's program.
@@ -55,14 +55,10 @@ SAME_CALLS = (
 )
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """A forward or backward with collectives that a rank has begun.
+class StepRecord(NamedTuple):
+    """A forward or backward with collectives that a rank has begun, such as the one labeled "forward of Llama".
 
-    Attributes:
-        number: counts these steps.
-        digest: of this step and all before it; equal on all ranks that run the same.
-        label: "forward of Llama".
+    The digest is of this step and all before it: equal on all ranks that run the same.
     """
 
     number: int
@@ -70,13 +66,10 @@ class StepRecord:
     label: str
 
 
-@dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(NamedTuple):
     """Identity of a rank's process, by which another process on the same machine can see if it lives.
 
-    Attributes:
-        place: machine and namespace of process ids; "" if unknown.
-        born: start time, as a process id may be used again.
+    `place` is the machine and the namespace of process ids, "" if unknown; an id may be used again, so `born` counts.
     """
 
     place: str
@@ -112,14 +105,12 @@ def _proc_stat(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
-@dataclass(frozen=True)
-class RankStatus:
+class RankStatus(NamedTuple):
     """Status of a rank.
 
     Attributes:
         steps: the last ones it has begun.
-        doing: "" while the user's program runs.
-        meeting: name of the rendezvous at which it waits.
+        doing, meeting: as in `HealthMonitor`.
         where: line of the user program.
         ended: why the process has ended; None while it lives.
         beat: grows as long as the process lives.
@@ -144,25 +135,21 @@ class RankStatus:
         doing = self.ended if self.ended is not None else f"{self.doing or USERS_PROGRAM}{at}"
         return f"rank {self.rank} {doing}, after {self.number} steps"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str | bytes) -> RankStatus:
-        data = json.loads(text)
-        steps = tuple(StepRecord(**step) for step in data.pop("steps"))
-        return RankStatus(process=ProcessIdentity(**data.pop("process")), steps=steps, **data)
+def read_status(store: dist.Store, rank: int) -> RankStatus | None:
+    """Return the status of a rank; None if it has not published one."""
+    return _status_of(store.get(str(rank))) if store.check([str(rank)]) else None
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Reason why ranks cannot go on, or not beyond a step.
+def _status_of(text: bytes) -> RankStatus:
+    rank, process, steps, *others = json.loads(text)
+    return RankStatus(rank, ProcessIdentity(*process), tuple(StepRecord(*step) for step in steps), *others)
 
-    Attributes:
-        how: a rank has ended and said so, has died, or two ranks run different things.
-        rank: the rank that ended, or one of the two.
-        step: the first step that cannot complete.
-        message: for the user.
+
+class Finding(NamedTuple):
+    """Reason why ranks cannot go on, or not beyond a step: one has ended and said so, has died, or differs.
+
+    `step` is the first one that cannot complete.
     """
 
     how: Literal["ended", "died", "differs"]
@@ -170,24 +157,15 @@ class Finding:
     step: int
     message: str
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Finding:
-        return Finding(**json.loads(text))
-
-
-def first_difference(one: RankStatus, other: RankStatus) -> Finding | None:
+def _first_difference(one: RankStatus, other: RankStatus) -> Finding | None:
     """Find the first step that both ranks remember and that is not the same."""
     theirs = {step.number: step for step in other.steps}
     for step in one.steps:
         found = theirs.get(step.number, step)
         if found.digest != step.digest:
-            text = differ_text(
-                step.number, f"rank {one.rank} runs {step.label}", f"rank {other.rank} runs {found.label}"
-            )
-            return Finding("differs", other.rank, step.number, text)
+            both = f"rank {one.rank} runs {step.label}", f"rank {other.rank} runs {found.label}"
+            return Finding("differs", other.rank, step.number, differ_text(step.number, *both))
     return None
 
 
@@ -221,7 +199,7 @@ def error_text(error: BaseException) -> str:
 
 def pause_of(num_ranks: int) -> float:
     """Return the seconds between two looks of a rank."""
-    return max(_SHORTEST_SLEEP, num_ranks / _LOOKS_A_SECOND)
+    return max(_SHORTEST_SLEEP, num_ranks / _STORE_LOOKS_A_SECOND)
 
 
 class HealthMonitor:
@@ -246,7 +224,7 @@ class HealthMonitor:
         self.doing = self.meeting = ""
         self.finding: Finding | None = None
         self._store = store
-        self._status = RankStatus(rank, ProcessIdentity.this())
+        self.process = ProcessIdentity.this()
         self._steps: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
         self._step_began = 0.0
         self._next = ranks[(ranks.index(rank) + 1) % len(ranks)]
@@ -290,7 +268,7 @@ class HealthMonitor:
             raise self.error(self.finding)
 
     def _ends_step(self, finding: Finding) -> bool:
-        # Where a rank has died without a word, gloo knows if anything it sent is still to come.
+        """Return whether the step cannot complete; of a rank that died, gloo knows if what it sent is still to come."""
         return finding.how != "died" and finding.step <= self.number
 
     def error(self, finding: Finding) -> Exception:
@@ -305,9 +283,8 @@ class HealthMonitor:
 
     def status(self) -> RankStatus:
         """Return this rank's status."""
-        steps = tuple(self._steps)
-        return replace(
-            self._status, steps=steps, doing=self.doing, meeting=self.meeting, where=users_line(), beat=self._beat
+        return RankStatus(
+            self.rank, self.process, tuple(self._steps), self.doing, self.meeting, users_line(), beat=self._beat
         )
 
     def is_current(self) -> bool:
@@ -319,43 +296,39 @@ class HealthMonitor:
         """Publish this rank's status, and read the next rank's."""
         self._beat += 1
         mine = self.status()
-        self._store.set(str(self.rank), mine.to_json())
+        self._store.set(str(self.rank), json.dumps(mine))
         if not self._store.check(["finding"]):
             found = self._about_next(mine)
             if found is None:
                 return
-            self._store.compare_set("finding", "", found.to_json())
-        self._found(Finding.from_json(self._store.get("finding")))
+            self._store.compare_set("finding", "", json.dumps(found))
+        self._found(Finding(*json.loads(self._store.get("finding"))))
 
     def _about_next(self, mine: RankStatus) -> Finding | None:
         self._knows_next = self._knows_next or self._store.check([str(self._next)])
         if not self._knows_next:
             return None
-        theirs = RankStatus.from_json(self._store.get(str(self._next)))
+        theirs = _status_of(self._store.get(str(self._next)))
         if theirs.ended is not None:
             return Finding("ended", theirs.rank, theirs.number + 1, f"{theirs}.")
-        died = self._died(theirs)
+        now, died = time.monotonic(), ""
+        if theirs.process.is_gone():
+            died = "has died without a word"
+        elif theirs.beat != self._heard[0]:
+            self._heard = theirs.beat, now
+        elif now - self._heard[1] > _SILENCE:
+            died = f"has given no sign of life for {_SILENCE:.0f} s"
         if died:
             message = f"rank {theirs.rank} {died}; the last that it said is that it has made {theirs.number} steps."
             return Finding("died", theirs.rank, theirs.number + 1, message)
         self.warn_if_behind(theirs)
-        return first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
-
-    def _died(self, theirs: RankStatus) -> str:
-        if theirs.process.is_gone():
-            return "has died without a word"
-        beat, since = self._heard
-        if theirs.beat != beat:
-            self._heard = theirs.beat, time.monotonic()
-        elif time.monotonic() - since > _SILENCE:
-            return f"has given no sign of life for {_SILENCE:.0f} s"
-        return ""
+        return _first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
 
     def _one_waits(self, waits: RankStatus, runs: RankStatus) -> Finding | None:
         """Report a rank that waits with a new program at a step that another one runs without a new program."""
         if not waits.meeting or runs.number <= waits.number:
             return None
-        if any(self._store.check([f"{waits.meeting} {key}"]) for key in OVER):
+        if any(self._store.check([f"{waits.meeting} {key}"]) for key in ("end", "given")):
             return None  # it has not said yet that it goes on
         step = next((step for step in runs.steps if step.number == waits.number + 1), runs.steps[-1])
         text = differ_text(step.number, f"rank {waits.rank} {waits.doing}", f"rank {runs.rank} runs {step.label}")
@@ -384,11 +357,11 @@ class HealthMonitor:
     def leave(self, why: str) -> None:
         """Publish that this rank makes no more steps."""
         self.stop()
-        status = replace(self.status(), ended=why)
+        status = self.status()._replace(ended=why)
         finding = Finding("ended", self.rank, self.number + 1, f"{status}.")
         with contextlib.suppress(RuntimeError):  # the store has ended before
-            self._store.set(str(self.rank), status.to_json())
-            self._store.compare_set("finding", "", finding.to_json())
+            self._store.set(str(self.rank), json.dumps(status))
+            self._store.compare_set("finding", "", json.dumps(finding))
 
     def stop(self) -> None:
         """End the thread: it must not hold a connection, in C++, while the interpreter is taken down."""
@@ -415,10 +388,42 @@ def _watch(known: weakref.ref[HealthMonitor], stop: threading.Event, pause: floa
 
 def _leave_at_exit(known: weakref.ref[HealthMonitor]) -> None:
     monitor = known()
-    if monitor is None or monitor.status().process.pid != os.getpid():  # a forked child
+    if monitor is None or monitor.process.pid != os.getpid():  # a forked child
         return
     if not monitor.is_current():  # the thread may just be saying so
         monitor.stop()
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     monitor.leave("has ended" if error is None else f"has ended with {error_text(error)}")
+
+
+# Gloo has no call to ask for or close connections, but receiving does both: gloo refuses to receive from a rank that
+# has closed its connection, and when a receive times out, gloo closes all connections of the group. A rank that waits
+# for a collective on them, here or elsewhere, gets an error at once, and so does the destructor of the group, which
+# waits for what is under way.
+
+
+def has_closed_connection(rank: int) -> bool:
+    """Return whether a rank of the default group has closed its connection to this one, as a process that ends does."""
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        group.recv([torch.zeros(1)], rank, _TAG)
+    except RuntimeError as error:
+        return any(word in str(error) for word in ("onnection closed", "onnection reset", "roken pipe"))
+    return False
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """End what is under way in a group of gloo's; it cannot be used any more."""
+    if "gloo" not in str(dist.get_backend(group)):
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():
+            try:
+                work = group.recv([torch.zeros(1)], rank, _TAG)
+            except RuntimeError:  # closed by that rank; gloo asks only this one, and the others may be open
+                continue
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+            return

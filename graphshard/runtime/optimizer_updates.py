@@ -30,23 +30,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from graphshard.ir.subclasses import shard_in
-from graphshard.runtime.gradient_ready import Arrival
+from graphshard.runtime.step_overlap import Arrival
 from graphshard.torch_compat.dtensor import dtensor_of, sharded_like
 from graphshard.torch_compat.torch_ops import foreach_mul, foreach_norm
 
@@ -87,9 +74,8 @@ class Updates:
     """
 
     def __init__(self, optimizer: Optimizer, *, fuses: bool = False) -> None:
-        self._optimizer = optimizer
-        self._fuses = fuses and _plain(type(optimizer), "step") is _plain(Adam, "step")
-        self._step = _plain(type(optimizer), "step")
+        self._optimizer, self._step = optimizer, _plain(type(optimizer), "step")
+        self._fuses = fuses and self._step is _plain(Adam, "step")
         self._group_of: dict[int, int] = {}  # by the parameter's id: tensors are hashed in Python
 
     def begin(self) -> None:
@@ -117,8 +103,8 @@ class Updates:
             shard = shard_in(param).detach()
             shard.grad = grad
             shards.append(shard)
-            known = self._optimizer.state.get(param)
-            before.append({name: _held(value) for name, value in known.items()} if known else {})
+            known = self._optimizer.state.get(param) or {}
+            before.append({name: shard_in(v) if isinstance(v, torch.Tensor) else v for name, v in known.items()})
             if known:
                 state[shard] = dict(before[-1])
         group = {**group, "params": shards}
@@ -140,11 +126,7 @@ def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> b
     """Return whether torch's fused kernel computes the same as its operators, for Adam and AdamW.
 
     It goes through memory from end to end, so all tensors of a parameter must have the same layout, and it reads the
-    number of a step as float32.
-
-    Args:
-        group: of the stand-in; gradients belong to its shards.
-        state: of each of them.
+    number of a step as float32. `group` is the stand-in's, and `state` of each of its shards.
     """
     if any(group[name] is not None for name in ("fused", "foreach")) or group["capturable"] or group["differentiable"]:
         return False
@@ -161,10 +143,6 @@ def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> b
             elif value.dtype is not dtype or not value.is_contiguous():
                 return False
     return True
-
-
-def _held(value: Any) -> Any:
-    return shard_in(value) if isinstance(value, torch.Tensor) else value
 
 
 def placed_alike(params: Sequence[nn.Parameter]) -> bool:
@@ -210,7 +188,10 @@ class Clipping:
         assert isinstance(first, DTensor)
         if self._placements is None or self._placed != first.placements:
             self._placed = first.placements
-            self._placements = _placements_of_norm(first)
+            # Partial on each rank that has a part of the gradient.
+            norm = torch.linalg.vector_norm(sharded_like(first._local_tensor, first), 2.0)
+            assert isinstance(norm, DTensor)
+            self._placements = norm.placements
         stacked = torch.stack([self._norms[param] for param in chosen])
         norms = dtensor_of(stacked, first.device_mesh, self._placements, stacked.shape, stacked.stride())
         total = torch.linalg.vector_norm(norms, 2.0).full_tensor()
@@ -234,8 +215,3 @@ class Clipping:
 def _scaled(arrivals: list[Arrival], factor: torch.Tensor) -> list[Arrival]:
     scaled = foreach_mul([grad for _, grad in arrivals], factor)
     return [Arrival(param, grad) for (param, _), grad in zip(arrivals, scaled)]
-
-
-def _placements_of_norm(param: DTensor) -> tuple[Placement, ...]:
-    """Return torch's placements of a gradient's norm: partial on each rank that has a part of the gradient."""
-    return tuple(torch.linalg.vector_norm(sharded_like(param._local_tensor, param), 2.0).placements)

@@ -1,4 +1,4 @@
-"""The ranks that run a model together: rendezvous for what they agree on, and the steps that they make.
+"""The ranks that run a model together: rendezvous in the store for what they agree on, and the steps that they make.
 
 A rank that waits for others, in a rendezvous or in a collective, checks again and again if they can still come
 (`health_monitor.py`).
@@ -9,37 +9,39 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import logging
 import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import ArgumentError, DivergenceError, PeerError
-from graphshard.runtime.gloo import has_closed_connection
 from graphshard.runtime.health_monitor import (
     SAME_CALLS,
     WARNS_AFTER,
     HealthMonitor,
-    RankStatus,
     differ_text,
     error_text,
+    has_closed_connection,
+    read_status,
 )
 from graphshard.runtime.process_groups import is_fake, ranks_of
-from graphshard.runtime.rendezvous import End, Look, Rendezvous, Tell
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.dtensor import rendezvous_store
 from graphshard.utils.progress import cancelled_by
 
 log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
 
 CHECK, PATIENCE = "GRAPHSHARD_CHECK", "GRAPHSHARD_PATIENCE"
 # Beginning of what a rank does while it compiles, which others wait for longer.
@@ -57,33 +59,151 @@ _FAILS_ALIKE = 2.5
 
 _OF_A_COLLECTIVE = re.compile("gloo|nccl|connection|socket|pair closure|broken pipe", re.IGNORECASE)
 
+# A look for a key takes 25 us. All ranks together ask the store's only thread at most this often in a second.
+_LOOKS_A_SECOND = 8000
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+
 # One for each set of ranks of a store: the order of calls matters between models, too.
 _known: weakref.WeakKeyDictionary[dist.Store, dict[tuple[int, ...], Peers]] = weakref.WeakKeyDictionary()
 
 
+# Called with the seconds that a rank has waited; raises to end the wait.
+Look = Callable[[float], None]
+
+# Describes how a text differs from the first rank's, given that rank, its text, and the other text.
+Tell = Callable[[int, str, str], str]
+
+
+class End(NamedTuple):
+    """Result of a rendezvous: all texts are the same, or one rank differs or failed, and how."""
+
+    how: Literal["same", "differ", "failed"]
+    rank: int = -1
+    message: str = ""
+
+
 @dataclass(frozen=True)
-class PeerSettings:
-    """Settings of the environment.
+class Rendezvous:
+    """Rendezvous of ranks in a store: compare a text, share a text, find the largest number.
+
+        rank 0                "first": 0 and the hash of its text      the text itself
+        ranks that agree      one more in the counter "in"             the last one sets "end" to "same"
+        rank 5                "odd": 5 and another hash                compares texts, sets "end" to "differ" and how
+        a rank that leaves    sets "failed" and why
+
+    All ranks wait for the same key, so all know the result at once. A hash for each rank and one text travel, and the
+    text is read once if there is a difference: O(N) bytes for N ranks, and a few requests for each.
+
+    An occasion, such as a new program, may have several. A rank that fails fails all of them.
 
     Attributes:
-        checks_steps: ranks meet before each step.
-        patience: seconds that a rank waits for one that lives and does not come.
+        occasion: a name that is the same on every rank.
+        number: of the rendezvous within the occasion.
+        size: number of ranks that are expected.
     """
 
-    checks_steps: bool
-    patience: float
+    store: dist.Store
+    occasion: str
+    number: int
+    rank: int
+    size: int
 
-    @staticmethod
-    def read() -> PeerSettings:
-        """Read the environment; raises ArgumentError."""
-        check, patience = os.environ.get(CHECK, ""), os.environ.get(PATIENCE, "")
-        if check not in ("", "steps"):
-            raise ArgumentError(f"{CHECK} must be 'steps' or not set, got {check!r}.")
-        if not patience:
-            return PeerSettings(bool(check), _IMPATIENT if check else _PATIENT)
-        if not re.fullmatch(r"\d+(\.\d+)?", patience):
-            raise ArgumentError(f"{PATIENCE} must be a number of seconds, got {patience!r}.")
-        return PeerSettings(bool(check), float(patience))
+    @property
+    def name(self) -> str:
+        """Prefix of its keys."""
+        return f"{self.occasion}.{self.number}"
+
+    @property
+    def _failed(self) -> str:
+        return f"{self.occasion} failed"
+
+    def join(self, text: str, tell: Tell, look: Look) -> None:
+        """Come with a text."""
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        mine = f"{self.rank} {digest}"
+        first = self._set_once("first", mine)
+        if first == mine:
+            self.store.set(f"{self.name} text", text)
+        if first.endswith(digest):
+            if self.store.add(f"{self.name} in", 1) == self.size:
+                self._end(End("same"))
+        elif self._set_once("odd", mine) == mine:
+            found = self._wait_for("text", look)
+            if found.endswith("text"):
+                theirs = self.store.get(found).decode()
+                self._end(End("differ", self.rank, tell(int(first.partition(" ")[0]), theirs, text)))
+
+    def first_rank(self) -> int:
+        """Return the rank that came first, -1 before one has."""
+        key = f"{self.name} first"
+        return int(self.store.get(key).split()[0]) if self.store.check([key]) else -1
+
+    def end(self, look: Look) -> End:
+        """Wait for the result."""
+        return self._read(self._wait_for("end", look))
+
+    def fail(self, rank: int, message: str) -> None:
+        """Tell the ranks that wait that a rank, this one or another, does not come."""
+        self.store.set(self._failed, json.dumps(["failed", rank, message]))
+
+    def failure(self) -> End | None:
+        """Return why a rank does not come, if one has failed; does not wait."""
+        return self._read(self._failed) if self.store.check([self._failed]) else None
+
+    def give(self, text: str) -> None:
+        """Leave a text for the other ranks."""
+        self.store.set(f"{self.name} given", text)
+
+    def take(self, look: Look) -> str | End:
+        """Wait for the text that another rank gives, or for a failure."""
+        self._set_once("first", f"{self.rank} waits")
+        found = self._wait_for("given", look)
+        return self.store.get(found).decode() if found.endswith("given") else self._read(found)
+
+    def raise_to(self, number: int) -> None:
+        """Leave a number for the other ranks, unless a larger one is there."""
+        seen, mine = "", str(number)
+        while (found := self.store.compare_set(f"{self.name} most", seen, mine).decode()) != mine:
+            if int(found) > number:
+                return
+            seen = found
+
+    def most(self) -> int:
+        """Return the largest number that ranks have left so far, 0 before one has."""
+        key = f"{self.name} most"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def _wait_for(self, key: str, look: Look) -> str:
+        """Wait in short slices for a key or a failure, as long as `look` does not raise; return the key found."""
+        keys = f"{self.name} {key}", self._failed
+        start, pause = time.monotonic(), _SHORTEST_PAUSE
+        while True:
+            for found in keys:
+                if self.store.check([found]):
+                    return found
+            look(time.monotonic() - start)
+            time.sleep(pause)
+            pause = min(2 * pause, max(_LONGEST_PAUSE, self.size / _LOOKS_A_SECOND))
+
+    def _read(self, key: str) -> End:
+        return End(*json.loads(self.store.get(key)))
+
+    def _set_once(self, key: str, value: str) -> str:
+        """Set a key unless it is set; return its value."""
+        return self.store.compare_set(f"{self.name} {key}", "", value).decode()
+
+    def _end(self, end: End) -> None:
+        self._set_once("end", json.dumps(end))
+
+
+def _settings() -> tuple[bool, float]:
+    """Return, from the environment, if ranks meet before each step, and how long they wait for one that lives."""
+    check, patience = os.environ.get(CHECK, ""), os.environ.get(PATIENCE, "")
+    if check not in ("", "steps"):
+        raise ArgumentError(f"{CHECK} must be 'steps' or not set, got {check!r}.")
+    if not re.fullmatch(r"(\d+(\.\d+)?)?", patience):
+        raise ArgumentError(f"{PATIENCE} must be a number of seconds, got {patience!r}.")
+    return bool(check), float(patience or (_IMPATIENT if check else _PATIENT))
 
 
 def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
@@ -95,14 +215,14 @@ def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
     Raises:
         ArgumentError: GRAPHSHARD_CHECK or GRAPHSHARD_PATIENCE is wrong.
     """
-    settings = PeerSettings.read()
+    settings = _settings()
     if mesh.size() == 1 or is_fake(mesh):
         return None
     ranks = tuple(ranks_of(mesh))
     known = _known.setdefault(rendezvous_store(), {})
     if ranks not in known:
-        known[ranks] = Peers(ranks, rendezvous_store(), settings)
-    known[ranks].groups.update(groups)
+        known[ranks] = Peers(ranks, rendezvous_store(), *settings)
+    known[ranks].monitor.groups.update(groups)
     return known[ranks]
 
 
@@ -112,14 +232,15 @@ class Peers:
     Args:
         ranks: in the order of the mesh.
         store: of their process group.
+        checks_steps, patience: see `_settings`.
 
     Attributes:
         monitor: progress of this rank, and findings about the others.
-        groups: names of the process groups that they communicate in.
     """
 
-    def __init__(self, ranks: tuple[int, ...], store: dist.Store, settings: PeerSettings) -> None:
-        self.ranks, self.rank, self._settings = ranks, dist.get_rank(), settings
+    def __init__(self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float) -> None:
+        self.ranks, self.rank = ranks, dist.get_rank()
+        self._checks_steps, self._patience = checks_steps, patience
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         # A store may outlive a process group.
         prefix = f"graphshard/{name}-{store.add(f'graphshard/{name}/{self.rank}', 1)}"
@@ -131,7 +252,6 @@ class Peers:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=10))
         self.monitor = HealthMonitor(ranks, self.rank, dist.PrefixStore(prefix, own)).start(store)
-        self.groups = self.monitor.groups
 
     # --- rendezvous ----------------------------------------------------------------------------------------------
 
@@ -180,7 +300,7 @@ class Peers:
             self.monitor.check_meeting(self.monitor.number + 1)
             following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
             if not self._store.check([str(following)]):
-                _check_not_gone(following, meeting, self.monitor.doing)
+                self._check_not_gone(following, meeting)
 
     def agree(self, text: str, tell: Tell) -> None:
         """Wait until all ranks have come with the same text.
@@ -189,13 +309,13 @@ class Peers:
             DivergenceError: one has come with another text; `tell` says how it differs.
             PeerError: one has failed, or does not come.
         """
-        end = self._meet(text, tell)
+        end = self._meet(self._next(), text, tell)
         if end.how == "differ":
             raise DivergenceError(end.message)
 
     def unanimous(self, text: str) -> bool:
         """Wait until all ranks have come with a text, and return whether all have the same; raises PeerError."""
-        return self._meet(text).how == "same"
+        return self._meet(self._next(), text).how == "same"
 
     def share(self, make: Callable[[], str]) -> str:
         """Return what the first rank makes, on all ranks; raises PeerError."""
@@ -205,8 +325,7 @@ class Peers:
             made = make()
             meeting.give(made)
             return made
-        with self._at(meeting) as look:
-            taken = meeting.take(look)
+        taken = self._wait(meeting, meeting.take)
         if isinstance(taken, End):
             raise PeerError(taken.message, rank=taken.rank)
         return taken
@@ -215,7 +334,7 @@ class Peers:
         """Return the largest number that a rank has come with, on all ranks; raises PeerError."""
         meeting = self._next()
         meeting.raise_to(number)
-        self._meet("")
+        self._meet(meeting, "")
         return meeting.most()
 
     def follow(self, others: Peers) -> None:
@@ -230,30 +349,59 @@ class Peers:
         occasion = f"{self.monitor.number + 1}.{self._attempt}"
         return Rendezvous(self._store, occasion, self._met, self.rank, len(self.ranks))
 
-    def _meet(self, text: str, tell: Tell = lambda first, theirs, mine: "") -> End:
-        meeting = self._next()
-        with self._at(meeting) as look:
-            end = _end_of(meeting, text, tell, look)
-        self._met += 1
+    def _meet(self, meeting: Rendezvous, text: str, tell: Tell = lambda *_: "", step: int | None = None) -> End:
+        def meet(look: Look) -> End:
+            meeting.join(text, tell, look)
+            return meeting.end(look)
+
+        end = self._wait(meeting, meet, step)
+        if end.how == "failed":
+            raise PeerError(end.message, rank=end.rank)
+        self._met += step is None
         return end
 
-    @contextlib.contextmanager
-    def _at(self, meeting: Rendezvous, step: int | None = None) -> Iterator[Look]:
-        """While a rank is at a rendezvous: yield the function that ends its wait.
+    def _wait(self, meeting: Rendezvous, act: Callable[[Look], ResultT], step: int | None = None) -> ResultT:
+        """Run `act` with the function that ends its wait at a rendezvous.
+
+        Only the rank that came first asks who is missing, and tells the others: if all asked, a big job would keep the
+        store busy with it.
 
         Args:
             step: that all ranks are to begin; by default they are to come to the rendezvous, before the next step.
         """
-        name = "" if step else meeting.name
-        waiting = _Waiting(meeting, self.monitor.doing, self.ranks, self._settings.patience, step)
+        looked, warned, patience = 0.0, False, self._patience
 
         def look(waited: float) -> None:
+            nonlocal looked, warned
             self.monitor.check_meeting(step or self.monitor.number + 1)
-            waiting.look(waited)
+            if waited < looked + _LOOKS_EVERY:
+                return
+            looked = waited
+            if self.rank != meeting.first_rank():
+                return
+            for rank in self.ranks:
+                status = read_status(self._store, rank)
+                came = status is not None and (
+                    status.meeting == meeting.name if step is None else status.number >= step
+                )
+                if rank != self.rank and not came:
+                    break
+            else:
+                return
+            if status is None:
+                self._check_not_gone(rank, meeting)
+            text = f"rank {self.rank} {self.monitor.doing} and has waited {waited:.0f} s for rank {rank}: "
+            text += f"{status or f'rank {rank} has not compiled a model for these ranks'}."
+            compiles = status is not None and status.doing.startswith(MAKES)
+            if waited > (max(_PATIENT, patience) if compiles else patience):
+                self._give_up(f"{text} {SAME_CALLS}", rank, meeting)
+            if waited > WARNS_AFTER and not warned:
+                warned = True
+                log.warning("%s", text)
 
-        self.monitor.meeting = name
+        self.monitor.meeting = "" if step else meeting.name
         try:
-            yield look
+            return act(look)
         except dist.DistError as error:
             raise PeerError(
                 f"rank {self.rank} {self.monitor.doing} and cannot reach the rendezvous store any more: the process "
@@ -263,15 +411,24 @@ class Peers:
         finally:
             self.monitor.meeting = ""
 
+    def _check_not_gone(self, rank: int, meeting: Rendezvous) -> None:
+        """Raise PeerError, on all ranks, if one that has not published a status has closed its connection."""
+        if has_closed_connection(rank):
+            self._give_up(f"rank {rank} has ended. Rank {self.rank} {self.monitor.doing}.", rank, meeting)
+
+    def _give_up(self, message: str, rank: int, meeting: Rendezvous) -> NoReturn:
+        """Raise PeerError, on all ranks that come to a rendezvous."""
+        meeting.fail(rank, message)
+        raise PeerError(message, rank=rank)
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, label: str, text: str) -> None:
-        """Begin a step that communicates `text`."""
+    def _begin(self, label: str, text: str) -> None:
         self._attempt = self._met = 0
         self.monitor.begin(label, text)
         try:
             self.monitor.check_step()
-            if self._settings.checks_steps:
+            if self._checks_steps:
                 self._check(label, text)
         except BaseException:
             self.monitor.doing = ""
@@ -291,18 +448,19 @@ class Peers:
             return differ
 
         meeting = Rendezvous(self._store, f"step {number}", 0, self.rank, len(self.ranks))
-        with self._at(meeting, number) as look:
-            end = _end_of(meeting, f"{label}\n{text}", tell, look)
+        end = self._meet(meeting, f"{label}\n{text}", tell, number)
         if end.how == "differ":
             raise DivergenceError(end.message)
         if self.rank == self.ranks[0] and number > 1:
-            replace(meeting, occasion=f"step {number - 1}").forget()
+            before = replace(meeting, occasion=f"step {number - 1}")
+            for key in ("first", "text", "in", "end"):  # all other ranks have left it
+                self._store.delete_key(f"{before.name} {key}")
 
     def step(self, label: str, text: str) -> _RunningStep:
-        """Return the context manager in which a step runs."""
+        """Return the context manager in which a step that communicates `text` runs."""
         return _RunningStep(self, label, text)
 
-    def finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         """End a step, with the error of a collective replaced by the finding that explains it."""
         doing, self.monitor.doing = self.monitor.doing, ""
         if not isinstance(error, RuntimeError) or not _OF_A_COLLECTIVE.search(str(error)):
@@ -324,78 +482,7 @@ class _RunningStep:
     text: str
 
     def __enter__(self) -> None:
-        self.peers.begin(self.label, self.text)
+        self.peers._begin(self.label, self.text)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.peers.finish(error)
-
-
-def _end_of(meeting: Rendezvous, text: str, tell: Tell, look: Look) -> End:
-    meeting.join(text, tell, look)
-    end = meeting.end(look)
-    if end.how == "failed":
-        raise PeerError(end.message, rank=end.rank)
-    return end
-
-
-@dataclass
-class _Waiting:
-    """The wait of one rank at a rendezvous. Only the rank that came first asks who is missing, and tells the others:
-    if all asked, a big job would keep the store busy with it.
-
-    Attributes:
-        doing: of the rank that waits.
-        ranks: that are expected.
-        step: that they are to begin; None if they are to come to the rendezvous.
-    """
-
-    meeting: Rendezvous
-    doing: str
-    ranks: tuple[int, ...]
-    patience: float
-    step: int | None
-    _looked: float = field(default=0.0, init=False)
-    _warned: bool = field(default=False, init=False)
-
-    def look(self, waited: float) -> None:
-        """Ask who is missing, every now and then; raise PeerError if that rank has ended, or takes too long."""
-        if waited < self._looked + _LOOKS_EVERY:
-            return
-        self._looked = waited
-        if self.meeting.rank != self.meeting.first_rank():
-            return
-        rank, status = self._missing()
-        if status is None and rank != self.meeting.rank:
-            _check_not_gone(rank, self.meeting, self.doing)
-        text = f"rank {self.meeting.rank} {self.doing} and has waited {waited:.0f} s for rank {rank}: "
-        text += f"{status or f'rank {rank} has not compiled a model for these ranks'}."
-        if waited > self.patience and (waited > _PATIENT or status is None or not status.doing.startswith(MAKES)):
-            _give_up(f"{text} {SAME_CALLS}", rank, self.meeting)
-        if waited > WARNS_AFTER and not self._warned:
-            self._warned = True
-            log.warning("%s", text)
-
-    def _missing(self) -> tuple[int, RankStatus | None]:
-        """Return a rank that has not come, and its status if it has published one."""
-        store = self.meeting.store
-        for rank in self.ranks:
-            if rank != self.meeting.rank:
-                known = RankStatus.from_json(store.get(str(rank))) if store.check([str(rank)]) else None
-                if known is None or not self._is_here(known):
-                    return rank, known
-        return self.meeting.rank, None
-
-    def _is_here(self, status: RankStatus) -> bool:
-        return status.meeting == self.meeting.name if self.step is None else status.number >= self.step
-
-
-def _check_not_gone(rank: int, meeting: Rendezvous, doing: str) -> None:
-    """Raise PeerError, on all ranks, if one that has not published a status has closed its connection."""
-    if has_closed_connection(rank):
-        _give_up(f"rank {rank} has ended. Rank {meeting.rank} {doing}.", rank, meeting)
-
-
-def _give_up(message: str, rank: int, meeting: Rendezvous) -> NoReturn:
-    """Raise PeerError, on all ranks that come to a rendezvous."""
-    meeting.fail(rank, message)
-    raise PeerError(message, rank=rank)
+        self.peers._finish(error)

@@ -24,9 +24,7 @@ def shard_index(mesh: DeviceMesh) -> int:
 def make_groups(mesh: Mesh, device_mesh: DeviceMesh, experts: ExpertMeshes | None = None) -> dict[str, str]:
     """Make process groups, and return their names by the names of the axes; all ranks must call this together.
 
-    Args:
-        device_mesh: of all axes that lay out the ranks.
-        experts: meshes of experts.
+    `device_mesh` has all axes that lay out the ranks.
     """
     groups = {}
     for axis in mesh.axes:

@@ -6,7 +6,7 @@ which is the same on every rank, can read the padded shard without a copy. The p
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import ParameterError
 from graphshard.ir.mesh import ExpertMeshes, Mesh, axes_around, axes_of_mesh, seen_axes
 from graphshard.ir.param_table import REPLACED, ParamSpec, ParamTable
-from graphshard.ir.subclasses import (
-    carry_attributes,
-    is_extended,
-    is_subclass,
-    padded_to,
-    parts_of,
-    piece_of,
-    rebuilt,
-    shard_in,
-)
+from graphshard.ir.subclasses import carry_attributes, is_extended, is_subclass, parts_of, piece_of, rebuilt, shard_in
 from graphshard.runtime.process_groups import shard_index
 from graphshard.torch_compat.dtensor import dtensor_of, joined_mesh, sharded_like
 
@@ -149,11 +140,6 @@ def copy_of(param: nn.Parameter) -> nn.Parameter:
     return copied
 
 
-def shard_parts(param: nn.Parameter, row: ParamSpec) -> list[torch.Tensor]:
-    """Return the tensors of the padded shard of a parameter that decides what is gathered of it."""
-    return parts_of(padded_to(shard_in(param), row.padded_shape, row.dim))
-
-
 def padded_shard(param: nn.Parameter, row: ParamSpec) -> torch.Tensor:
     """Return the padded shard that the graph reads, in the parameter's memory if the padding is at its end.
 
@@ -167,25 +153,28 @@ def padded_shard(param: nn.Parameter, row: ParamSpec) -> torch.Tensor:
         return local
     if row.memory_dim > 0 and not whole:
         return _padded(local, row, local.device)
-    if not _has_room(local, row):
+    laid_out = local.numel() == 0 or local.stride() == row.stride_of(local.shape)
+    end = (local.storage_offset() + torch.Size(row.padded_shape).numel()) * local.element_size()
+    if not laid_out or local.untyped_storage().nbytes() < end:  # no room for the padding
         local = _stored(local, row, Storage(local.device, pinned=local.is_pinned()))
         param._local_tensor = local
     return local.as_strided(row.padded_shape, row.padded_stride)
 
 
-def _has_room(local: torch.Tensor, row: ParamSpec) -> bool:
-    numel = torch.Size(row.padded_shape).numel()
-    laid_out = local.numel() == 0 or local.stride() == row.stride_of(local.shape)
-    return laid_out and local.untyped_storage().nbytes() >= (local.storage_offset() + numel) * local.element_size()
-
-
 @dataclass(frozen=True)
 class ParamRef:
-    """Place of a parameter; the parameter object itself may be replaced at any time."""
+    """Place of a parameter; the parameter object itself may be replaced at any time.
+
+    Attributes:
+        name: in the model; `row` has the name in the module that is called.
+        tied: further modules and attributes that hold it, in the order of the row's names.
+    """
 
     row: ParamSpec
     owner: nn.Module
     attribute: str
+    name: str
+    tied: tuple[tuple[nn.Module, str], ...] = ()
 
     @property
     def param(self) -> nn.Parameter:
@@ -194,11 +183,16 @@ class ParamRef:
         assert param is not None
         return param
 
+    @property
+    def places(self) -> tuple[tuple[nn.Module, str], ...]:
+        """All modules and attributes that hold it."""
+        return ((self.owner, self.attribute), *self.tied)
+
     def checked(self) -> nn.Parameter:
         """Return the present parameter.
 
         Raises:
-            ParameterError: it was removed, or replaced by something that is not a shard of it.
+            ParameterError: it was removed, untied, or replaced by something that is not a shard of it.
         """
         param = shard_of(self.owner._parameters.get(self.attribute))
         if param is None:
@@ -216,41 +210,32 @@ class ParamRef:
                 f"parameter {self.row.name} was replaced by a plain tensor. Assign a DTensor: torch.distributed.tensor."
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is there."
             )
+        if self.tied:
+            self.check_tied(self.tied)
         return param
 
-
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a parameter: the attribute that must hold the same object."""
-
-    name: str
-    ref: ParamRef
-    owner: nn.Module
-    attribute: str
-
-    def tie(self) -> None:
-        """Register the parameter under the name again."""
-        self.owner._parameters[self.attribute] = self.ref.param
-
-    def check(self) -> None:
-        """Raise ParameterError if another object is registered under the name."""
-        if shard_of(self.owner._parameters.get(self.attribute)) is not self.ref.param:
-            raise ParameterError(
-                f"{self.name} was tied to {self.ref.row.name} when graphshard.compile was called, and is not any more. "
-                f"Tie it again, or untie it before the model is compiled."
-            )
+    def check_tied(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Raise ParameterError if one of the places of the other names has another parameter."""
+        for name, (owner, attribute) in zip(self.row.names[1:], places):
+            if shard_of(owner._parameters.get(attribute)) is not self.param:
+                raise ParameterError(
+                    f"{name} was tied to {self.row.name} when graphshard.compile was called, and is not any more. Tie "
+                    "it again, or untie it before the model is compiled."
+                )
 
 
-def aliases(module: nn.Module, refs: Iterable[ParamRef]) -> Iterator[Alias]:
-    """Yield the names of tied parameters, except the first of each."""
-    for ref in refs:
-        for name in ref.row.names[1:]:
-            prefix, _, attribute = name.rpartition(".")
-            yield Alias(name, ref, module.get_submodule(prefix), attribute)
+def param_refs(module: nn.Module, table: ParamTable, names: Mapping[str, str] | None = None) -> Iterator[ParamRef]:
+    """Yield references to the parameters of a table in its order.
 
-
-def param_refs(module: nn.Module, table: ParamTable) -> Iterator[ParamRef]:
-    """Yield references to the parameters of a table in its order."""
+    Args:
+        names: in the model, by the table's names; by default they are the same.
+    """
     for row in table:
-        prefix, _, attribute = row.name.rpartition(".")
-        yield ParamRef(row, module.get_submodule(prefix), attribute)
+        (owner, attribute), *tied = (place_of(module, name) for name in row.names)
+        yield ParamRef(row, owner, attribute, names[row.name] if names is not None else row.name, tuple(tied))
+
+
+def place_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module and the attribute of a parameter or buffer."""
+    prefix, _, attribute = name.rpartition(".")
+    return module.get_submodule(prefix), attribute

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,34 +18,23 @@ from graphshard.lower.executor import Boxed, Executor
 Stamp = Any
 
 
-class Clock(Protocol):
-    """A clock for lines of executors."""
+class HostClock:
+    """Clock for lines of executors on a host, on which calls return when their work is done."""
 
     def stamp(self) -> Stamp:
         """Return the current time."""
+        return time.perf_counter()
 
     def seconds(self, since: Stamp, until: Stamp) -> float:
         """Return the time between two stamps, after `finish`."""
+        return float(until - since)
 
     def finish(self) -> None:
         """Wait until all stamps have a time, and everything that was launched is done."""
 
 
-class HostClock:
-    """Clock for a host, on which calls return when their work is done."""
-
-    def stamp(self) -> Stamp:
-        return time.perf_counter()
-
-    def seconds(self, since: Stamp, until: Stamp) -> float:
-        return float(until - since)
-
-    def finish(self) -> None:
-        pass
-
-
 @dataclass(frozen=True)
-class DeviceClock:
+class DeviceClock(HostClock):
     """Clock for a device: stamps are events in the stream of the compute.
 
     The device reaches an event after all earlier work of that stream. So a region includes its kernels and the gaps in
@@ -71,20 +60,16 @@ class DeviceClock:
         self.cuda.synchronize(self.device)
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     """Return the clock of a device."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass
 class PhaseRun:
-    """One run of a phase.
+    """One run of a phase; a backward for unlikely gradients is of a separate program with the same title.
 
-    Attributes:
-        program: a backward for unlikely gradients is a separate program of the same title.
-        executor: whose lines ran.
-        began, ended: all of it.
-        times: of regions, starts and waits: number of the line, begin and end.
+    `times` are of regions, starts and waits: number of the line, begin and end.
     """
 
     program: Program
@@ -103,7 +88,7 @@ class PhaseRun:
 class Recording:
     """Runs of phases in order, timed by a clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: HostClock) -> None:
         self.runs: list[PhaseRun] = []
         self.clock = clock
         self._codes: dict[Executor, Boxed] = {}
@@ -150,7 +135,7 @@ def current_recording() -> Recording | None:
 
 
 @contextlib.contextmanager
-def recording(clock: Clock) -> Iterator[Recording]:
+def recording(clock: HostClock) -> Iterator[Recording]:
     """Record all phases that run inside the block, of whatever model; backward may run on another thread."""
     global _now
     before, _now = _now, Recording(clock)

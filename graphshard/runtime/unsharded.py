@@ -1,26 +1,42 @@
-"""Parameters that are gathered by hand, before the calls that use them, and kept for several calls."""
+"""Full parameters outside of programs: gathered by hand and kept for several calls, and shown by modules.
+
+They are gathered by `unshard`, or left by the forward of units with `reshard_after_forward=False` until the next
+forward or backward. Modules show them meanwhile, as FSDP2's do, and the shards again before backward runs, so that it
+can free each full parameter after reading it.
+
+FSDP2's are separate parameters: an optimizer that is made of them trains nothing, flags and hooks that are set on them
+are lost with them, and `zero_grad` and clipping do not reach the shards. Here they are the shards in all but their
+values: `grad` and `requires_grad` are the shard's, copies and pickles are of the shard, and what cannot be passed on is
+an error.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
+from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import c10d
-from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.mesh import Axis, Mesh, axes_around
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
 from graphshard.ir.subclasses import shard_in
 from graphshard.ir.transport import Steps, gather_epilogue, prologue
-from graphshard.runtime.gloo import all_gather_coalesced
+from graphshard.runtime.collective_launches import all_gather_coalesced
 from graphshard.runtime.process_groups import on_gloo
-from graphshard.runtime.shards import Alias, ParamRef, padded_shard
-from graphshard.runtime.unsharded_view import Shown, places_of
-from graphshard.torch_compat.dtensor import process_group
+from graphshard.runtime.shards import SHARD_ATTRIBUTE, ParamRef, padded_shard, shard_of
+from graphshard.torch_compat.dtensor import dtensor_of, process_group
+from graphshard.torch_compat.torch_ops import make_subclass
 
 # Identity and version of a shard, and version of its parameter.
 Written = tuple[int, int, int]
@@ -28,7 +44,7 @@ Written = tuple[int, int, int]
 
 @dataclass
 class Unsharded:
-    """State of a compiled model that all its programs share; parameters go by their names in the model.
+    """Gathered parameters of a compiled model, shared by all its programs, by their names in the model.
 
     Attributes:
         full: gathered parameters, or what is on its way.
@@ -39,17 +55,17 @@ class Unsharded:
             trace, so these stay gathered for no more calls than there were before the last backward.
     """
 
-    full: dict[str, _Gathering | torch.Tensor] = field(default_factory=dict)
+    full: dict[str, Gathering | torch.Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     several: dict[str, int] = field(default_factory=dict)
     left: dict[str, Written] = field(default_factory=dict)
-    shown: Shown = field(default_factory=Shown)
+    shown: Shown = field(default_factory=lambda: Shown(ShownParameter))
 
     def read(self, name: str) -> torch.Tensor:
         """Return a gathered parameter, when it has arrived."""
         value = self.full[name]
-        if isinstance(value, _Gathering):
+        if isinstance(value, Gathering):
             value = self.full[name] = value.wait()
         return value
 
@@ -70,31 +86,28 @@ class Unsharded:
             self.several = {name: count for name, count in self.calls.items() if count > 1}
             self.calls.clear()
 
-    def is_one_of_several(self, name: str) -> bool:
-        """Predict whether other calls follow before a backward, by the last one."""
-        return self.calls[name] < self.several.get(name, 0)
-
-    def leave(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def leave(self, refs: Iterable[ParamRef]) -> None:
         """Watch parameters that were gathered for several calls, as the user has not said that they do not change."""
-        self.left.update((name, written(param)) for name, param in params if name in self.full)
+        self.left.update((ref.name, written(ref.param)) for ref in refs if ref.name in self.full)
 
-    def written(self, params: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    def written(self, refs: Iterable[ParamRef]) -> list[str]:
         """Return which of the watched parameters have changed."""
-        return [name for name, param in params if name in self.left and self.left[name] != written(param)]
+        return [ref.name for ref in refs if ref.name in self.left and self.left[ref.name] != written(ref.param)]
 
-    def show(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
+    def show(self, refs: Iterable[ParamRef]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
         for ref in refs:
-            full = self.full.get(ref.row.name)
+            full = self.full.get(ref.name)
             if isinstance(full, torch.Tensor):
-                self.shown.show(places_of(ref, aliases, ref.row.name), full)
+                self.shown.show(ref, full)
 
-    def show_after_call(self, refs: Iterable[ParamRef], aliases: Sequence[Alias]) -> None:
+    def show_after_call(self, refs: Iterable[ParamRef]) -> None:
         """As `show`; parameters that were not unsharded by hand only if this call would have left them gathered."""
         several = self.left.keys() | self.kept
-        self.show((ref for ref in refs if ref.row.name not in several), aliases)
-        kept = [ref for ref in refs if ref.row.shows and ref.row.name in several and ref.row.name in self.full]
-        self.shown.show_left((places_of(ref, aliases, ref.row.name), self.read(ref.row.name)) for ref in kept)
+        self.show(ref for ref in refs if ref.name not in several)
+        for ref in refs:
+            if ref.row.shows and ref.name in several and ref.name in self.full:
+                self.shown.show(ref, self.read(ref.name), until_next_call=True)
 
 
 def written(param: nn.Parameter) -> Written:
@@ -104,33 +117,34 @@ def written(param: nn.Parameter) -> Written:
 
 
 @dataclass(frozen=True)
-class _Gathering:
-    """An all-gather under way, whose buffer small parameters share."""
+class UnshardHandle:
+    """Handle that `unshard(async_op=True)` returns."""
 
-    buffer: torch.Tensor | _Packed
+    _unsharded: Unsharded
+    _refs: Sequence[ParamRef]
+
+    def wait(self) -> None:
+        """Return when the parameters have arrived, and let modules show them; the next call waits otherwise."""
+        for ref in self._refs:
+            if ref.name in self._unsharded.full:
+                self._unsharded.read(ref.name)
+        self._unsharded.show(self._refs)
+
+
+# --- gathering ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """An all-gather under way."""
+
+    arrive: Callable[[], torch.Tensor]
     row: ParamSpec
 
     def wait(self, left: int = 0) -> torch.Tensor:
         """Return the parameter, without the last `left` steps of its epilogue."""
-        full = self.buffer.wait() if isinstance(self.buffer, _Packed) else c10d.wait_tensor(self.buffer)
         steps = gather_epilogue(self.row)
-        return _after(full, steps[: len(steps) - left])
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """One parameter's part of a buffer: some elements of each rank's piece."""
-
-    buffer: torch.Tensor
-    sizes: Sequence[int]
-    index: int
-    shape: torch.Size
-
-    def wait(self) -> torch.Tensor:
-        """Return the parameter's shards, concatenated."""
-        ranks = c10d.wait_tensor(self.buffer).view(-1, sum(self.sizes))
-        part = ranks.split(list(self.sizes), 1)[self.index].contiguous()
-        return part.view(len(ranks) * self.shape[0], *self.shape[1:])
+        return _after(self.arrive(), steps[: len(steps) - left])
 
 
 def landed(full: torch.Tensor, row: ParamSpec, left: int) -> torch.Tensor:
@@ -148,7 +162,7 @@ def _after(value: torch.Tensor, steps: Steps) -> torch.Tensor:
 @torch.no_grad()
 def start_gathering(
     params: Iterable[tuple[ParamSpec, nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
-) -> dict[str, _Gathering]:
+) -> dict[str, Gathering]:
     """Start to gather parameters, in their compute dtypes; one launch for each axis and dtype that travels.
 
     Args:
@@ -161,7 +175,7 @@ def start_gathering(
     for (row, _), shard in zip(params, shards):
         shard = _after(shard.to(row.compute_dtype), prologue(row))
         sent.setdefault((row.on(mesh).shard, shard.dtype), []).append((row, shard))
-    found: dict[str, _Gathering] = {}
+    found: dict[str, Gathering] = {}
     for (axis, _), members in sent.items():
         small = [(row, shard) for row, shard in members if shard.nbytes < SMALL]
         large = [(row, shard) for row, shard in members if shard.nbytes >= SMALL]
@@ -171,24 +185,213 @@ def start_gathering(
         by_gloo = on_gloo(process_group(groups[axis.name]), device.type)
         gather = all_gather_coalesced if by_gloo else c10d.all_gather_into_tensor_coalesced
         buffers = gather(shards, axis.size, groups[axis.name])
-        found.update((row.name, _Gathering(buffer, row)) for (row, _), buffer in zip(large, buffers))
+        for (row, _), buffer in zip(large, buffers):
+            found[row.name] = Gathering(functools.partial(c10d.wait_tensor, buffer), row)
         sizes = [shard.numel() for _, shard in small]
         for index, (row, shard) in enumerate(small):
-            found[row.name] = _Gathering(_Packed(buffers[-1], sizes, index, shard.shape), row)
+            found[row.name] = Gathering(functools.partial(_unpacked, buffers[-1], sizes, index, shard.shape), row)
     return found
 
 
-@dataclass(frozen=True)
-class UnshardHandle:
-    """Handle that `unshard(async_op=True)` returns."""
+def _unpacked(buffer: torch.Tensor, sizes: list[int], index: int, shape: torch.Size) -> torch.Tensor:
+    """Wait for a buffer that small parameters share, and return one's part: some elements of each rank's piece."""
+    ranks = c10d.wait_tensor(buffer).view(-1, sum(sizes))
+    part = ranks.split(sizes, 1)[index].contiguous()
+    return part.view(len(ranks) * shape[0], *shape[1:])
 
-    _unsharded: Unsharded
-    _refs: Sequence[ParamRef]
-    _aliases: Sequence[Alias]
 
-    def wait(self) -> None:
-        """Return when the parameters have arrived, and let modules show them; the next call waits otherwise."""
-        for ref in self._refs:
-            if ref.row.name in self._unsharded.full:
-                self._unsharded.read(ref.row.name)
-        self._unsharded.show(self._refs, self._aliases)
+# --- full parameters in modules ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """Full parameters of class `kind` that modules show now, by their names in the model."""
+
+    kind: type[ShownParameter]
+    _now: dict[str, tuple[nn.Parameter, ParamRef]] = field(default_factory=dict)
+    # Shown until the next forward or backward.
+    _left: set[str] = field(default_factory=set)
+    # Of earlier steps, to be used again.
+    _made: dict[str, ShownParameter] = field(default_factory=dict)
+
+    def show(self, ref: ParamRef, full: torch.Tensor, *, until_next_call: bool = False) -> None:
+        """Show a full parameter, unless it is shown already."""
+        if ref.name in self._left and not until_next_call:
+            self.hide([ref.name])
+        if ref.name in self._now:
+            return
+        shard, made = ref.param, self._made.get(ref.name)
+        shown: nn.Parameter
+        if ref.row.split is not None:
+            shown = _shown_dtensor(full, shard, ref.row, ref.name)
+        elif made is not None and made.fits(full, shard):
+            made.show(full)
+            shown = made
+        else:
+            shown = self._made[ref.name] = self.kind.of(full, shard, ref.name)
+        for owner, attribute in ref.places:
+            owner._parameters[attribute] = shown
+        self._now[ref.name] = shown, ref
+        if until_next_call:
+            self._left.add(ref.name)
+
+    def forget(self) -> None:
+        """Hide all, and reuse no parameters: what shards are may change."""
+        self.hide()
+        self._made.clear()
+
+    def hide(self, names: Iterable[str] | None = None) -> None:
+        """Let modules hold their shards again; by default all of them."""
+        for name in list(self._now if names is None else names):
+            if name not in self._now:
+                continue
+            shown, ref = self._now.pop(name)
+            self._left.discard(name)
+            shard = shard_of(shown)
+            for owner, attribute in ref.places:
+                if owner._parameters.get(attribute) is shown:
+                    owner._parameters[attribute] = shard
+            if isinstance(shown, ShownParameter):
+                shown.data = shown._nothing
+
+    def hide_left(self, names: Iterable[str]) -> None:
+        """Let modules hold the shards of what forwards have left.
+
+        Raises:
+            UnsupportedError: what was shown was written to.
+        """
+        if not self._left:
+            return
+        names = self._left.intersection(names)
+        shown = [self._now[name][0] for name in names]
+        self.hide(names)
+        for param in shown:
+            if isinstance(param, ShownParameter):
+                param.check_not_written()
+
+
+class ShownParameter(nn.Parameter):
+    """A full parameter that a module shows. It shares memory with what programs read or have left to backward."""
+
+    _graphshard_shard: nn.Parameter
+    _path: str
+    _written: int
+    _flag: bool
+    _nothing: torch.Tensor
+    _dtype: torch.dtype
+
+    @classmethod
+    def of(cls, full: torch.Tensor, shard: nn.Parameter, path: str) -> Self:
+        """Show a tensor as the parameter that is called `path` in the model."""
+        shown = make_subclass(cls, full.detach(), shard.requires_grad)
+        shown._graphshard_shard, shown._path, shown._nothing = shard, path, full.new_empty(0)
+        shown._written, shown._dtype = shown._version, full.dtype
+        shown._follow(shard.requires_grad)
+        return shown
+
+    def fits(self, full: torch.Tensor, shard: nn.Parameter) -> bool:
+        """Return whether this can show a tensor of a shard; to make a new parameter takes several times as long."""
+        alike = full.dtype is self._dtype and shard.requires_grad == self._flag
+        return alike and shard is self._graphshard_shard
+
+    def show(self, full: torch.Tensor) -> None:
+        """Show another tensor."""
+        self.data = full
+        self._written = self._version
+
+    def check_not_written(self) -> None:
+        """Raise UnsupportedError if it was written to, which backward would use and the shard not see."""
+        if self._version != self._written:
+            raise UnsupportedError(
+                f"the gathered parameter {self._path} was written to after a forward that has kept it. The shard does "
+                "not see that. Call reshard() before, and write to the shard."
+            )
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Refuse: an optimizer that is made of it asks for it."""
+        raise self._refused("was given to an optimizer, or asked whether it is a leaf of autograd")
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Gradient of the shard."""
+        return self._graphshard_shard.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._graphshard_shard.grad = value
+
+    @property
+    def requires_grad(self) -> bool:
+        """Flag of the shard."""
+        return self._graphshard_shard.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShownParameter:
+        """Set the flag of the shard."""
+        self._graphshard_shard.requires_grad_(requires_grad)
+        self._follow(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Refuse: no gradient comes here."""
+        raise self._refused("was given a hook")
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return copy.deepcopy(self._graphshard_shard, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._graphshard_shard.__reduce_ex__(protocol)
+
+    def _follow(self, requires_grad: bool) -> None:
+        """Let autograd see the shard's flag, so that what computes with it outside of forward is told."""
+        self._flag = requires_grad
+        torch.Tensor.requires_grad_(self, requires_grad)
+        if requires_grad:
+            torch.Tensor.register_hook(self, functools.partial(_refuse_gradient, self._path))
+
+    def _refused(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the gathered parameter {self._path} {what}, and gradients go to its shard. Do that before the model is "
+            "called or unsharded, or call reshard() first."
+        )
+
+
+class WholeParameter(ShownParameter):
+    """A full parameter that is copied and pickled itself, not as its shard."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        memo[id(self)] = whole = nn.Parameter(self.data.clone(), self.requires_grad)
+        return whole
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamSpec, path: str) -> nn.Parameter:
+    """Make a parameter that is split over the tensor axis the DTensor that it was before it was sharded.
+
+    Raises:
+        UnsupportedError: the mesh that it was on is not found.
+    """
+    assert row.split is not None
+    assert isinstance(shard, DTensor)
+    shape, mesh = torch.Size(row.split.shape), axes_around(shard.device_mesh, row.split.found_on)
+    whole = dtensor_of(full, mesh, row.split.found_placed, shape, row.stride_of(shape))
+    shown = nn.Parameter(whole, requires_grad=shard.requires_grad)
+    vars(shown)[SHARD_ATTRIBUTE] = shard
+    if shard.requires_grad:
+        shown.register_hook(functools.partial(_refuse_gradient, path))
+    return shown
+
+
+def _refuse_gradient(path: str, _: torch.Tensor) -> NoReturn:
+    raise UnsupportedError(
+        f"a gradient reached the gathered parameter {path}, which modules show after unshard() or a forward: something "
+        "outside of the model's forward computed with it. Compute that in forward, or under torch.no_grad()."
+    )

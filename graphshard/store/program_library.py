@@ -27,7 +27,7 @@ from graphshard.lower.eager import compile_eager, compile_operators
 from graphshard.lower.region_store import KeptRegion
 from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.installed_programs import reason_of
-from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
+from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.rules import Checked
@@ -79,7 +79,7 @@ class ProgramLibrary:
         for stored in self.programs:
             runner.agreement.anew().check(self.read(stored, module.get_submodule(stored.entry.entry), runner))
 
-    def find(self, runner: ProgramCompiler, module: nn.Module, traced: Program) -> CachedProgram | None:
+    def find(self, runner: ProgramCompiler, module: nn.Module, traced: Program) -> LoweredProgram | None:
         """Return the program of a trace, ready to be installed; None if the file has none.
 
         Raises:
@@ -95,7 +95,7 @@ class ProgramLibrary:
                 raise ArtifactError(f"{self.artifact.path}: a program is for another call: {fault}. Export it again.")
             program.trace, program.taken, program.digest = traced.trace, traced.taken, digest
             make_backward = self._backward_factory(stored, program, module, runner)
-            return CachedProgram(program, None, {}, of_file=True, make_backward=make_backward)
+            return LoweredProgram(program, make_backward, of_file=True)
         return None
 
     def _backward_factory(
@@ -109,7 +109,7 @@ class ProgramLibrary:
             if variant in stored.backwards:
                 other = decode_lowered(stored.backwards[variant], runner.tracer.compiled, owner, device)
                 if variant[1] is not None:
-                    runner.agreement.check_accumulation(other)
+                    runner.agreement.check(other)
                 return other
             lacks = self._no_backward(stored, variant)
             if runner.sealed:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
-from graphshard.runtime.prefetch import GatherPrefetch
+from graphshard.runtime.step_overlap import GatherPrefetch, _Gather
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.test_compile_step import (
     ADAMW,
@@ -38,28 +38,28 @@ class _Counted:
         self.started = self.finished = self.taken = 0
 
     def __enter__(self) -> _Counted:
-        self._own = GatherPrefetch._start, GatherPrefetch.finish, GatherPrefetch._begin
-        start, finish, begin = self._own
+        self._own = _Gather.begin, GatherPrefetch.finish, _Gather.take
+        begin, finish, take = self._own
 
-        def counted_start(ahead: GatherPrefetch, number: int) -> None:
-            self.started += 1
-            start(ahead, number)
+        def counted_begin(gather: _Gather) -> None:
+            self.started += gather.under_way is None
+            begin(gather)
 
         def counted_finish(ahead: GatherPrefetch) -> None:
             before = self.started
             finish(ahead)
             self.finished += self.started - before
 
-        def counted_begin(ahead: GatherPrefetch, number: int, inputs: list[Any]) -> Any:
-            self.taken += number in ahead._under_way
-            return begin(ahead, number, inputs)
+        def counted_take(gather: _Gather, inputs: list[Any]) -> Any:
+            self.taken += gather.under_way is not None
+            return take(gather, inputs)
 
-        GatherPrefetch._start, GatherPrefetch.finish = counted_start, counted_finish  # type: ignore[method-assign]
-        GatherPrefetch._begin = counted_begin  # type: ignore[method-assign]
+        _Gather.begin, _Gather.take = counted_begin, counted_take  # type: ignore[method-assign]
+        GatherPrefetch.finish = counted_finish  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        GatherPrefetch._start, GatherPrefetch.finish, GatherPrefetch._begin = self._own  # type: ignore[method-assign]
+        _Gather.begin, GatherPrefetch.finish, _Gather.take = self._own  # type: ignore[method-assign]
 
 
 def _llama(rank: int, world_size: int, policy: str, shape: tuple[int, ...], n: int, reshard: bool) -> tuple[int, int]:

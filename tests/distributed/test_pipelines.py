@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.torch_version import TorchVersion
 
 import graphshard
-from graphshard.runtime.gloo import close_connections
+from graphshard.runtime.health_monitor import close_connections
 from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, groups_of, params_of
 from tests.ranks import Ranks
 

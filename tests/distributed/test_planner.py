@@ -13,7 +13,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
 from graphshard.passes import MakePlan
-from graphshard.runtime.gloo import swap_halves
+from graphshard.runtime.collective_launches import swap_halves
 from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks

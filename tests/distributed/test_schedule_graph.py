@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard import Profile, ScheduledGraph, load_profile, schedule_graph
 from graphshard.ir.program import Phase
-from graphshard.runtime.gloo import gather_into_buffers
+from graphshard.runtime.collective_launches import gather_into_buffers
 from tests.foreign.planes import planes
 from tests.ranks import Ranks
 

@@ -19,9 +19,8 @@ import graphshard
 from graphshard.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.frontend.eager_operators import OperatorWatch
 from graphshard.ir.mesh import Axis, Mesh
-from graphshard.ir.program import Slot
 from graphshard.options.mesh_axes import data_and_tensor
-from graphshard.runtime.gradient_accumulation import Accumulation
+from graphshard.runtime.gradient_accumulation import Accumulation, LeftGradient
 from tests.distributed.tensor_parallel import Mlps, mlps
 from tests.ranks import FakeWorld
 
@@ -293,11 +292,11 @@ def test_random_numbers_for_a_dtensor_on_a_gpu(fake_world: FakeWorld, monkeypatc
 
 def test_rejects_gradients_that_are_partial_sums_in_some_calls() -> None:
     """A program that leaves partial sums to reduce on the tensor axis, and another that expects full gradients."""
-    sums, slot, names = Accumulation(), Slot("accumulated", "w"), {"w": "layer.w"}
-    sums.put(slot, names, torch.ones(2), "sum")
+    state, left = Accumulation(), LeftGradient("accumulated", "layer.w", ("sum",))
+    state.sums[left] = torch.ones(2)
     with pytest.raises(UnsupportedError, match=r"^gradients of layer\.w are partial sums over the tensor axis in some"):
-        sums.take(slot, names)
-    assert torch.equal(sums.take(slot, names, "sum"), torch.ones(2))
+        state.take(left._replace(summand=()))
+    assert torch.equal(state.take(left), torch.ones(2))
 
 
 def test_rejects_features_without_tensor_axis_support(fake_world: FakeWorld, tmp_path: Any) -> None:

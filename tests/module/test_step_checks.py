@@ -12,7 +12,7 @@ from torch import nn
 
 import graphshard
 from graphshard.module.compile_step import check_loss, check_optimizer
-from graphshard.runtime.autograd_checks import trained_by_one_call
+from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.optimizer_updates import is_elementwise
 
 SEPARATELY = r"Call loss.backward\(\), optimizer.step\(\) and optimizer.zero_grad\(\) one after the other instead"
@@ -144,4 +144,4 @@ def test_losses(loss: Any, text: str) -> None:
 
 def test_rejects_a_loss_without_a_call() -> None:
     weight = nn.Parameter(torch.ones(2))
-    assert trained_by_one_call(weight.sum(), ()) == frozenset()
+    assert Accumulation().trained_by_one_call(weight.sum()) == frozenset()

@@ -17,11 +17,10 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.program import Program, Region
-from graphshard.lower.executor import Executor
 from graphshard.lower.executor_lines import CallLine, Operator, Return, Take, Variable
 from graphshard.lower.line_rewrites import Run
 from graphshard.lower.regions import RegionCall
-from graphshard.runtime.cuda_graphs import MOST_GRAPHS, GraphArena, GraphedRun, ModelGraphs, can_be_captured
+from graphshard.runtime.cuda_graphs import MOST_GRAPHS, GraphedRun, ModelGraphs, can_be_captured
 from tests.graphs import Graphs, on_cpu
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -34,9 +33,9 @@ def _run(*lasting: bool) -> Run:
     return Run((Take(results=names), Return(values=names)), "layers.0", lasting)
 
 
-def _replayed(code: Any, *lasting: bool, graphs: Graphs | None = None) -> tuple[GraphedRun, Graphs, GraphArena]:
+def _replayed(code: Any, *lasting: bool, graphs: Graphs | None = None) -> tuple[GraphedRun, Graphs, ModelGraphs]:
     graphs = graphs or Graphs()
-    arena = GraphArena(graphs, torch.device("cpu"))
+    arena = ModelGraphs(graphs, torch.device("cpu"), None)
     return GraphedRun(arena, _run(*lasting), code), graphs, arena
 
 
@@ -114,7 +113,7 @@ def test_an_input_that_moves_repeatedly_is_copied() -> None:
 
 def test_all_runs_share_memory() -> None:
     graphs = Graphs()
-    arena = GraphArena(graphs, torch.device("cpu"))
+    arena = ModelGraphs(graphs, torch.device("cpu"), None)
     runs = [GraphedRun(arena, _run(False), _doubled) for _ in range(4)]
     sizes = (1000, 3000, 2000, 10)
     kept = []
@@ -248,10 +247,11 @@ def test_adjacent_regions_by_cost(kept: set[str], own: set[str], expected: list[
         Operator(results=(b,), target=torch.ops.aten.view.default, args=(a, [100]), kwargs={}, several=False),
         CallLine(results=(d,), region="region_0", inputs=(b, w), where=""),
     ]
-    replaying = ModelGraphs(GraphArena(Graphs(), torch.device("cpu")), costs)
+    replaying = ModelGraphs(Graphs(), torch.device("cpu"), costs)
     program = SimpleNamespace(region_names={"region_0": "key"}, regions={"key": region}, device=torch.device("cpu"))
-    replays = replaying.of(cast(Program, program), cast(Executor, None))
-    assert replays.choose(lines, set(map(Variable, kept)), set(map(Variable, own))) == expected
+    assert (
+        replaying.choose(cast(Program, program), lines, set(map(Variable, kept)), set(map(Variable, own))) == expected
+    )
 
 
 def test_arguments(fake_world: FakeWorld) -> None:

@@ -14,7 +14,7 @@ from graphshard.ir.printer import print_communication
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.runtime.gloo import add_own_half, exchange_reductions, swap_halves
+from graphshard.runtime.collective_launches import add_own_half, exchange_reductions, swap_halves
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.schedule.axis_links import make_link
 from graphshard.schedule.planner import PlanByCost

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphshard.runtime.gradient_ready import Arrival
 from graphshard.runtime.optimizer_updates import Clipping, placed_alike
+from graphshard.runtime.step_overlap import Arrival
 
 
 def test_gradients_are_given_back() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from graphshard.runtime.gradient_ready import Arrival
 from graphshard.runtime.optimizer_updates import Updates
+from graphshard.runtime.step_overlap import Arrival
 
 Params = list[nn.Parameter]
 

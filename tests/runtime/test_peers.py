@@ -17,10 +17,10 @@ import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name]))
 import torch.distributed as dist
 from graphshard.torch_compat.dtensor import rendezvous_store
-from graphshard.runtime.peers import Peers, PeerSettings
+from graphshard.runtime.peers import Peers
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-peers = Peers((0, 1), rendezvous_store(), PeerSettings.read())
+peers = Peers((0, 1), rendezvous_store(), False, 600.0)
 print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name])
 dist.destroy_process_group()
 """

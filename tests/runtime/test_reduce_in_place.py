@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 import graphshard
 from graphshard.ir.graph import ALL_REDUCES, WAIT, aten, c10d, emit
 from graphshard.ir.program import Phase, Program
-from graphshard.runtime.gloo import as_planned, reduce_in_place
+from graphshard.runtime.collective_launches import as_planned, reduce_in_place
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.agreement import Counted
-from graphshard.runtime.rendezvous import End, Rendezvous
+from graphshard.runtime.peers import End, Rendezvous
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from graphshard.runtime.user_collectives import UserCollectives, UserObject
+from graphshard.runtime.collective_launches import UserCollectives, UserObject
 
 
 def test_a_copy_is_independent() -> None:
     first = UserCollectives(gathers={"a": UserObject(print)}, separate={"a"}, group="7")
-    second = first.copy()
+    second = UserCollectives()
+    second.update(first)
     assert second == first
     second.update(UserCollectives(gathers={"b": UserObject(print)}, hooks={"b": UserObject(print)}, separate={"b"}))
     assert (list(first.gathers), first.hooks, first.separate) == (["a"], {}, {"a"})

@@ -1,37 +1,148 @@
-"""Guards of a program that is bound to a module: they decide whether it serves a call, and run the call.
+"""Checks of each call of a compiled module: its parameters, submodules, modes and inputs, and the guards of programs.
 
-Dynamo's guard manager looks at the real module, the arguments and the globals that forward reads. This file knows the
-differences between the traced module and the one that is called: parameters are shards, and submodules that can be
-called on their own have a `forward` of graphshard's.
+Guards decide whether a program serves a call, and run the call. Dynamo's guard manager looks at the real module, the
+arguments and the globals that forward reads. This file knows the differences between the traced module and the one that
+is called: parameters are shards, and submodules that can be called on their own have a `forward` of graphshard's.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.codec.joint_export import joint_inputs, wrong_call
-from graphshard.errors import InputError, UnsupportedError
+from graphshard.errors import InputError, MaterializationError, ParameterError, UnsupportedError
 from graphshard.exported.exported_program import joint_of
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
 from graphshard.guards.unguarded_state import read
 from graphshard.guards.value_branches import WARNING
+from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
 from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
-from graphshard.runtime.bound_program import memory_span
 from graphshard.runtime.executable import Executable
+from graphshard.runtime.shards import ParamRef, place_of
+from graphshard.torch_compat.autograd_state import transform_of
 from graphshard.torch_compat.dtensor import is_checkpointed
 from graphshard.torch_compat.torch_ops import memory_of, pytree
 from graphshard.utils.plain_values import MISSING
 from graphshard.utils.text import brief, users_class
+
+_training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
+
+
+class ModuleTree:
+    """Submodules of a module and their training modes, walked again only if the tree has changed."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._walk()
+
+    def changed(self) -> bool:
+        """Return whether a submodule was exchanged, added or removed since the last walk."""
+        # Each of these dicts belongs to a module that is still there: an exchanged one is noticed at its parent.
+        return any(self._empty) or any(tuple(now.values()) != children for now, children in self._children)
+
+    def modes(self) -> tuple[bool, ...]:
+        """Return the training modes as they are now, in the order of `modules()`."""
+        if self.changed():
+            self._walk()
+        return tuple(map(_training, self._attributes))
+
+    def _walk(self) -> None:
+        modules = list(self.root.modules())
+        self._empty = [m._modules for m in modules if not m._modules]
+        self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
+        self._attributes = [vars(m) if "training" in vars(m) else _ClassAttributes(m) for m in modules]
+
+
+class _ClassAttributes(dict[str, Any]):
+    """Attributes of a module whose class has the mode, for all its objects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
+    """Raise ParameterError if parameters, or modules that have some, are others than when the model was compiled."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for ref in params:
+        for name in ref.row.names:
+            path = name.rpartition(".")[0]
+            if path not in modules or (name == ref.row.name and modules[path] is not ref.owner):
+                moved = next((other for other, now in modules.items() if now is ref.owner), None)
+                what = "was exchanged for another" if path in modules else "was removed"
+                where = f", and is {moved} now" if moved is not None and name == ref.row.name else ""
+                raise ParameterError(
+                    f"module {path}, which has the parameter {name}, {what} after graphshard.compile{where}. Change "
+                    "the model first, then compile it. To give a module other values, load or copy them into it."
+                )
+        ref.check_tied(place_of(module, name) for name in ref.row.names[1:])
+    known = {name for ref in params for name in ref.row.names}
+    for name in places_of(module):
+        if name not in known:
+            raise ParameterError(
+                f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "
+                "reduction. Add parameters first, then compile the model."
+            )
+
+
+def check_still_trained(accumulated: Collection[str], params: Sequence[ParamRef]) -> None:
+    """Raise ParameterError if a parameter was frozen whose gradients microbatches have accumulated."""
+    for ref in params:
+        if ref.name in accumulated and not ref.param.requires_grad:
+            raise ParameterError(
+                f"parameter {ref.name} was frozen between microbatches, and what they have added up of its gradient "
+                "would be left out. Freeze it between steps; reset_iter_state() forgets what was added up."
+            )
+
+
+def check_materialized(
+    module: nn.Module, params: Sequence[ParamRef], device: torch.device, storage: torch.device
+) -> None:
+    """Raise MaterializationError for a tensor on the meta device, or a parameter on another device than it must be."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    meta = [name for name, tensor in tensors if tensor.is_meta]
+    if meta:
+        listed = ", ".join(meta[:5]) + (f" and {len(meta) - 5} more" if len(meta) > 5 else "")
+        raise MaterializationError(
+            f"{len(meta)} parameters or buffers of {users_class(module).__name__} are on the meta device: {listed}. "
+            "Allocate them with model.to_empty(device=...) and initialize or load them before the first call."
+        )
+    for ref in params:
+        wanted = device if ref.row.ignored else storage
+        if ref.param.device != wanted:
+            why = "it was moved after graphshard.compile"
+            if ref.row.ignored:
+                why = "ignored_params are not moved"
+            elif storage != device:
+                why = "with offload_policy=CPUOffloadPolicy() parameters are materialized on the CPU"
+            raise MaterializationError(
+                f"parameter {ref.row.name} is on {ref.param.device} and must be on {wanted}: {why}. Move it there."
+            )
+
+
+def check_not_transformed(leaves: Sequence[object]) -> None:
+    """Raise UnsupportedError for a call inside a transform of torch.func, or with dual numbers."""
+    what = transform_of(leaves)
+    if what:
+        raise UnsupportedError(
+            f"a compiled model was called inside {what}, which cannot see through its programs. Call autograd "
+            "(torch.autograd.grad, backward), put the transform into the model's forward, or use the model before "
+            "graphshard.compile."
+        )
+
 
 # A parameter in a guard's source, and the attribute of it that is read.
 _PARAMETER = re.compile(r"_parameters(?:'\])?\[[^\]]*\](?:\.(\w+))?")
@@ -62,7 +173,7 @@ class TracedGuard:
         self._executable = executable
         self._label = users_class(module).__name__
         names = [_shorten(trace.inputs[index].source, self._label) for index in program.taken]
-        self._memory = BufferMemory(executable.program, module, names)
+        self._memory = SharedMemoryCheck(executable.program, module, names)
         self.run: Callable[..., Any] = trace.replay(self._run)
         program.trace = None  # it holds the arguments of the call that was traced
 
@@ -121,7 +232,8 @@ class JointGuard:
         assert exported is not None
         self._expected = joint_inputs(exported)
         self._executable = executable
-        self._memory = BufferMemory(executable.program, module, ())
+        inputs = [f"input {number}" for number in range(len(self._expected))]
+        self._memory = SharedMemoryCheck(executable.program, module, inputs)
 
     def change(self, scope: Mapping[str, Any]) -> str:
         """Return why the program does not serve a call, in words; "" if it does."""
@@ -162,9 +274,12 @@ def _is_kept(
 ) -> bool:
     """Return whether a guard of the trace holds for the module that is called, too."""
     parameter = _PARAMETER.search(source)
-    if parameter is not None and _is_of_tensor(parameter[1], source[: parameter.end()], module):
-        # A shard differs from the traced parameter, and is checked elsewhere.
-        return kind in ("NONE_MATCH", "CONSTANT_MATCH") and "None" in source
+    if parameter is not None:
+        attribute, whole = parameter[1], source[: parameter.end()]
+        torchs = attribute is None or attribute.startswith("_") or hasattr(DTensor, attribute)
+        # A shard differs from the traced parameter, and is checked elsewhere, unless the user has set the attribute.
+        if torchs or not list(read([whole], {"L": {"module": module}})):
+            return kind in ("NONE_MATCH", "CONSTANT_MATCH") and "None" in source
     if kind == "DIMENSION_DYNAMIC_MARKING_GUARD":  # marks of the first call stand for all
         return False
     if "__mro__" in source and any(other in source for other in classes):
@@ -172,13 +287,6 @@ def _is_kept(
     if BOUNDARY in source or WARNING in source or key in ours:
         return False
     return not _ROOT_HOOKS.search(source)
-
-
-def _is_of_tensor(attribute: str | None, source: str, module: nn.Module) -> bool:
-    """Return whether an attribute of a parameter is torch's or a subclass's, and not set by the user."""
-    if attribute is None or attribute.startswith("_") or hasattr(DTensor, attribute):
-        return True
-    return not list(read([source], {"L": {"module": module}}))
 
 
 def _reason(parts: Sequence[str], label: str, values: Mapping[str, Any]) -> str:
@@ -222,10 +330,18 @@ def _shorten(text: str, label: str) -> str:
 # --- shared memory -----------------------------------------------------------------------------------------------
 
 
-class BufferMemory:
+class _ReadTensor(NamedTuple):
+    """A tensor that a program reads: the kind and name of its slot, its name for the user, and the tensor."""
+
+    slot: tuple[str, str]
+    name: str
+    tensor: torch.Tensor
+
+
+class SharedMemoryCheck:
     """Check in each call that inputs and buffers that forward writes to share no memory with others.
 
-    A program reads everything before it writes.
+    A program reads everything before it writes. A tensor that is given twice is one in the program, too.
 
     Args:
         names: of the program's inputs, as expressions that read them.
@@ -234,52 +350,69 @@ class BufferMemory:
     def __init__(self, program: Program, module: nn.Module, names: Sequence[str]) -> None:
         forward = program.phases["forward"]
         self._names, self._label = names, program.model
-        self._written = {(slot.of, slot.name) for slot in forward.outputs if slot.kind == "mutation"}
+        self._written = {(str(slot.of), slot.name) for slot in forward.outputs if slot.kind == "mutation"}
         written = [name for kind, name in self._written if kind == "buffer"]
         self._written_buffer = next(iter(written), None)
         buffers = {*written, *(slot.name for slot in forward.inputs if slot.kind == "buffer")}
-        self._places: list[tuple[str, Mapping[str, Any], str]] = []
-        for name in sorted(buffers - program.constants.keys()):
-            prefix, _, attribute = name.rpartition(".")
-            self._places.append((name, module.get_submodule(prefix)._buffers, attribute))
+        self._places = [(name, *place_of(module, name)) for name in sorted(buffers - program.constants.keys())]
         self._found: list[Any] = []
-        self._memory: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._buffers: dict[int, list[_ReadTensor]] = {}
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check the inputs of a call."""
+        """Check the inputs of a call.
+
+        Raises:
+            InputError: one shares memory with another one or a buffer, and forward writes to one of the two.
+            UnsupportedError: forward writes a buffer, in a region of torch.utils.checkpoint.
+        """
+        if not self._written:
+            return
         if self._written_buffer is not None and is_in_checkpoint():
             raise UnsupportedError(
                 f"{self._label} is called in a region of torch.utils.checkpoint and writes the buffer "
                 f"{self._written_buffer}, which eager mode does again in backward. Take the module that writes it, "
                 "such as a BatchNorm, out of the checkpoint."
             )
-        if not self._written or not self._places:
-            return
-        found = [held.get(key) for _, held, key in self._places]
+        found = [owner._buffers.get(key) for _, owner, key in self._places]
         if len(found) != len(self._found) or any(now is not was for now, was in zip(found, self._found)):
-            self._found, self._memory = found, {}
+            self._found, self._buffers = found, {}
             for (name, *_), buffer in zip(self._places, found):
-                if _is_plain(buffer):
-                    for other in self._memory.setdefault(memory_of(buffer), []):
-                        self._compare(("buffer", name, name, buffer), ("buffer", other[0], *other))
-                    self._memory[memory_of(buffer)].append((name, buffer))
-        for number, tensor in enumerate(tensors):
-            if _is_plain(tensor):
-                for name, buffer in self._memory.get(memory_of(tensor), ()):
-                    source = self._names[number] if number < len(self._names) else str(number)
-                    self._compare(("input", str(number), source, tensor), ("buffer", name, name, buffer))
+                if _has_memory(buffer):
+                    one = _ReadTensor(("buffer", name), name, buffer)
+                    others = self._buffers.setdefault(memory_of(buffer), [])
+                    self._compare(one, others)
+                    others.append(one)
+        inputs = [
+            _ReadTensor(("input", str(number)), self._names[number], tensor)
+            for number, tensor in enumerate(tensors)
+            if _has_memory(tensor)
+        ]
+        for one in inputs:
+            self._compare(one, self._buffers.get(memory_of(one.tensor), ()))
+            if one.slot in self._written:
+                self._compare(one, inputs)
 
-    def _compare(self, one: tuple[str, str, str, torch.Tensor], other: tuple[str, str, str, torch.Tensor]) -> None:
-        (begin, end), (first, last) = memory_span(one[3]), memory_span(other[3])
-        if one[3] is other[3] or first >= end or begin >= last:
-            return
-        for kind, key, name, _ in (one, other):
-            if (kind, key) in self._written:
-                raise InputError(
-                    f"{one[2]} and {other[2]} of {self._label} share memory, and forward writes to {name}: a program "
-                    "reads both before it writes. Pass a copy, x.clone(), or take views in forward."
-                )
+    def _compare(self, one: _ReadTensor, others: Sequence[_ReadTensor]) -> None:
+        begin, end = _span(one.tensor)
+        for other in others:
+            first, last = _span(other.tensor)
+            if one.tensor is other.tensor or first >= end or begin >= last:
+                continue
+            for held in (one, other):
+                if held.slot in self._written:
+                    raise InputError(
+                        f"{one.name} and {other.name} of {self._label} share memory, and forward writes to "
+                        f"{held.name}: a program reads both before it writes. Pass a copy, x.clone(), or take views in "
+                        "forward."
+                    )
 
 
-def _is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
+    plain = type(value) in (torch.Tensor, nn.Parameter)
+    return plain and value.layout is torch.strided and not value.is_meta and value.numel() > 0  # type: ignore[attr-defined]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first element and of the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

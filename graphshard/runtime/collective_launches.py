@@ -1,0 +1,294 @@
+"""Collectives whose launch differs from the graph. An executor is changed when it is bound.
+
+The program, its plan and its dumps say what travels, not who carries it. FSDP2's `Comm`s and hooks of the user:
+
+    %g = all_gather_into_tensor(%s, n, shard)          %g = gather(%s, n, shard, comm=0)
+    %r = reduce_scatter_tensor(%g, avg, n, shard)      %r = reduce(%g, avg, n, shard, comm=1)
+    %w = wait_tensor(%r)                               %w = wait_tensor(%r)
+                                                       %h = hooked(%w, hook=2)
+
+All-reduces write over their input where nothing reads it any more; the functional ones copy it first:
+
+    %a = all_reduce(%w, avg, replicate)                %a = all_reduce_(%w, avg, replicate)
+
+All-gathers: the functional ones of torch 2.11 to 2.13 corrupt the heap on gloo now and then while several are under way
+(`benchmarks/gloo_gathers.py`), and coalesced ones need tensors in the host's memory. The gathers of
+`torch.distributed`, which FSDP2 calls, take another way through gloo, and have not been seen to:
+
+    %g = all_gather_into_tensor(%s, n, shard)          %g = all_gather(%s, n, shard)
+
+Reduce-scatters, where the plan says that it is cheaper: gloo runs one as an all-reduce for each rank. On two ranks each
+sends the half that is the other's, and adds its own to what it receives; no buffer but the result. The sum of two has
+the same bits in either order. On more ranks it would have to be in gloo's order, so it is not done there.
+
+    %r = reduce_scatter_tensor(%g, avg, 2, shard)      %r = swap_halves(%g, avg, 2, shard)
+    %w = wait_tensor(%r)                               %w = wait_tensor(%r)
+                                                       %s = add_own_half(%w, %g, avg, shard)
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from graphshard.ir.graph import (
+    ALL_REDUCES,
+    GATHERS,
+    REDUCES,
+    WAIT,
+    base_of,
+    c10d,
+    fake,
+    is_collective,
+    is_reduction,
+    is_view,
+    kind_of,
+    launch_of,
+)
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.plan import EXCHANGE_RANKS
+from graphshard.ir.program import Phase, Program
+from graphshard.torch_compat.dtensor import all_gather_into, process_group, rank_in_group, started
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class Comm(Protocol):
+    """FSDP2's interface of collectives that users run."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate memory for the result."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the collective, and return None or what is to be waited for."""
+
+
+@dataclass(frozen=True, eq=False)
+class UserObject:
+    """An object of the user, and the number by which the code of executors refers to it while it is in use."""
+
+    value: Any
+    number: int = field(default_factory=itertools.count().__next__)
+
+    def __post_init__(self) -> None:
+        _in_use[self.number] = self
+
+
+_in_use: weakref.WeakValueDictionary[int, UserObject] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class UserCollectives:
+    """Choices of the user by units' names, shared by all programs of a model.
+
+    Attributes:
+        hooks: called with a reduced gradient, before it is divided or cast.
+        separate: units whose gradients are reduced in `group`, "" until it is made.
+    """
+
+    gathers: dict[str, UserObject] = field(default_factory=dict)
+    reductions: dict[str, UserObject] = field(default_factory=dict)
+    hooks: dict[str, UserObject] = field(default_factory=dict)
+    separate: set[str] = field(default_factory=set)
+    group: str = ""
+
+    def renamed(self, names: Mapping[str, str]) -> UserCollectives:
+        """Return the choices for units with other names."""
+        chosen = (self.gathers, self.reductions, self.hooks)
+        gathers, reductions, hooks = ({names[unit]: value for unit, value in each.items()} for each in chosen)
+        return UserCollectives(gathers, reductions, hooks, {names[unit] for unit in self.separate}, self.group)
+
+    def update(self, other: UserCollectives) -> None:
+        """Add the choices of another model or part."""
+        self.gathers.update(other.gathers)
+        self.reductions.update(other.reductions)
+        self.hooks.update(other.hooks)
+        self.separate |= other.separate
+        self.group = self.group or other.group
+
+    def __bool__(self) -> bool:
+        """Return whether anything was chosen."""
+        return bool(self.gathers or self.reductions or self.hooks or self.separate)
+
+    def bind(self, phase: Phase, mesh: Mesh) -> None:
+        """Change an executor whose collectives have the names of their process groups."""
+        graph = phase.module.graph
+        last = "all_reduce" if mesh.replicate is not None else "reduce"
+        launches = [(node, node.meta["unit"]) for node in graph.nodes if is_collective(node) and "unit" in node.meta]
+        for wait in [node for node in graph.nodes if node.target is WAIT]:
+            launch = launch_of(wait)
+            hook = self.hooks.get(launch.meta.get("unit", "(several)")) if is_reduction(launch) else None
+            if hook is not None and kind_of(launch) in (last, "all_reduce"):
+                with graph.inserting_after(wait):
+                    seen = graph.call_function(hooked, kwargs={"hook": hook.number})
+                seen.meta.update(wait.meta)
+                wait.replace_all_uses_with(seen)
+                seen.args = (wait,)
+        for node, unit in launches:
+            if node.target in REDUCES and unit in self.separate:
+                node.args = (*node.args[:-1], self.group)
+            chosen = self.gathers if node.target in GATHERS else self.reductions if node.target in REDUCES else {}
+            if unit in chosen:
+                launch_by(node, _BY_USER[node.target], comm=chosen[unit].number)
+
+
+def launch_by(node: Node, target: Any, **kwargs: Any) -> None:
+    """Let another function with the same arguments launch a collective, and remember the one that was planned."""
+    node.meta.setdefault("planned", node.target)
+    node.target, node.kwargs = target, kwargs
+
+
+def gather(shard: torch.Tensor, num_ranks: int, group: str, *, comm: int) -> torch.Tensor:
+    """Start to gather the shards of all ranks along dim 0."""
+    size = [num_ranks * shard.shape[0], *shard.shape[1:]]
+    run: Comm = _in_use[comm].value
+    full = run.allocate(size, dtype=shard.dtype, device=shard.device)
+    return started(full, run(output_tensor=full, input_tensor=shard, group=process_group(group), async_op=True))
+
+
+def gather_several(shards: Sequence[torch.Tensor], num_ranks: int, group: str, *, comm: int) -> list[torch.Tensor]:
+    """Start to gather several, one after the other."""
+    return [gather(shard, num_ranks, group, comm=comm) for shard in shards]
+
+
+def reduce(gradient: torch.Tensor, op: str, num_ranks: int, group: str, *, comm: int) -> torch.Tensor:
+    """Start to compute this rank's piece, along dim 0, of the sum or mean over ranks."""
+    size = [gradient.shape[0] // num_ranks, *gradient.shape[1:]]
+    run: Comm = _in_use[comm].value
+    piece = run.allocate(size, dtype=gradient.dtype, device=gradient.device)
+    kind = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    work = run(output_tensor=piece, input_tensor=gradient, group=process_group(group), op=kind, async_op=True)
+    return started(piece, work)
+
+
+def reduce_several(
+    gradients: Sequence[torch.Tensor], op: str, num_ranks: int, group: str, *, comm: int
+) -> list[torch.Tensor]:
+    """Start to reduce several, one after the other."""
+    return [reduce(gradient, op, num_ranks, group, comm=comm) for gradient in gradients]
+
+
+def hooked(gradient: torch.Tensor, *, hook: int) -> torch.Tensor:
+    """Return a reduced gradient after the user's hook has seen it."""
+    _in_use[hook].value(gradient)
+    return gradient
+
+
+_BY_USER: Mapping[Any, Callable[..., Any]] = {
+    c10d.all_gather_into_tensor.default: gather,
+    c10d.all_gather_into_tensor_coalesced.default: gather_several,
+    c10d.reduce_scatter_tensor.default: reduce,
+    c10d.reduce_scatter_tensor_coalesced.default: reduce_several,
+}
+
+
+IN_PLACE = {
+    c10d.all_reduce.default: c10d.all_reduce_.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce_coalesced_.default,
+}
+
+
+def reduce_in_place(phase: Phase) -> None:
+    """Let all-reduces write over their inputs where these have no later readers."""
+    for node in phase.module.graph.nodes:
+        if node.target in ALL_REDUCES:
+            given = node.all_input_nodes
+            bases = {base_of(value) for value in given}
+            fit = len(bases) == len(given) and all(fake(value).is_contiguous() for value in given)
+            if fit and all(_is_last_reader(node, base) for base in bases):
+                launch_by(node, IN_PLACE[node.target])
+
+
+def _is_last_reader(launch: Node, base: Node) -> bool:
+    """Return whether a value's memory is owned by the step, and a launch is the last that reads it."""
+    source = base.args[0] if base.target is operator.getitem else None
+    if base.target is not WAIT and not (isinstance(source, Node) and source.op == "call_module"):
+        return False
+    stack = [base]
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "call_function" and is_view(user):
+                stack.append(user)
+            elif user.op == "output" or launch < user:
+                return False
+    return True
+
+
+def gather_into_buffers(phase: Phase) -> None:
+    """Launch all gathers by `all_gather`; their group is the last argument."""
+    for node in phase.module.graph.nodes:
+        if node.target in _LAUNCHES:
+            launch_by(node, _LAUNCHES[node.target])
+
+
+def all_gather(shard: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """Start to gather the shards of all ranks along dim 0."""
+    full = shard.new_empty([num_ranks * shard.shape[0], *shard.shape[1:]])
+    all_gather_into(full, shard, group)
+    return full
+
+
+def all_gather_coalesced(shards: Sequence[torch.Tensor], num_ranks: int, group: str) -> list[torch.Tensor]:
+    """Start to gather several, one after the other: gloo has no launch for all that is any faster."""
+    return [all_gather(shard, num_ranks, group) for shard in shards]
+
+
+_LAUNCHES = {
+    c10d.all_gather_into_tensor.default: all_gather,
+    c10d.all_gather_into_tensor_coalesced.default: all_gather_coalesced,
+}
+
+
+def exchange_reductions(phase: Phase) -> None:
+    """Rewrite the reductions that are marked `exchanged`; their group is the last argument."""
+    graph = phase.module.graph
+    for node in list(graph.nodes):
+        if node.target not in REDUCES or not node.meta.get("exchanged"):
+            continue
+        gradient, op, size, group = node.args
+        assert size == EXCHANGE_RANKS
+        (wait,) = (user for user in node.users if user.target is WAIT)
+        launch_by(node, swap_halves)
+        with graph.inserting_after(wait):
+            total = graph.call_function(add_own_half)
+        total.meta.update(wait.meta)
+        wait.replace_all_uses_with(total)
+        total.args = (wait, gradient, op, group)
+
+
+def swap_halves(gradient: torch.Tensor, op: str, num_ranks: int, group: str) -> torch.Tensor:
+    """Start to receive this rank's half, along dim 0, of the other rank's gradient; `add_own_half` does the `op`."""
+    other, sizes = 1 - rank_in_group(group), [0, 0]
+    theirs = gradient.chunk(EXCHANGE_RANKS)[other]
+    sizes[other] = len(theirs)
+    return c10d.all_to_all_single(theirs, sizes, sizes, group)
+
+
+def add_own_half(received: torch.Tensor, gradient: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Add this rank's half to `received`, in place; with "avg", return the mean."""
+    total = received.add_(gradient.chunk(EXCHANGE_RANKS)[rank_in_group(group)])
+    return total.mul_(1 / EXCHANGE_RANKS) if op == "avg" else total  # exact, and faster than a division
+
+
+def as_planned(program: Program) -> Program:
+    """Copy an installed program, with graphs as they were before it was bound, for predictions."""
+    copied = copy.copy(program)
+    copied.phases = {name: phase.clone() for name, phase in program.phases.items()}
+    for phase in copied.phases.values():
+        graph = phase.module.graph
+        for node in list(graph.nodes):
+            if "planned" in node.meta:
+                node.target, node.kwargs = node.meta["planned"], {}
+            elif node.target in (hooked, add_own_half):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+    return copied

@@ -1,0 +1,336 @@
+"""Work that overlaps with a step: gradients are handed over in backward, and gathers of the next forward are started.
+
+Where shards are offloaded, the updates run on the host in a thread, while backward computes on the device:
+
+    this thread      kernels ... | arrived(0) | kernels ...        | arrived(1) | kernels ... | finish
+    update thread                  waits for copies, updates 0 ...   waits for copies, updates 1 ...
+
+A gradient is handed over when its copy to the host has been started. The thread waits until that copy is there, and
+until copies to the device that were started before have read the shard.
+
+Gathers at the head of the program (`line_rewrites.take_out_gathers`) are started while other parameters are updated:
+when the last of their own has been updated, and the backward has started its last reduction. The next forward takes
+them if it is a call of the same program and the parameters were not written to; otherwise they are dropped.
+
+Torch counts writes to tensors, but not through `.data`, `_foreach` functions or other memory of the same numbers. So
+what was sent is kept, a shard of the parameters, and compared with what would be sent now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphshard.errors import ParameterError
+from graphshard.ir.graph import c10d
+from graphshard.ir.operators import copies_so_far
+from graphshard.ir.program import Phase, Slot
+from graphshard.ir.subclasses import shard_in
+from graphshard.lower.executor import Executor
+from graphshard.lower.executor_lines import Arrive, Boxed, Start
+from graphshard.lower.line_rewrites import Groups, Taken, hand_over_gradients, take_out_gathers
+from graphshard.runtime.bound_program import BoundProgram, SlotValues
+from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.unsharded import Written, written
+from graphshard.torch_compat.autograd_state import disable_autocast
+from graphshard.torch_compat.torch_ops import assert_async
+
+# Inputs of a phase that share memory with a shard, whatever the phase.
+_OF_SHARD = ("param", "part", "piece")
+
+
+class Arrival(NamedTuple):
+    """The reduced gradient of a parameter: this rank's shard of it, without padding."""
+
+    param: nn.Parameter
+    grad: torch.Tensor
+
+
+class UpdateThread:
+    """One thread, which runs functions in order when copies have completed."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: list[Future[None]] = []
+
+    def run(self, work: Callable[[], None], device: torch.device) -> None:
+        """Run a function when the copies to and from a device that have been started are there; returns at once."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "graphshard-updates")
+        self._begun.append(self._pool.submit(_run_after, copies_so_far(device), work, self._begun[-1:]))
+
+    def finish(self) -> None:
+        """Wait for all functions; raise the first exception, after which none was run."""
+        begun, self._begun = self._begun, []
+        wait(begun)
+        for done in begun:
+            done.result()
+
+
+def _run_after(ready: Callable[[], None], work: Callable[[], None], before: list[Future[None]]) -> None:
+    for done in before:
+        done.result()  # raises the exception of the work before
+    ready()
+    with torch.no_grad():  # a setting of threads
+        work()
+
+
+@dataclass
+class GradientConsumer:
+    """Consumer of the gradients of a model's parameters, while a backward runs that is to hand them over.
+
+    Attributes:
+        take: is called with gradients that have arrived together.
+        params: names in the model of the parameters whose gradients are taken.
+        ran: whether a backward has run that handed them over.
+        at_the_end: whether that backward has started its last collective.
+        thread: takes gradients that are on their way to the host; finish it after the backward.
+    """
+
+    take: Callable[[list[Arrival]], None]
+    params: Collection[str] = ()
+    ran: bool = False
+    at_the_end: bool = False
+    thread: UpdateThread = field(default_factory=UpdateThread)
+
+    def run(self, program: BoundProgram, phase: Phase, inputs: list[Any], values: SlotValues) -> Any:
+        """Run a backward; its results are None for the gradients that are handed over. `inputs` is emptied."""
+        self.ran = True
+        refs: dict[int, ParamRef] = {}  # by the place of the gradient
+        for place, slot in enumerate(phase.outputs):
+            if slot.kind == "grad" and slot.of == "param" and values.params[slot.name].name in self.params:
+                refs[place] = values.params[slot.name]
+        key = phase.module, frozenset(refs)
+        code = program.cached(key, lambda: _Code(program, phase, _taken(phase, inputs, refs)))
+        to_host = program.program.device if program.program.offloaded else None
+
+        def arrived(number: int, grads: list[torch.Tensor]) -> None:
+            found = [(grads.pop(0), phase.outputs[place], refs[place].param) for place in code.groups[number]]
+            self.at_the_end = number >= code.at_the_end
+
+            def take() -> None:
+                self.take([Arrival(param, values.local_gradient(grad, slot, param)) for grad, slot, param in found])
+
+            if to_host is None:
+                take()
+            else:
+                self.thread.run(take, to_host)
+
+        code.hand_to = arrived
+        try:
+            return code.run(inputs)
+        finally:
+            code.hand_to = None
+
+
+class _Code:
+    """Code that hands gradients over to `hand_to`.
+
+    Attributes:
+        groups: places of the gradients that are handed over together.
+        at_the_end: number of groups before the last collective is started.
+    """
+
+    def __init__(self, program: BoundProgram, phase: Phase, taken: Sequence[Taken]) -> None:
+        assert isinstance(phase.module, Executor)
+        lines, groups = hand_over_gradients(phase.module.lines, taken)
+        last = max((index for index, line in enumerate(lines) if isinstance(line, Start)), default=0)
+        self.at_the_end = sum(isinstance(line, Arrive) for line in lines[:last])
+        self.groups: Groups = groups
+        self.hand_to: Callable[[int, list[torch.Tensor]], None] | None = None
+
+        def arrived(number: int, grads: list[torch.Tensor]) -> None:
+            assert self.hand_to is not None
+            self.hand_to(number, grads)
+
+        self.run: Boxed = program.function(phase, lines, arrived=arrived)
+
+
+def _taken(phase: Phase, inputs: Sequence[Any], refs: Mapping[int, ParamRef]) -> list[Taken]:
+    memory = [_address(value) if isinstance(value, torch.Tensor) else 0 for value in inputs]
+    taken = []
+    for place, ref in refs.items():
+        own, name = _address(shard_in(ref.param)), ref.row.name
+        sources = tuple(
+            index
+            for index, slot in enumerate(phase.inputs)
+            if (slot.kind in _OF_SHARD and slot.name == name) or (own and memory[index] == own)
+        )
+        taken.append(Taken(place, sources, gathered=ref.row.num_shards > 1))
+    return taken
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr()
+
+
+_NOT_RECORDED = (
+    "gather_ahead: of {} something was written to after a step in a way that torch does not record (.data, _foreach "
+    "functions, other memory of the same numbers), and was gathered before that. Call model.reshard() after writing, "
+    "or make the step with compile_step(gather_ahead=False)."
+)
+
+
+class _UnderWay(NamedTuple):
+    """A gather that was started: its results, what was sent, and the parameters' versions then."""
+
+    results: tuple[Any, ...]
+    sent: tuple[torch.Tensor, ...]
+    written: tuple[Written, ...]
+
+
+@dataclass(eq=False)
+class _Gather:
+    """A gather at the head of a forward.
+
+    Attributes:
+        start: returns `num_results` values that are on their way, and then what is sent.
+        sent: returns what is sent.
+        own: parameters that updates may change.
+        left: those of them that are not updated yet.
+    """
+
+    values: SlotValues
+    slots: tuple[Slot, ...]
+    refs: tuple[ParamRef, ...]
+    start: Boxed
+    sent: Boxed
+    num_results: int
+    own: set[nn.Parameter] = field(default_factory=set)
+    left: set[nn.Parameter] = field(default_factory=set)
+    under_way: _UnderWay | None = None
+
+    def read(self) -> list[Any]:
+        return [self.values.read(slot, ()) for slot in self.slots]
+
+    def written(self) -> tuple[Written, ...]:
+        return tuple(written(ref.param) for ref in self.refs)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start it before the forward, unless it was started."""
+        if self.under_way is None:
+            shards = self.read()
+            memory = {shard.untyped_storage().data_ptr() for shard in shards}
+            with disable_autocast():
+                started = self.start(shards)
+            results, sent = started[: self.num_results], started[self.num_results :]
+            kept = tuple(one.clone() if one.untyped_storage().data_ptr() in memory else one for one in sent)
+            self.under_way = _UnderWay(results, kept, self.written())
+
+    def take(self, inputs: list[Any]) -> Sequence[Any]:
+        """Return its results in the forward, which starts it if it was not started before."""
+        one, self.under_way = self.under_way, None
+        if one is not None:
+            inputs.clear()
+            return one.results
+        started: Sequence[Any] = self.start(inputs)
+        return started[: self.num_results]
+
+    def forget(self) -> None:
+        """Drop its results, when they have arrived."""
+        one, self.under_way = self.under_way, None
+        for result in one.results if one is not None else ():
+            c10d.wait_tensor(result)
+
+
+class GatherPrefetch:
+    """The gathers at the head of the forward of a program, whose phase `phase` is."""
+
+    def __init__(self, program: BoundProgram, phase: Phase, values: SlotValues) -> None:
+        executor = phase.module
+        assert isinstance(executor, Executor)
+        shards = [place for place, slot in enumerate(phase.inputs) if slot.kind in _OF_SHARD]
+        self._program, self._phase = program, phase
+        self._lines, found = take_out_gathers(executor.lines, shards)
+        self._gathers: list[_Gather] = []
+        for gather in found:
+            slots = tuple(phase.inputs[place] for place in gather.sources)
+            refs = tuple(values.params[name] for name in dict.fromkeys(slot.name for slot in slots))
+            start, sent = executor.function(gather.start), executor.function(gather.sent)
+            self._gathers.append(_Gather(values, slots, refs, start, sent, gather.num_results))
+        weakref.finalize(self, _end, self._gathers)
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to start."""
+        return bool(self._gathers)
+
+    def begin(self) -> None:
+        """Begin a backward that is followed by updates, before which nothing is gathered."""
+        self.forget()
+        for gather in self._gathers:
+            gather.own = {ref.param for ref in gather.refs if ref.param.requires_grad}
+            gather.left = set(gather.own)
+
+    def first(self, params: Collection[nn.Parameter]) -> bool:
+        """Return whether some parameters are among the first gathers."""
+        return any(not gather.own.isdisjoint(params) for gather in self._gathers)
+
+    def updated(self, params: Collection[nn.Parameter], *, start: bool) -> None:
+        """Note that parameters have their values for the next forward; start gathers that wait for no other."""
+        for gather in self._gathers:
+            gather.left.difference_update(params)
+            if start and not gather.left:
+                gather.begin()
+
+    def finish(self) -> None:
+        """Start the other gathers: all parameters have their values."""
+        for gather in self._gathers:
+            gather.begin()
+
+    def holds(self) -> bool:
+        """Return whether this forward would gather what is under way, as far as torch knows of writes.
+
+        Raises:
+            ParameterError: it would not, and torch does not know.
+        """
+        under_way = [(gather, gather.under_way) for gather in self._gathers if gather.under_way is not None]
+        if any(one.written != gather.written() for gather, one in under_way):
+            return False
+        for gather, one in under_way:
+            for then, now in zip(one.sent, gather.sent(gather.read()), strict=True):
+                text = _NOT_RECORDED.format(", ".join(ref.row.name for ref in gather.refs))
+                bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (then, now)]
+                if now.is_cuda:  # the device checks, and fails with the text
+                    assert_async((bits[0] == bits[1]).all(), text)
+                elif not torch.equal(*bits):
+                    self.forget()
+                    raise ParameterError(text)
+        return bool(under_way)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Run the forward with what is under way; it starts the other gathers itself."""
+
+        def make() -> Boxed:
+            return self._program.function(self._phase, self._lines, begun=[gather.take for gather in self._gathers])
+
+        try:
+            return self._program.cached((self._phase.module, "prefetch"), make)(inputs)
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop what is under way, when it has arrived."""
+        for gather in self._gathers:
+            gather.forget()
+
+
+def _end(gathers: Sequence[_Gather]) -> None:
+    """Wait, at the end of the process, for what the last step has started: else torch warns of each collective.
+
+    While there are process groups the other ranks may not have started theirs.
+    """
+    if dist.is_initialized():
+        return
+    for result in (result for gather in gathers if gather.under_way for result in gather.under_way.results):
+        with contextlib.suppress(RuntimeError):  # the group was torn down by an error
+            c10d.wait_tensor(result)
