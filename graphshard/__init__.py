@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from graphshard.predict.answers import WhatIf
     from graphshard.predict.explain import explain, explain_grid
     from graphshard.predict.explanation import Explanation
-    from graphshard.predict.measure_regions import load_measured, measure_regions, save_measured
-    from graphshard.predict.profile_step import profile_step
+    from graphshard.predict.profile_step import load_measured, measure_regions, profile_step, save_measured
     from graphshard.predict.search import Grid
     from graphshard.predict.step_profile import StepProfile
     from graphshard.predict.what_if import what_if
@@ -150,8 +149,7 @@ _HOMES = {
     ),
     "ir.plan": ("Plan",),
     "ir.program": ("Program",),
-    "predict.measure_regions": ("load_measured", "measure_regions", "save_measured"),
-    "predict.profile_step": ("profile_step",),
+    "predict.profile_step": ("load_measured", "measure_regions", "profile_step", "save_measured"),
     "predict.step_profile": ("StepProfile",),
     "module.compile_step": ("CompiledStep", "compile_step"),
     "module.uncompiled": ("uncompiled",),

@@ -12,9 +12,10 @@ from graphshard.debug.html_report import (
     Report,
     Span,
     Spread,
-    StageView,
     Timeline,
 )
+from graphshard.ir.plan import Bucket
+from graphshard.ir.program import Stage
 from graphshard.schedule.memory import Alive, MemoryPoint, MemoryTimeline
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{ 7 * 7 }}<!--"
@@ -58,14 +59,21 @@ forward:
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class StageView(Stage):
+    """A stage whose folded text is given."""
+
+    folded: str = ""  # type: ignore[assignment]
+
+
 def small_report(**changes: Any) -> Report:
     """Build a report of two layers: three gathers and two reductions, of which one each is exposed."""
     unfolded = "".join(f"  %{i}: f32[4] = relu(%{i - 1})\n" for i in range(30, 60))
     stages = (
-        StageView("capture", 0, 1.5, 16, True, BEFORE, BEFORE, "00-capture.txt"),
-        StageView("mixed-precision", 2, 0.002, 16, False, AFTER, AFTER, "01-mixed-precision.txt"),
-        StageView("bucket", 5, 0.03, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
-        StageView("reorder", 0, 0.0004, 46, True, AFTER + "  ... 30 times\n", AFTER + unfolded),
+        StageView("capture", 0, 1.5, BEFORE, 16, True, BEFORE),
+        StageView("mixed-precision", 2, 0.002, AFTER, 16, False, AFTER),
+        StageView("bucket", 5, 0.03, AFTER + unfolded, 46, True, AFTER + "  ... 30 times\n"),
+        StageView("reorder", 0, 0.0004, AFTER + unfolded, 46, True, AFTER + "  ... 30 times\n"),
     )
     ms = 1e-3
     gather0 = Span("communication", "gather", "gather layers.0 in forward", 0, 2 * ms, "1.00 MiB over 8 ranks", 0, True)
@@ -93,14 +101,16 @@ def small_report(**changes: Any) -> Report:
     )
     buckets = tuple(
         BucketView(
-            span.name,
-            span.kind,
-            span.name.rsplit(" ", 1)[-1],
-            (f"{span.name.split()[1]}.weight",),
-            (f"{span.name.split()[1]}.bias",) if span.kind == "reduce" else (),
-            int((span.end - span.start) * 2**29),
+            Bucket(
+                span.name,
+                span.kind,  # type: ignore[arg-type]
+                span.name.rsplit(" ", 1)[-1],
+                (f"{span.name.split()[1]}.weight",),
+                (f"{span.name.split()[1]}.bias",) if span.kind == "reduce" else (),
+                "shard" if span.kind == "gather" else "replicate",
+                int((span.end - span.start) * 2**29),
+            ),
             "bf16",
-            "shard" if span.kind == "gather" else "replicate",
             "after 12 of 340 ops, in layers.0",
             "after 30 of 340 ops, in layers.1",
             "" if span.start == 0 else "region_0",
@@ -122,11 +132,11 @@ def small_report(**changes: Any) -> Report:
         ),
     )
     regions = (
-        RegionView("region_0", "3f2a" * 16, 2, 16, "layers.0 to layers.1", 3 * ms, "region_0.txt", "region_0.py"),
-        RegionView("region_1", "91bc" * 16, 1, 40, "layers.1", 4 * ms, "region_1.txt"),
+        RegionView("region_0", "3f2a" * 16, 2, 16, "layers.0 to layers.1", 3 * ms, ()),
+        RegionView("region_1", "91bc" * 16, 1, 40, "layers.1", 4 * ms),
     )
     facts = (("torch", "2.13.0"), ("mesh", "replicate 2, shard 8"), ("captured because", "first call"))
-    report = Report("Blocks(2) on 16 ranks", facts, stages, buckets, timeline, memory, regions)
+    report = Report("Blocks(2) on 16 ranks", facts, stages, buckets, timeline, memory, regions, files=True)
     return dataclasses.replace(report, **changes)
 
 
@@ -187,7 +197,7 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
         "reorder",
     ]
     stages = tuple(
-        StageView(name, 1000 * i, 0.4 * i + 0.1, 20_000 + i, i != 3, "\n".join(text.splitlines()[:400]) + "\n", text)
+        StageView(name, 1000 * i, 0.4 * i + 0.1, text, 20_000 + i, i != 3, "\n".join(text.splitlines()[:400]) + "\n")
         for i, (name, text) in enumerate((name, stage(i)) for i, name in enumerate(names))
     )
     spans: list[Span] = []
@@ -219,14 +229,11 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
             params = tuple(f"layers.{i}.{m}.weight" for m in ("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
             packed = tuple(f"layers.{i}.{m}.weight" for m in ("attention_norm", "ffn_norm"))
             hidden = ", ".join(f"region_{k} of layers.{i}" for k in range(3))
-            buckets.append(
-                BucketView(
-                    name, kind, phase, params, packed, 1_700_000_000 + i, "bf16", "shard",
-                    f"after {step * 40} of 20160 ops, in layers.{i}",
-                    f"after {step * 40 + 40} of 20160 ops, in layers.{i}",
-                    "" if exposed else hidden, seconds * 0.6, exposed, 0.0,
-                )
-            )  # fmt: skip
+            bucket = Bucket(name, kind, phase, params, packed, "shard", 1_700_000_000 + i)  # type: ignore[arg-type]
+            place = f"after {step * 40} of 20160 ops, in layers.{i}"
+            waited = f"after {step * 40 + 40} of 20160 ops, in layers.{i}"
+            seconds_of = seconds * 0.6, exposed, 0.0
+            buckets.append(BucketView(bucket, "bf16", place, waited, "" if exposed else hidden, *seconds_of))
             now += exposed
         now += seconds
         kept = step if phase == "forward" else 2 * num_layers - step
@@ -249,9 +256,7 @@ def deep_report(num_layers: int = 126, ops: int = 160) -> Report:
         for i in range(1500)
     )
     regions = tuple(
-        RegionView(
-            f"region_{k}", f"{k:064x}", 252, 40 + k, f"layers.0 to layers.{num_layers - 1}", 0.0013, f"region_{k}.txt"
-        )
+        RegionView(f"region_{k}", f"{k:064x}", 252, 40 + k, f"layers.0 to layers.{num_layers - 1}", 0.0013)
         for k in range(12)
     )
     memory = MemoryTimeline(tuple(points), peak.num_bytes, peak.time, alive)

@@ -13,8 +13,7 @@ from torch import nn
 
 from graphshard.codec.converter import encode_pass
 from graphshard.codec.program_format import encode_lowered, encode_partitioned, graph_digest
-from graphshard.cost.collectives import model_collective
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
 from graphshard.cross.driver import package
 from graphshard.errors import ArgumentError

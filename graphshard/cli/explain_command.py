@@ -26,12 +26,11 @@ from graphshard.options.options import Activation, Options
 from graphshard.predict.answers import WhatIf
 from graphshard.predict.explain import explain_grid
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.measure_regions import load_measured
+from graphshard.predict.profile_step import load_measured
 from graphshard.predict.search import Grid
-from graphshard.predict.step_changes import Case, check_about
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
-from graphshard.predict.what_if import RANKS, answer
+from graphshard.predict.what_if import RANKS, Case, answer, check_about
 from graphshard.torch_compat.torch_ops import OpOverload
 from graphshard.utils.argument_validation import check_count, path_of, write_given
 from graphshard.utils.text import brief, say

@@ -34,11 +34,7 @@ WRITTEN = "a file that graphshard.export wrote"
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run `graphshard show FILE`: print its summary, or the scheduled graphs of its programs.
-
-    Raises:
-        ArtifactError: it is damaged.
-    """
+    """Run `graphshard show FILE`: print its summary, or the scheduled graphs of its programs."""
     import_all(args.imports)
     artifact = read_artifact(path_of("PATH", args.path, WRITTEN))
     if not args.graph:
@@ -68,11 +64,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _check(artifact: Artifact) -> Iterator[str]:
-    """Read everything as loading would, and yield counts in words.
-
-    Raises:
-        ArtifactError: a member cannot be read, or contradicts its key.
-    """
+    """Read everything as loading would, and yield counts in words; raise ArtifactError for a contradiction."""
     manifest = artifact.manifest
     device = torch.device(manifest.environment.device)
     for key, entry in manifest.regions.items():

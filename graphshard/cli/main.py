@@ -166,7 +166,7 @@ def _add_dump_commands(command: _AddCommand) -> None:
     diff.add_argument("--full", action="store_true", help=_FULL)
     repro = command(
         "repro",
-        _later("graphshard.debug.replay", "run"),
+        _later("graphshard.debug.show", "run_repro"),
         help="run one pass on a stage",
         description="Reload a dumped stage and run the next pass on it alone: one process, no process group, no "
         "weights.",

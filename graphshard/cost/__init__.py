@@ -1,7 +1,7 @@
 """Seconds and bytes of operators, collectives and copies on a machine; profiles of machines.
 
 `kernels.py` groups operators into kernels and counts their work, `flops.py` counts multiplications, `costs.py` turns
-both into seconds with a `Profile`, `collectives.py` describes the model's own collectives, and `workspace.py` predicts
+both into seconds with a `Profile`, for the model's own collectives, too, and `workspace.py` predicts
 the memory that a region allocates. Profiles are JSON files in which every number has a source.
 
 * **Costs are generic over numbers, arrays and sympy expressions** (`scalars.py`). One function for each kernel and each
@@ -21,9 +21,9 @@ the memory that a region allocates. Profiles are JSON files in which every numbe
 * **On CPUs a kernel computes and then moves its bytes.** The operands of a step are not in the cache, unlike those of a
   calibrated product are.
 * **Collectives use the fastest algorithm**: rings, trees of nodes for all-reduces, and the switch of an NVLink domain
-  (NVLS). Steps, their seconds and the fractions of the bandwidth follow NCCL's model. Its factor for trees of
-  medium sizes, down to a half, is a range here: a collective's time must be the least of straight lines in its bytes,
-  on which the planner relies. PAT, for one rank in each node, is left out.
+  (NVLS). Steps, their seconds and the fractions of the bandwidth follow NCCL's model. Its factor for trees of medium
+  sizes, down to a half, is a range here: a collective's time must be the least of straight lines in its bytes, on which
+  the planner relies. PAT, for one rank in each node, is left out.
 * **A network is cards for each rank**, their bandwidth, and whether traffic keeps to its rail. All ranks of a node
   communicate at the same time, so ranks of an axis between nodes have separate cards.
 * **Contention is one number** of a profile. On CPUs gloo's threads take cores from the compute while a collective is

@@ -12,12 +12,20 @@ A replay launches several regions as one graph, between copies of inputs and res
 
 Values that a run of regions makes for itself are not copied. So regions that are not worth a graph alone may be worth
 one together, and it may pay to end a run before a large region.
+
+The model's own collectives, as costs see them:
+
+    %w = reduced(%y, sum, tp)                   at once, along an axis
+    %w = reduced_together([%y, %z], sum, tp)    several by one launch
+    %s = reducing(%y, sum, tp)                  overlaps the compute in between
+    %w = settled(%s)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import sympy
 from torch.fx import Node
@@ -27,6 +35,7 @@ from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.cost.profile import GemmTile, MatmulRate, NodeLink, Profile
 from graphshard.cost.scalars import Scalar, ceiling, is_zero, log2, maximum, minimum
 from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED, TOGETHER
 from graphshard.ir.program import Region
 
 # Head width for which profiles have speeds of attention; rows and columns of a block of its pairs.
@@ -46,10 +55,8 @@ class Costs:
     """Costs on a machine, in seconds.
 
     Attributes:
-        profile: the machine.
         network: which of the profile's models of the network between nodes.
-        mesh: its order says how far apart ranks along an axis are, and so how many of them share a node. Without a mesh
-            they are neighbors.
+        mesh: its order says how many ranks along an axis share a node. Without a mesh they are neighbors.
         measured: seconds of regions by key; they replace the estimate.
         scheduled: kernels of regions by key, from a compiler's scheduler; they replace the rules about fusion.
         fused: operators of a region share kernels, as in Inductor; False runs each alone.
@@ -149,7 +156,6 @@ class Costs:
         Args:
             kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
             num_bytes: of the full tensors, on each rank: the output of all_gather, the input of the others.
-            num_tensors: of the launch; more than one is coalesced.
         """
         if axis.size == 1:
             return 0.0
@@ -224,13 +230,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Piece:
-    """A region as a part of a run that is replayed.
+    """A region as a part of a run that is replayed: its kernels, and their seconds.
 
-    Attributes:
-        launches: number of its kernels.
-        busy: seconds of its kernels.
-        given: bytes of its inputs, by name; 0 for inputs that a graph reads in place.
-        made: bytes of its results, by name.
+    `given` and `made` are bytes of inputs and results by name; 0 for inputs that a graph reads in place.
     """
 
     launches: int
@@ -242,12 +244,7 @@ class Piece:
 def piece_of(
     costs: Costs, region: Region, given: Sequence[str], made: Sequence[str], lasting: Collection[str] = ()
 ) -> Piece:
-    """Return the costs of a region at the sizes that it was captured for.
-
-    Args:
-        given, made: names of its inputs and results, in order.
-        lasting: names of inputs that graphs read in place.
-    """
+    """Return the costs of a region with these inputs and results; a graph reads `lasting` inputs in place."""
     graph = region.module.graph
     works = work_of(list(graph.nodes), fused=costs.fused)
     (output,) = graph.find_nodes(op="output")
@@ -261,12 +258,7 @@ def piece_of(
 
 
 def runs_that_pay(costs: Costs, pieces: Sequence[Piece], kept: Collection[str]) -> list[range]:
-    """Return the runs of neighbors that together save most time when they are replayed; [] if none saves any.
-
-    Args:
-        pieces: regions in order, without compute between them.
-        kept: names that are read after the last one.
-    """
+    """Return the runs of adjacent pieces that save most time when replayed; names `kept` are read after the last."""
     last = {name: index for index, piece in enumerate(pieces) for name in piece.given}
     last.update(dict.fromkeys(kept, len(pieces)))
     # By number of first regions: the most they save, and where the run begins that the last of them ends.
@@ -289,12 +281,7 @@ def runs_that_pay(costs: Costs, pieces: Sequence[Piece], kept: Collection[str]) 
 
 
 def _savings(costs: Costs, pieces: Sequence[Piece], place: int, last: Mapping[str, int]) -> list[float]:
-    """Return the seconds that a replay saves of the first piece, of the first two, and so on.
-
-    Args:
-        place: of the first one.
-        last: where each name is read last.
-    """
+    """Return the seconds that a replay saves of the first piece, of the first two, and so on, from a place."""
     host = costs.host_seconds
     launches, busy, given, made = 0, 0.0, dict[str, int](), dict[str, int]()
     copied = 0  # bytes: inputs once, results in the graph and after it
@@ -313,3 +300,66 @@ def _savings(costs: Costs, pieces: Sequence[Piece], place: int, last: Mapping[st
         replayed = max(LAUNCHES * host, busy + 2 * copied / costs.profile.memory_bandwidth)
         found.append(max(launches * host, busy) - replayed)
     return found
+
+
+ModelKind = Literal["reduced", "joined", "scattered", "exchanged"]
+MODEL_KINDS: tuple[ModelKind, ...] = get_args(ModelKind)
+
+# The kind of each for `Costs.collective`.
+_KINDS: dict[object, tuple[ModelKind, str]] = {
+    REDUCED: ("reduced", "all_reduce"),
+    JOINED: ("joined", "gather"),
+    SCATTERED: ("scattered", "reduce"),
+    EXCHANGED: ("exchanged", "all_to_all"),
+}
+# The operator that runs at once by the one that starts it, or carries several tensors.
+_AT_ONCE: dict[object, object] = {other: at_once for others in (BEGINS, TOGETHER) for at_once, other in others.items()}
+
+
+@dataclass(frozen=True)
+class ModelCollective:
+    """A collective of the model.
+
+    Attributes:
+        costs_as: the kind for `Costs.collective`.
+        num_bytes: of the full tensors; of an all-to-all the larger of what this rank sends and receives.
+        at_once: compute waits until it has ended; otherwise until it is settled.
+    """
+
+    kind: ModelKind
+    costs_as: str
+    num_bytes: Scalar
+    axis: str
+    num_tensors: int = 1
+    at_once: bool = True
+
+    @property
+    def name(self) -> str:
+        """Return a name for reports, such as "reduced over tp"."""
+        return f"{self.kind} over {self.axis}"
+
+    def seconds(self, costs: Costs, axis: Axis) -> Scalar:
+        """Return its cost."""
+        return costs.collective(self.costs_as, self.num_bytes, self.num_tensors, axis)
+
+
+def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) -> ModelCollective | None:
+    """Return the collective of a node; None if it is not a collective of the model."""
+    target: object = _AT_ONCE.get(node.target, node.target)
+    if target not in _KINDS:
+        return None
+    kind, costs_as = _KINDS[target]
+    values = node.args[0] if node.target in TOGETHER.values() else [node.all_input_nodes[0]]
+    assert isinstance(values, (list, tuple))
+    given, made = sum(size_of(value) for value in values if isinstance(value, Node)), size_of(node)
+    size = made if kind == "joined" else given
+    if kind == "exchanged" and given != made:
+        size = maximum(given, made)
+    at_once = node.target not in BEGINS.values()
+    return ModelCollective(kind, costs_as, size, str(node.args[-1]), len(values), at_once)
+
+
+def computing(nodes: Iterable[Node]) -> list[Node]:
+    """Return the operators that compute, without collectives of the model and copies from or to the host."""
+    apart = {SETTLED, *COPIES}
+    return [node for node in nodes if node.target not in apart and model_collective(node) is None]

@@ -14,6 +14,7 @@ Operators with graphs run the calls of their graphs:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -51,15 +52,12 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Attention:
-    """One fused attention.
+    """One fused attention; `dim` is of a head, and `queries` are of a sequence.
 
     Attributes:
         kernel: "flash", "cudnn", "efficient" or "plain", by which profiles have speeds.
         backward: its gradients, which are five products for every pair instead of two.
-        dim: of a head.
-        queries: of a sequence.
         causal: half of the pairs are left out.
-        flop: a multiply-add is two.
     """
 
     kernel: str
@@ -180,10 +178,6 @@ def _product(values: dict[str, Any], _: Any) -> tuple[Gemm, ...]:
     return (Gemm(batch[0] if batch else 1, rows, columns, inner),)
 
 
-def _convolution(values: dict[str, Any], out: Shape) -> tuple[Gemm, ...]:
-    return (_conv(values["input"], values["weight"], out, values),)
-
-
 def _convolution_backward(values: dict[str, Any], _: Any) -> tuple[Gemm, ...]:
     """Gradients of input and weight multiply as often as the forward each."""
     forward = _conv(values["input"], values["weight"], values["grad_output"], values)
@@ -197,10 +191,7 @@ def _conv(image: Shape, weight: Shape, out: Shape, values: dict[str, Any]) -> Ge
 
 
 def _attention(values: dict[str, Any], _: Any, *, backward: bool = False) -> Attention:
-    """Count two products for every pair of a query and a key, or half of the pairs if causal.
-
-    Backward has five: the scores again, and the gradients of scores, query, key and value.
-    """
+    """Count two products for every pair of a query and a key, five for gradients; half of the pairs if causal."""
     batch, heads, queries, dim = values["query"]
     keys, dim_v = values["key"][2], values["value"][3]
     flop = 2 * batch * heads * queries * keys * (3 * dim + 2 * dim_v if backward else dim + dim_v)
@@ -208,14 +199,11 @@ def _attention(values: dict[str, Any], _: Any, *, backward: bool = False) -> Att
     return Attention("", backward, dim, queries, causal, flop / 2 if causal else flop)
 
 
-def _attention_backward(values: dict[str, Any], out: Any) -> Attention:
-    return _attention(values, out, backward=True)
-
-
+_attention_backward = functools.partial(_attention, backward=True)
 _SDPA = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _COUNTS: dict[Any, Callable[[dict[str, Any], Any], Any]] = {
     **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), _product),
-    aten.convolution: _convolution,
+    aten.convolution: lambda values, out: (_conv(values["input"], values["weight"], out, values),),
     aten.convolution_backward: _convolution_backward,
     **{getattr(aten, f"_scaled_dot_product_{name}"): _attention for name in _SDPA},
     **{getattr(aten, f"_scaled_dot_product_{name}_backward"): _attention_backward for name in _SDPA},

@@ -49,12 +49,10 @@ class Work:
 
     Attributes:
         kind: which rate limits it, if not memory.
-        flop: of multiplications, convolutions and attention.
         operations: elementwise operations.
         num_bytes: read and written.
         dtype: name of the dtype it multiplies in, such as "bfloat16".
-        gemms: the products of a matmul of known sizes.
-        attention: the attention, if its sizes are known.
+        gemms, attention: of known sizes.
     """
 
     kind: Literal["matmul", "attention", "pointwise"]

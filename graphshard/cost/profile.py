@@ -251,14 +251,15 @@ class Profile:
             found = f", it says {brief(schema)}" if schema is not None else ""
             raise ArgumentError(f"{where} is not a profile of schema {SCHEMA}{found}, {brief(text)}. {_REMEDY}")
         made = data.pop("made", {})
-        reader = _Reader(where)
-        plain = reader.read(data, "")
-        notes = {"made": made, "sources": reader.sources, "ranges": reader.ranges}
+        entries: dict[str, Any] = {}
+        plain = _without_sources(data, where, entries, "")
+        sources = {path: str(entry["source"]) for path, entry in entries.items()}
+        ranges = {path: list(map(float, entry["range"])) for path, entry in entries.items() if "range" in entry}
         try:
-            profile = read({**plain, **notes}, Profile)
+            profile = read({**plain, "made": made, "sources": sources, "ranges": ranges}, Profile)
         except ArgumentError as error:
             raise ArgumentError(f"{where} is not a profile: {error}. {_REMEDY}") from None
-        _check(profile, reader.numbers, where)
+        _check(profile, {path: entry["value"] for path, entry in entries.items()}, where)
         return profile
 
 
@@ -296,53 +297,46 @@ def load_profile(hardware: Hardware) -> Profile:
         raise ArgumentError(f"hardware: {error}") from None
 
 
-def _with_sources(data: Any, sources: Mapping[str, str], ranges: Mapping[str, Any], path: str = "") -> Any:
-    """Turn numbers into `{"value": ..., "source": ...}`, with a range if there is one."""
-    if isinstance(data, dict):
-        return {k: _with_sources(value, sources, ranges, f"{path}.{k}".lstrip(".")) for k, value in data.items()}
-    if isinstance(data, list):
-        return [_with_sources(value, sources, ranges, f"{path}.{index}") for index, value in enumerate(data)]
+def _with_sources(
+    data: Any, sources: Mapping[str, str], ranges: Mapping[str, Any], path: str = "", source: str = ""
+) -> Any:
+    """Turn numbers into `{"value": ..., "source": ...}`, with a range if there is one.
+
+    The source of a path is of all numbers below it that have none.
+    """
+    source = sources.get(path, source)
+    if isinstance(data, (dict, list)):
+        pairs = data.items() if isinstance(data, dict) else enumerate(data)
+        found = {k: _with_sources(v, sources, ranges, f"{path}.{k}".lstrip("."), source) for k, v in pairs}
+        return found if isinstance(data, dict) else list(found.values())
     if not isinstance(data, (int, float)):
         return data
     between = {"range": list(ranges[path])} if path in ranges else {}
-    return {"value": data, **between, "source": sources[path]}
+    return {"value": data, **between, "source": source}
 
 
-class _Reader:
-    """The inverse of `_with_sources`: collects numbers, sources and ranges by path."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.numbers: dict[str, float] = {}
-        self.sources: dict[str, str] = {}
-        self.ranges: dict[str, list[float]] = {}
-
-    def read(self, data: Any, path: str) -> Any:
-        """Return plain data; a number without a source is an error."""
-        if isinstance(data, dict) and data.keys() - {"range"} == {"value", "source"}:
-            number = data["value"]
-            if not _is_number(number):
-                raise ArgumentError(f"{self.where}: {path} must be a number that is not negative, got {brief(number)}.")
-            if "range" in data:
-                self.ranges[path] = self._range(data["range"], number, path)
-            self.sources[path], self.numbers[path] = str(data["source"]), number
-            return number
-        if isinstance(data, dict):
-            return {key: self.read(value, f"{path}.{key}".lstrip(".")) for key, value in data.items()}
-        if isinstance(data, list):
-            return [self.read(value, f"{path}.{index}") for index, value in enumerate(data)]
-        if isinstance(data, (int, float)):
-            raise ArgumentError(f'{self.where}: {path} has no source. Write {{"value": {data}, "source": "..."}}.')
-        return data
-
-    def _range(self, given: Any, number: float, path: str) -> list[float]:
-        pair = isinstance(given, list) and len(given) == 2 and all(map(_is_number, given))
-        if not (pair and given[0] <= number <= given[1]):
-            raise ArgumentError(
-                f"{self.where}: {path} has the range {brief(given)}, which must be two numbers with {number} between "
-                "them. Write the least and the most that it may be, or leave the range out."
-            )
-        return [float(given[0]), float(given[1])]
+def _without_sources(data: Any, where: str, found: dict[str, Any], path: str) -> Any:
+    """Return plain data, the inverse of `_with_sources`; collect numbers with their sources by path."""
+    if isinstance(data, dict) and data.keys() - {"range"} == {"value", "source"}:
+        number, between = data["value"], data.get("range")
+        if not _is_number(number):
+            raise ArgumentError(f"{where}: {path} must be a number that is not negative, got {brief(number)}.")
+        if "range" in data:
+            pair = between if isinstance(between, list) and len(between) == 2 and all(map(_is_number, between)) else ()
+            if not pair or not pair[0] <= number <= pair[1]:
+                raise ArgumentError(
+                    f"{where}: {path} has the range {brief(between)}, which must be two numbers with {number} between "
+                    "them. Write the least and the most that it may be, or leave the range out."
+                )
+        found[path] = data
+        return number
+    if isinstance(data, (dict, list)):
+        pairs = data.items() if isinstance(data, dict) else enumerate(data)
+        plain = {key: _without_sources(value, where, found, f"{path}.{key}".lstrip(".")) for key, value in pairs}
+        return plain if isinstance(data, dict) else list(plain.values())
+    if isinstance(data, (int, float)):
+        raise ArgumentError(f'{where}: {path} has no source. Write {{"value": {data}, "source": "..."}}.')
+    return data
 
 
 def _is_number(value: Any) -> bool:

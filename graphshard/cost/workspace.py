@@ -25,8 +25,6 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Coll
     """Return the most bytes alive inside a region beyond inputs and results; negative if inputs make room.
 
     Args:
-        nodes: of the region's graph, in order.
-        fused: its operators share kernels.
         block: sizes are rounded up to a multiple of it.
         freed: inputs that nothing outside of the region holds.
     """
@@ -68,12 +66,7 @@ def workspace(nodes: Sequence[Node], *, fused: bool, block: int = 1, freed: Coll
 
 
 def _in_place(group: list[Node], values: list[Node], free: list[Node], sizes: Mapping[Node, int]) -> list[Node]:
-    """Return the results of a kernel that are written to the memory of dead values.
-
-    Args:
-        values: results of the kernel.
-        free: values that it is the last to read.
-    """
+    """Return the results of a kernel that are written to the memory of values that it is the last to read."""
     read: dict[Node, set[Node]] = {}
     for node in sorted(group):
         owners = list(map(producer, node.all_input_nodes))
@@ -89,8 +82,7 @@ def _in_place(group: list[Node], values: list[Node], free: list[Node], sizes: Ma
 def _in_order(groups: list[list[Node]], nodes: Sequence[Node], *, lazy: bool) -> list[list[Node]]:
     """Return kernels in the order in which they run: after their sources, and otherwise at their last operator.
 
-    Args:
-        lazy: a kernel without multiplications runs right before its first reader, as in Inductor.
+    With `lazy`, one without multiplications runs right before its first reader, as in Inductor.
     """
     order = {node: place for place, node in enumerate(nodes)}
     of = {node: number for number, group in enumerate(groups) for node in group}

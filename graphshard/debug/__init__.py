@@ -1,9 +1,9 @@
 """See and replay what was compiled: dumps, stages, HTML reports, traces, one pass alone, bisection.
 
 `dump.py` writes every stage of a program, file by file, so that a crash leaves all stages up to it, and executors as
-Python files that run by themselves; `show.py` reads dumps. `html_report.py` renders a program and its predicted
-timeline as one HTML file that opens without a network, `perfetto.py` writes a step for ui.perfetto.dev. `replay.py`
-runs one pass on a stage, without ranks. `bisect.py` finds the pass or region that changes results.
+Python files that run by themselves; `show.py` reads dumps, and runs one pass on a stage. `html_report.py` renders a
+program and its predicted timeline as one HTML file that opens without a network, `perfetto.py` writes a step for
+ui.perfetto.dev. `bisect.py` finds the pass or region that changes results.
 
 * **Bisection compares neighbors**, operator by operator on real ranks, not final results. So an error does not drown
   in the rounding of what follows. The compiled regions are compared on their operators' inputs for the same reason.

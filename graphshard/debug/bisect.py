@@ -77,10 +77,7 @@ class Bisection:
 
     @property
     def culprit(self) -> StageDifference | None:
-        """The first stage, or else the first region, with an error beyond the tolerance; None if there is none.
-
-        Passes that say that they may change the numbers do not count.
-        """
+        """The first stage or region that differs beyond the tolerance, without passes that may change the numbers."""
         claims = [found for found in (*self.stages, *self.regions) if found.exact]
         return next((found for found in claims if found.error > self.tolerance), None)
 

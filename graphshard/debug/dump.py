@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import itertools
 import json
 import os
@@ -27,14 +28,15 @@ import re
 import shutil
 import traceback
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from graphshard.codec.program_format import program_to_json
-from graphshard.debug.html_report import render, report_of
+from graphshard.debug.html_report import render, report_of, stage_stem
 from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.graph import OWN
 from graphshard.ir.mesh import Mesh
@@ -69,7 +71,7 @@ class StageSummary:
     seconds: float
     nodes: int
     exact: bool
-    file: str = ""
+    file: str
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,10 @@ class DumpSummary:
 
     Attributes:
         pid: the process; the first summary of a dump has nothing else.
-        title, reason: the program, and why it was captured.
-        torch: version.
-        axes: mesh sizes by axis name.
         regions: None before lowering.
         communication: one line per collective.
         kernels: one line per region and kind of GPU, with the most registers and the like that its kernels take.
-        error: of the pass that failed; "" for none.
+        error: of the pass that failed.
     """
 
     pid: int | None = None
@@ -108,38 +107,17 @@ class DumpSummary:
 
 
 def read_summary(path: Path) -> DumpSummary:
-    """Read a summary; fields that have a default may be missing.
-
-    Raises:
-        ArgumentError: the file is not a summary.
-    """
+    """Read a summary; raise ArgumentError for a file that is none."""
     try:
-        data = json.loads(read_file(path, _MOST_BYTES))
-        if not isinstance(data, dict):
-            raise ArgumentError(f"it is {brief(data)}")
-        stages = data.get("stages", [])
-        if isinstance(stages, list):
-            data["stages"] = [_with_defaults(stage, StageSummary) for stage in stages]
-        return read(_with_defaults(data, DumpSummary), DumpSummary)
+        return read(json.loads(read_file(path, _MOST_BYTES)), DumpSummary)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is not the summary of a dump: {error}") from None
-
-
-def _with_defaults(data: object, kind: type) -> object:
-    if not isinstance(data, dict):
-        return data
-    plain = {f.name: write(f.default) for f in fields(kind) if f.default is not MISSING}
-    made = {f.name: write(f.default_factory()) for f in fields(kind) if f.default_factory is not MISSING}
-    return {**plain, **made, **data}
 
 
 def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:
     """Return this rank's directory below `dump` or GRAPHSHARD_DUMP; None without one.
 
     GRAPHSHARD_DUMP_RANKS ("0", "0,3", "all") says which ranks dump.
-
-    Raises:
-        ArgumentError: `dump` is not a directory, or GRAPHSHARD_DUMP_RANKS not a list of ranks.
     """
     root = dump if dump is not None else os.environ.get("GRAPHSHARD_DUMP") or None
     ranks = os.environ.get("GRAPHSHARD_DUMP_RANKS", "0")
@@ -160,23 +138,17 @@ def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | Non
 
 
 def recorder(directory: Path | None) -> Callable[[str], Recorder | None]:
-    """Return a function that makes the dump of a program by its name.
-
-    It writes nothing without a directory, or after an OSError: a full disk must not stop training.
-    """
+    """Return what makes the dump of a program by its name; a full disk ends dumps, and not training."""
     aid = BestEffort(f"the dump to {directory}")
 
     def make(name: str) -> Recorder | None:
-        dump = None if directory is None else aid(Dump, directory / _folder(name))
-        return None if dump is None else _BestEffortDump(dump, aid)
+        # A further backward is inside of the folder of its program, whatever the module is called.
+        program, _, backward = name.rpartition("/backward-")
+        folders = [file_name(program), file_name(f"backward-{backward}")] if program else [file_name(name)]
+        dump = None if directory is None else aid(Dump, directory.joinpath(*folders))
+        return None if dump is None else cast(Recorder, _BestEffortDump(dump, aid))
 
     return make
-
-
-def _folder(name: str) -> Path:
-    """Return the folder of a program, whatever its module is called; a further backward is inside of it."""
-    program, _, backward = name.rpartition("/backward-")
-    return Path(file_name(program)) / file_name(f"backward-{backward}") if program else Path(file_name(name))
 
 
 @dataclass(frozen=True)
@@ -186,22 +158,15 @@ class _BestEffortDump:
     dump: Dump
     aid: BestEffort
 
-    def stage(self, program: Program, stage: Stage, next_pass: Pass | None) -> None:
-        self.aid(self.dump.stage, program, stage, next_pass)
-
-    def failed(self, program: Program, name: str, error: Exception) -> None:
-        self.aid(self.dump.failed, program, name, error)
-
-    def finished(self, program: Program, compiled: dict[str, RegionCall]) -> None:
-        self.aid(self.dump.finished, program, compiled)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self.aid, getattr(self.dump, name))
 
 
 @dataclass
 class Dump:
-    """Dump of one program. Every file is complete or missing; `summary.json` and `index.html` grow with it.
+    """Dump of one program to a directory, which is created, or emptied if an earlier dump is there.
 
-    Args:
-        directory: created, or emptied if an earlier dump is there.
+    Every file is complete or missing; `summary.json` and `index.html` grow with it.
     """
 
     directory: Path
@@ -215,17 +180,17 @@ class Dump:
         self.directory.mkdir(parents=True, exist_ok=True)
         if any(self.directory.iterdir()):
             raise ArgumentError(f"dump: {self.directory} holds files that are no dump. Choose another directory.")
-        self._write_summary(DumpSummary(os.getpid()))
+        self._write_summary(pid=os.getpid())
 
     def stage(self, program: Program, stage: Stage, next_pass: Pass | None = None) -> None:
         """Write the newest stage: its text, its difference from the one before, and its serialized form."""
         index = len(program.history) - 1
-        stem = _stem(index, stage)
+        stem = stage_stem(index, stage)
         self._write(f"{stem}.txt", stage.folded)
         if index:
             before = program.history[index - 1]
             lines = (before.folded.splitlines(keepends=True), stage.folded.splitlines(keepends=True))
-            diff = difflib.unified_diff(*lines, f"{_stem(index - 1, before)}.txt", f"{stem}.txt")
+            diff = difflib.unified_diff(*lines, f"{stage_stem(index - 1, before)}.txt", f"{stem}.txt")
             self._write(f"{stem}.diff", "".join(diff))
         else:
             self._export(program)
@@ -272,27 +237,25 @@ class Dump:
 
     def _summarize(self, program: Program) -> None:
         stages = tuple(
-            StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, f"{_stem(index, s)}.txt")
+            StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, f"{stage_stem(index, s)}.txt")
             for index, s in enumerate(program.history)
         )
         regions = RegionCounts(program.num_regions, program.num_distinct_regions) if program.regions else None
         self._write_summary(
-            DumpSummary(
-                pid=os.getpid(),
-                title=program.title,
-                reason=program.reason,
-                torch=str(torch.__version__),
-                axes={axis.name: axis.size for axis in program.mesh.every_axis},
-                stages=stages,
-                regions=regions,
-                communication=tuple(program.communication),
-                kernels=self._kernels,
-                error="\n".join(self._errors),
-            )
+            pid=os.getpid(),
+            title=program.title,
+            reason=program.reason,
+            torch=str(torch.__version__),
+            axes={axis.name: axis.size for axis in program.mesh.every_axis},
+            stages=stages,
+            regions=regions,
+            communication=tuple(program.communication),
+            kernels=self._kernels,
+            error="\n".join(self._errors),
         )
 
-    def _write_summary(self, summary: DumpSummary) -> None:
-        self._write(SUMMARY, json.dumps(write(summary), indent=1) + "\n")
+    def _write_summary(self, **facts: Any) -> None:
+        self._write(SUMMARY, json.dumps(write(DumpSummary(**facts)), indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         write_text(self.directory / name, text)
@@ -306,11 +269,6 @@ def _unused(directory: Path) -> Path:
             return directory
         directory = directory.with_name(f"{directory.name.partition('.')[0]}.{number}")
     raise AssertionError
-
-
-def _stem(index: int, stage: Stage) -> str:
-    """Return a stage's file name without its suffix: "09-bucket"."""
-    return f"{index:02d}-{file_name(stage.name)}"
 
 
 _IMPORTS = """\

@@ -13,7 +13,7 @@ import base64
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from types import MappingProxyType
@@ -25,8 +25,9 @@ from markupsafe import Markup
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
-from graphshard.ir.program import Program
+from graphshard.ir.program import Program, Stage
 from graphshard.passes import InsertCollectives
 from graphshard.schedule.memory import MemoryTimeline, memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
@@ -64,47 +65,19 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class StageView:
-    """The program after one pass, which is not `exact` if it says that it may change numerics.
-
-    In `folded`, repeated blocks are folded; `file` is a relative link to the text, or "".
-    """
-
-    name: str
-    rewrites: int
-    seconds: float
-    nodes: int
-    exact: bool
-    folded: str
-    full: str
-    file: str = ""
-
-
-@dataclass(frozen=True)
 class BucketView:
-    """Tensors that travel in one collective.
+    """A bucket, and the collective in which it travels.
 
     Attributes:
-        name: equals the `name` of the bucket's spans in the timeline.
-        kind: "gather", "reduce" or "all_reduce".
-        phase: "forward" or "backward".
-        params: parameters sent as separate tensors; those in `packed` share one flat buffer.
         start, wait: where the collective is launched and waited for, in words.
         hidden_by: names of the regions in between, or "".
         exposed_seconds: how much of `seconds` the compute stream waits.
         slack_seconds: by how much it could be later or longer without lengthening the step.
-        in_flight: measured time from launch to the end of the wait, an upper bound; None if not measured.
-        waited: measured wait of compute.
+        in_flight, waited: measured time from launch to the end of the wait, an upper bound, and the wait of compute.
     """
 
-    name: str
-    kind: str
-    phase: str
-    params: tuple[str, ...]
-    packed: tuple[str, ...]
-    num_bytes: int
+    bucket: Bucket
     dtype: str
-    axis: str
     start: str
     wait: str
     hidden_by: str
@@ -169,8 +142,8 @@ class Timeline:
 class RegionView:
     """A distinct compiled region.
 
-    `seconds` is for one call, `measured` for all calls of a step; `file` and `kernels` are relative links, or "".
-    `resources` are registers and the like of kernels compiled for an absent GPU.
+    `seconds` is for one call, `measured` for all calls of a step. `kernels` are registers and the like of kernels
+    compiled for absent GPUs; None without a file of generated kernels.
     """
 
     name: str
@@ -179,34 +152,32 @@ class RegionView:
     ops: int
     modules: str
     seconds: float
-    file: str = ""
-    kernels: str = ""
-    resources: str = ""
+    kernels: Sequence[str] | None = None
     measured: Spread | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of a report. `error` is the traceback of the pass that failed; later parts may be missing then."""
+    """Contents of a report.
+
+    `error` is the traceback of the pass that failed; later parts may be missing then. With `files` it is in a dump, and
+    links to its files.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...]
-    stages: tuple[StageView, ...]
+    stages: Sequence[Stage]
     buckets: tuple[BucketView, ...] = ()
     timeline: Timeline | None = None
     memory: MemoryTimeline | None = None
     regions: tuple[RegionView, ...] = ()
     error: str = ""
+    files: bool = False
 
 
-@dataclass(frozen=True)
-class MeasuredProgram:
-    """Measurements of one program: seconds of all calls by region, and times by bucket as in `BucketView`."""
-
-    step: Measured
-    regions: Mapping[str, Spread]
-    in_flight: Mapping[str, Spread]
-    waits: Mapping[str, Spread]
+# Measured times on all ranks: of a region's calls in a step, or of a bucket from its launch until compute had waited
+# for it ("in flight") or of that wait, by kind ("compute", "in flight", "exposed") and name.
+Spreads = Mapping[tuple[str, str], Spread]
 
 
 def template_environment() -> Environment:
@@ -221,11 +192,16 @@ def render(data: Report) -> str:
     """Return the report as the text of one HTML file; equal data give equal text."""
     env = template_environment()
     env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
-    env.globals |= {"format_bytes": format_bytes, "format_seconds": format_seconds}
+    env.globals |= {"stage_stem": stage_stem, "format_bytes": format_bytes, "format_seconds": format_seconds}
     groups = Counter[str]()
     for value in data.memory.alive if data.memory else ():
         groups[value.what] += value.num_bytes
     return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups.most_common())
+
+
+def stage_stem(index: int, stage: Stage) -> str:
+    """Return the file name of a stage in a dump, without its suffix: "09-bucket"."""
+    return f"{index:02d}-{file_name(stage.name)}"
 
 
 def _pack(text: str) -> str:
@@ -234,7 +210,7 @@ def _pack(text: str) -> str:
 
 def _script_data(data: Report) -> dict[str, Any]:
     """Return the data that the page's scripts need, apart from stages' texts."""
-    texts = [stage.full for stage in data.stages]
+    texts = [stage.text for stage in data.stages]
     differ = [i for i in range(1, len(texts)) if texts[i - 1] != texts[i]]
     telling = [i for i in differ if data.stages[i].name == InsertCollectives.name]
     after = (telling or differ or [len(texts) - 1])[-1]
@@ -251,7 +227,8 @@ def report_of(
     error: str = "",
     kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
     costs: Costs | None = None,
-    measured: MeasuredProgram | None = None,
+    measured: Measured | None = None,
+    spreads: Spreads = MappingProxyType({}),
     files: bool = True,
 ) -> Report:
     """Build the report of a program; before it is lowered, only its stages.
@@ -260,17 +237,10 @@ def report_of(
         error: traceback of the error that ended compilation.
         kernels: by name of a region that has a file of generated kernels, their resources for each kind of GPU.
         costs: of the estimated timeline; None is an H100 node.
-        measured: shown next to the estimate.
+        measured, spreads: shown next to the estimate.
         files: the report is in a dump, and links to its files.
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
-    stages = tuple(
-        StageView(
-            *(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, s.folded, s.text),
-            f"{i:02d}-{file_name(s.name)}.txt" if files else "",
-        )
-        for i, s in enumerate(program.history)
-    )
     facts = [
         ("mesh", ", ".join(f"{axis.size} ranks, axis {axis.name}" for axis in program.mesh.every_axis)),
         ("device", program.device.type),
@@ -282,55 +252,58 @@ def report_of(
         facts.insert(0, ("captured because", program.reason))
     count = format_count(sum(math.prod(row.shape) for row in program.params))
     title = f"{program.title}, {count} parameters, graphshard {own_version()}"
+    report = Report(title, tuple(facts), tuple(program.history), error=error, files=files)
     if not program.regions or error:
-        return Report(title, tuple(facts), stages, error=error)
+        return report
     found = estimate(program, costs)
-    return Report(
-        title=title,
-        facts=tuple(facts),
-        stages=stages,
-        buckets=_buckets(program, found, measured),
+    regions = []
+    for name, key in program.region_names.items():
+        region = program.regions[key]
+        where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
+        regions.append(
+            RegionView(
+                name=name,
+                key=key,
+                calls=program.region_calls.count(key),
+                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
+                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
+                seconds=costs.region(region),
+                kernels=kernels.get(name),
+                measured=spreads.get(("compute", name)),
+            )
+        )
+    return replace(
+        report,
+        buckets=tuple(_buckets(program, found, spreads)),
         timeline=_timeline(found, costs, measured),
         memory=memory_of(program, found),
-        regions=_regions(program, found, costs, kernels, measured, files=files),
+        regions=tuple(regions),
     )
 
 
-def _buckets(program: Program, found: Estimate, measured: MeasuredProgram | None) -> tuple[BucketView, ...]:
-    if program.plan is None:
-        return ()
+def _buckets(program: Program, found: Estimate, spreads: Spreads) -> Iterator[BucketView]:
     exposed = defaultdict[str, float](float)
     for step in found.steps:
         if step.kind == "exposed":
             exposed[step.name] += step.seconds
-    views = []
     for step in found.steps:
-        if step.kind not in ("gather", "reduce", "all_reduce"):
+        if program.plan is None or step.kind not in ("gather", "reduce", "all_reduce"):
             continue
         bucket = program.plan.bucket(step.name)
         calls = [s for s in found.steps if s.kind == "compute" and s.phase == step.phase]
         waited = found.waits[step.name]
-        views.append(
-            BucketView(
-                name=bucket.name,
-                kind=bucket.kind,
-                phase=bucket.phase,
-                params=bucket.params,
-                packed=bucket.packed,
-                num_bytes=bucket.num_bytes,
-                dtype=dtype_name(program.params[bucket.members[0]].sent_dtype(bucket.kind)),
-                axis=bucket.axis,
-                start=_place(calls, step.order),
-                wait=_place(calls, waited),
-                hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
-                seconds=step.seconds,
-                exposed_seconds=exposed[step.name],
-                slack_seconds=found.dag.slack[step.event],
-                in_flight=measured.in_flight.get(bucket.name) if measured else None,
-                waited=measured.waits.get(bucket.name) if measured else None,
-            )
+        yield BucketView(
+            bucket,
+            dtype=dtype_name(program.params[bucket.members[0]].sent_dtype(bucket.kind)),
+            start=_place(calls, step.order),
+            wait=_place(calls, waited),
+            hidden_by=", ".join(f"{s.name} of {s.where or 'the root'}" for s in calls[step.order : waited]),
+            seconds=step.seconds,
+            exposed_seconds=exposed[step.name],
+            slack_seconds=found.dag.slack[step.event],
+            in_flight=spreads.get(("in flight", bucket.name)),
+            waited=spreads.get(("exposed", bucket.name)),
         )
-    return tuple(views)
 
 
 def _place(calls: list[Step], order: int) -> str:
@@ -339,7 +312,7 @@ def _place(calls: list[Step], order: int) -> str:
     return f"after {order} of {len(calls)} regions, before {following or 'the root'}"
 
 
-def _timeline(found: Estimate, costs: Costs, measured: MeasuredProgram | None) -> Timeline:
+def _timeline(found: Estimate, costs: Costs, measured: Measured | None) -> Timeline:
     critical = {step.event for step in found.critical}
     spans = tuple(
         Span(
@@ -365,7 +338,7 @@ def _timeline(found: Estimate, costs: Costs, measured: MeasuredProgram | None) -
         assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
         f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
         "collective. Optimizer not included.",
-        measured=measured.step if measured else None,
+        measured=measured,
     )
 
 
@@ -375,33 +348,3 @@ def _detail(step: Step, found: Estimate) -> str:
         delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
         return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
     return format_bytes(step.num_bytes) if step.num_bytes else ""
-
-
-def _regions(
-    program: Program,
-    found: Estimate,
-    costs: Costs,
-    kernels: Mapping[str, Sequence[str]],
-    measured: MeasuredProgram | None,
-    *,
-    files: bool,
-) -> tuple[RegionView, ...]:
-    views = []
-    for name, key in program.region_names.items():
-        region = program.regions[key]
-        where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
-        views.append(
-            RegionView(
-                name=name,
-                key=key,
-                calls=program.region_calls.count(key),
-                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
-                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
-                seconds=costs.region(region),
-                file=f"regions/{name}.py" if files else "",
-                kernels=f"regions/{name}.kernels.py" if name in kernels else "",
-                resources="; ".join(kernels.get(name, ())),
-                measured=measured.regions.get(name) if measured else None,
-            )
-        )
-    return tuple(views)

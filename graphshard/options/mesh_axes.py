@@ -58,9 +58,7 @@ class MeshAxes:
     """Axes of a mesh by what a model does along them.
 
     Attributes:
-        mesh: the data axes by name and role.
-        data: the same as a DeviceMesh; None for a mesh that need not exist.
-        tensor: the tensor axes, if there are any.
+        mesh, data: the data axes, by name and role and as a DeviceMesh; no DeviceMesh for a mesh that need not exist.
         experts: meshes of the parameters that are sharded over another mesh, if there are any.
         placements: chosen by `shard_placement_fn`, by names of parameters; None if it has not been asked.
     """
@@ -80,12 +78,8 @@ def data_and_tensor(
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the data axes of a mesh, and its tensor axes if it has any.
 
-    Parameters are sharded over a context axis, too: its ranks have pieces of the same sequences. With the sharding axis
-    around it, it is one axis.
-
-    Args:
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`, which names the data axes; None goes by the names of the axes.
-        without: name of a sharding axis that is left out.
+    Parameters are sharded over a context axis, too: its ranks have pieces of the same sequences. With the sharding
+    axis around it, it is one axis. `dp_mesh_dims` names the data axes; None goes by names. `without` is left out.
     """
     if not isinstance(mesh, DeviceMesh):
         return mesh, None  # check_mesh refuses it
@@ -189,7 +183,6 @@ def tensor_axis(
     """Return the mesh of the tensor axes that the model's DTensors are on; None if it has none.
 
     Args:
-        data: the data axes.
         given: the tensor axes of the mesh that the model is to be compiled for.
         known: parameters that are sharded already.
         whole_model: False for a part of one, which need not have DTensors.
@@ -253,10 +246,7 @@ def tensor_axis(
 def data_axes_of(param: DTensor, data: DeviceMesh) -> tuple[str, ...]:
     """Return the data axes that a DTensor is replicated on, outside of others: FSDP2's full SPMD mesh.
 
-    There are none for one on tensor axes alone, and for a shard.
-
-    Args:
-        data: the data axes; one that was made of several is called "x_y".
+    There are none for one on tensor axes alone, and for a shard. A data axis that was made of several is called "x_y".
     """
     names = _names(param.device_mesh)
     found = 0
@@ -345,10 +335,9 @@ def find_experts(
     *,
     whole_model: bool = True,
 ) -> ExpertMeshes | None:
-    """Return the meshes of the parameters that are sharded over another mesh, with their names; None without such.
+    """Return the meshes of the parameters that are sharded over another mesh than `data`; None without such.
 
     Args:
-        data: the axes that the others are sharded and replicated over.
         given: the expert axes by their names.
         placements: chosen by `shard_placement_fn`, by names of parameters.
         left_out: parameters that are sharded already, or to be left alone.

@@ -46,8 +46,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 class Options:
     """Options as the user gave them; the docstring of `graphshard.compile` describes each field.
 
-    Raises:
-        ArgumentError: a value is wrong by itself. `resolve` checks that they fit a model and a mesh.
+    A value that is wrong by itself is an ArgumentError. `resolve` checks that they fit a model and a mesh.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -114,12 +113,7 @@ class CompileArguments(OptionArguments, total=False):
 
 
 def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequence[type] = ()) -> FunctionT:
-    """Write the options into the signature of a function that takes them as `**options`.
-
-    Args:
-        without: names of options that it does not take.
-        also: further dataclasses whose fields it takes.
-    """
+    """Write options, and fields of other dataclasses, into the signature of a function that takes `**options`."""
     signature = inspect.signature(function)
     explicit = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     known = {*signature.parameters, *without}

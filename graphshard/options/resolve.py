@@ -82,10 +82,8 @@ class CompileRequest:
         model: the module; of an exported program the module that was made of it.
         options: as given, with what an exported program decides.
         mesh: as given to `compile`; None for a mesh that need not exist.
-        axes: of the mesh, by role.
         spec: what a capture depends on: parameter table, units, precision, mesh, device.
         profile: costs of the machine; None for an unknown GPU.
-        pipeline: the passes, with the planner.
         storage: where shards are kept between steps.
     """
 
@@ -106,10 +104,6 @@ def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_di
         model: a module, an exported program, or the path of one.
         mesh: None is all ranks.
         dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
-
-    Raises:
-        ArgumentError: an argument is wrong, or does not fit the others.
-        UnsupportedError: a parameter or an exported program cannot be compiled with these options.
     """
     model, options = resolve_model(model, options)
     contents = check_model(model)
@@ -120,15 +114,7 @@ def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_di
 
 
 def find_axes(contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> MeshAxes:
-    """Return the axes of a mesh by what a model does along them.
-
-    Args:
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
-
-    Raises:
-        ArgumentError: the role of an axis is unknown, or parameters are on other meshes.
-        UnsupportedError: there are too many axes, or a parameter is placed in a way that cannot be sharded yet.
-    """
+    """Return the axes of a mesh by what a model does along them; `dp_mesh_dims` is as for `resolve`."""
     by_name = experts_by_name(mesh, dp_mesh_dims)
     data, tensor = data_and_tensor(mesh, dp_mesh_dims)
     axes, ignored = check_mesh(data), check_ignored(contents, options.ignored_params)
@@ -307,12 +293,7 @@ def check_activation(options: Options, model: str, units: Container[str]) -> Non
 
 
 def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_states: int = 2) -> Pipeline:
-    """Return the passes that make a program with these options.
-
-    Args:
-        costs: of the machine that plans are made for; None plans unit by unit.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
-    """
+    """Return the passes that make a program; without costs of a machine it is planned unit by unit."""
     pipeline = with_activation(options.passes or Pipeline(), options.activation)
     if mesh.regather is not None:
         pipeline = with_regather(pipeline)
@@ -344,10 +325,8 @@ def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | N
 def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, optimizer_states: int = 2) -> Pipeline:
     """Return the pipeline with a planner by cost, unless it has a planner or there are no costs.
 
-    With `activation="auto"` parameters may stay gathered between forward and backward, and the shortest step is taken.
-
-    Raises:
-        ArgumentError: there is a memory limit, and a planner in `passes` or no costs to keep it with.
+    With `activation="auto"` parameters may stay gathered between forward and backward, and the shortest step is
+    taken. A memory limit that cannot be kept is an ArgumentError.
     """
     if any(isinstance(step, Float8AllGather) for step in pipeline):  # costs do not know the sizes of its gathers
         costs = None

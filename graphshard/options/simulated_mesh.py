@@ -90,9 +90,6 @@ def simulated_mesh(
         shape: sizes by name, outermost first, from `shape_of`.
         device_type: of the mesh; "cuda" need not be here where something stands in for it.
         rank: number of this process.
-
-    Raises:
-        ArgumentError: there are process groups already, or `parallelize` failed, or made no model.
     """
     check_function("parallelize", parallelize, "a function of (model, mesh)")
     if dist.is_initialized():

@@ -40,39 +40,99 @@ _REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # --- options -----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """A rule that the value of an option is None or fits, and the words of its message."""
+
+    expected: str
+    fits: Callable[[Any], bool]
+    shown: Callable[[Any], str] = brief
+    remedy: str = ""
+
+
+def _class_name(value: object) -> str:
+    return type(value).__name__
+
+
+_RULES: Mapping[str, _Rule] = {
+    "reshard_after_forward": _Rule(
+        "True, False, None, or a number of ranks that gather again in backward", lambda value: isinstance(value, int)
+    ),
+    "shard_placement_fn": _Rule("a function from a parameter to Shard(dim) or None", callable, _class_name),
+    "offload_policy": _Rule(
+        "a torch.distributed.fsdp.CPUOffloadPolicy or None", lambda value: isinstance(value, OffloadPolicy), _class_name
+    ),
+    "ignored_params": _Rule(
+        "a set of the model's parameters",
+        lambda value: isinstance(value, Iterable) and not isinstance(value, (nn.Parameter, str)),
+        lambda value: f"a {_class_name(value)}",
+    ),
+    "units": _Rule(
+        "a sequence of name patterns such as ['layers.*']",
+        lambda value: isinstance(value, Sequence) and not isinstance(value, bytes),
+    ),
+    "activation": _Rule(
+        "None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 that activations may "
+        "take",
+        lambda value: (
+            isinstance(value, (list, tuple, set, frozenset))
+            or (isinstance(value, str) and value in ("full", "auto"))
+            or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1)
+        ),
+    ),
+    "memory_limit": _Rule("a positive number of bytes", lambda value: is_int(value) and value > 0),
+    "dynamic_shapes": _Rule(
+        "a tuple with an entry for each input, or a dict by the inputs' names, as for torch.export.export",
+        lambda value: isinstance(value, (tuple, list, Mapping)),
+        _class_name,
+    ),
+    "passes": _Rule(
+        "a graphshard.Pipeline",
+        lambda value: isinstance(value, Pipeline),
+        _class_name,
+        " Start from graphshard.Pipeline() and use insert, replace and disable.",
+    ),
+}
+
+
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first option that is wrong whatever the model and the mesh."""
-    for name, check in CHECKS.items():
-        check(options[name])
-    if options["activation"] == "auto" and options["memory_limit"] is None:
+    """Raise ArgumentError for an option that is wrong whatever the model and the mesh; `hardware` is read later."""
+    if isinstance(options["units"], str):
+        raise ArgumentError(
+            f"units must be a sequence of name patterns, got one string. Pass [{brief(options['units'])}]."
+        )
+    for name, rule in _RULES.items():
+        value = options[name]
+        if value is not None and not rule.fits(value):
+            raise ArgumentError(f"{name} must be {rule.expected}, got {rule.shown(value)}.{rule.remedy}")
+    _check_mp_policy(options["mp_policy"])
+    check_bool("offload_policy.pin_memory", getattr(options["offload_policy"], "pin_memory", True))
+    check_choice("backend", options["backend"], get_args(Backend))
+    activation, passes = options["activation"], options["passes"]
+    for op in activation if isinstance(activation, (list, tuple, set, frozenset)) else ():
+        _check_operator(op)
+    for leaf in pytree.tree_leaves(options["dynamic_shapes"]):
+        if not isinstance(leaf, (int, type(None), Dim, type(Dim.AUTO))):
+            raise ArgumentError(
+                f"dynamic_shapes: {brief(leaf)} is not a dimension. Give None, an int, a torch.export.Dim, Dim.AUTO, "
+                "Dim.STATIC or Dim.DYNAMIC."
+            )
+    check_count("max_captures", options["max_captures"])
+    check_bool("fullgraph", options["fullgraph"])
+    verify = options["verify"]
+    check_choice("verify" if verify is not None else _VERIFY, level_of(verify), get_args(Level))
+    if activation == "auto" and options["memory_limit"] is None:
         raise ArgumentError(
             'activation="auto" is decided under a limit of memory. Give memory_limit= in bytes, such as what the '
             "device has less what other things on it take."
         )
-    if options["activation"] is not None and options["passes"] is not None:
-        name = ActivationCheckpointing.name
-        if name in {step.name for step in options["passes"]}:
-            raise ArgumentError(f"activation: passes has {name!r} already. Give one of the two.")
+    if activation is not None and passes is not None and ActivationCheckpointing.name in {step.name for step in passes}:
+        raise ArgumentError(f"activation: passes has {ActivationCheckpointing.name!r} already. Give one of the two.")
 
 
 def level_of(verify: Any) -> Any:
     """Return when rules are verified: as given, or by GRAPHSHARD_VERIFY."""
     return verify if verify is not None else os.environ.get(_VERIFY, "ends")
-
-
-def _expect(name: str, fits: bool, expected: str, got: str, remedy: str = "") -> None:
-    if not fits:
-        raise ArgumentError(f"{name} must be {expected}, got {got}.{remedy}")
-
-
-def _check_reshard(value: Any) -> None:
-    expected = "True, False, None, or a number of ranks that gather again in backward"
-    _expect("reshard_after_forward", value is None or isinstance(value, int), expected, brief(value))
-
-
-def _check_placement_fn(value: Any) -> None:
-    expected = "a function from a parameter to Shard(dim) or None"
-    _expect("shard_placement_fn", value is None or callable(value), expected, type(value).__name__)
 
 
 def _check_mp_policy(value: Any) -> None:
@@ -83,36 +143,6 @@ def _check_mp_policy(value: Any) -> None:
             check_policy(policy, f"mp_policy[{brief(unit)}]")
     elif value is not None:
         check_policy(value, "mp_policy")
-
-
-def _check_offload_policy(value: Any) -> None:
-    expected = "a torch.distributed.fsdp.CPUOffloadPolicy or None"
-    _expect("offload_policy", value is None or isinstance(value, OffloadPolicy), expected, type(value).__name__)
-    check_bool("offload_policy.pin_memory", getattr(value, "pin_memory", True))
-
-
-def _check_ignored_params(value: Any) -> None:
-    single = isinstance(value, (nn.Parameter, str))
-    fits = value is None or (isinstance(value, Iterable) and not single)
-    _expect("ignored_params", fits, "a set of the model's parameters", f"a {type(value).__name__}")
-
-
-def _check_units(value: Any) -> None:
-    if isinstance(value, str):
-        raise ArgumentError(f"units must be a sequence of name patterns, got one string. Pass [{brief(value)}].")
-    fits = value is None or (isinstance(value, Sequence) and not isinstance(value, bytes))
-    _expect("units", fits, "a sequence of name patterns such as ['layers.*']", brief(value))
-
-
-def _check_activation(value: Any) -> None:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for op in value:
-            _check_operator(op)
-        return
-    share = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-    fits = value is None or (isinstance(value, str) and value in ("full", "auto")) or share
-    expected = "None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 that activations"
-    _expect("activation", fits, f"{expected} may take", brief(value))
 
 
 def _check_operator(op: Any) -> None:
@@ -126,51 +156,6 @@ def _check_operator(op: Any) -> None:
         f"activation lists operators whose results are saved, such as torch.ops.aten.mm.default, got {found}."
     )
 
-
-def _check_memory_limit(value: Any) -> None:
-    fits = value is None or (is_int(value) and value > 0)
-    _expect("memory_limit", fits, "a positive number of bytes", brief(value))
-
-
-def _check_dynamic_shapes(value: Any) -> None:
-    fits = value is None or isinstance(value, (tuple, list, Mapping))
-    expected = "a tuple with an entry for each input, or a dict by the inputs' names, as for torch.export.export"
-    _expect("dynamic_shapes", fits, expected, type(value).__name__)
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, (int, type(None), Dim, type(Dim.AUTO))):
-            raise ArgumentError(
-                f"dynamic_shapes: {brief(leaf)} is not a dimension. Give None, an int, a torch.export.Dim, Dim.AUTO, "
-                "Dim.STATIC or Dim.DYNAMIC."
-            )
-
-
-def _check_passes(value: Any) -> None:
-    remedy = " Start from graphshard.Pipeline() and use insert, replace and disable."
-    fits = value is None or isinstance(value, Pipeline)
-    _expect("passes", fits, "a graphshard.Pipeline", type(value).__name__, remedy)
-
-
-def _check_verify(value: Any) -> None:
-    check_choice("verify" if value is not None else _VERIFY, level_of(value), get_args(Level))
-
-
-# The check of each option by itself. `hardware` is checked where its file is read.
-CHECKS: Mapping[str, Callable[[Any], None]] = {
-    "reshard_after_forward": _check_reshard,
-    "shard_placement_fn": _check_placement_fn,
-    "mp_policy": _check_mp_policy,
-    "offload_policy": _check_offload_policy,
-    "ignored_params": _check_ignored_params,
-    "units": _check_units,
-    "backend": functools.partial(check_choice, "backend", choices=get_args(Backend)),
-    "activation": _check_activation,
-    "memory_limit": _check_memory_limit,
-    "dynamic_shapes": _check_dynamic_shapes,
-    "max_captures": functools.partial(check_count, "max_captures"),
-    "fullgraph": functools.partial(check_bool, "fullgraph"),
-    "passes": _check_passes,
-    "verify": _check_verify,
-}
 
 # --- inputs ------------------------------------------------------------------------------------------------------
 
@@ -245,10 +230,7 @@ def check_mesh(mesh: Any) -> Mesh:
 class ModelContents:
     """Modules, parameters and buffers of a model, listed in one walk.
 
-    Attributes:
-        modules: each once, by its first name.
-        params: each once, by all its names, in the order of registration.
-        buffers: each once, by its first name.
+    Modules and buffers have their first name, parameters all their names, in the order of registration.
     """
 
     model: nn.Module
@@ -285,13 +267,9 @@ class ModelContents:
 
 
 def check_model(model: Any, *, in_parts: bool = False) -> ModelContents:
-    """Return the contents of a model.
+    """Return the contents of a model; raise ArgumentError if it cannot be compiled.
 
-    Args:
-        in_parts: it is sharded from the inside out, so that submodules may have been.
-
-    Raises:
-        ArgumentError: it cannot be compiled.
+    With `in_parts` it is sharded from the inside out, so that submodules may have been.
     """
     what = "module" if in_parts else "model"
     if not isinstance(model, nn.Module):
@@ -384,10 +362,6 @@ def check_params(
     Args:
         known: parameters that are sharded already.
         distributed: DTensors on tensor or expert axes are expected; `mesh_axes` has checked them.
-
-    Raises:
-        ArgumentError: one cannot.
-        UnsupportedError: its gradients are to be of another dtype.
     """
     for name, param in contents.named.items():
         if param in known:

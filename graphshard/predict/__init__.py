@@ -3,8 +3,8 @@
 `study.py` captures a model once and schedules it once for each mesh. `step_prediction.py` makes an `Explanation` of a
 lowered program and costs; `pipeline_stages.py` and `pipeline_schedule.py` do so for meshes with pipeline stages.
 `symbolic_cost.py` states the same in the symbols of the inputs. `search.py` ranks many predictions, `what_if.py`
-predicts the changes of `step_changes.py`, `answers.py` shows them. `calibrate.py` writes a profile of this machine,
-`measure_regions.py` times regions one by one, and `profile_step.py` measures a whole step where it runs.
+predicts changes, `answers.py` shows them. `calibrate.py` writes a profile of this machine, and `profile_step.py`
+measures a whole step, or times regions one by one.
 
 * **The bound of an explanation** is the schedule's bound, minus the compute that regions save compared with the items
   for which it was found: a step gets shorter by at most that.
@@ -17,8 +17,8 @@ predicts the changes of `step_changes.py`, `answers.py` shows them. `calibrate.p
   Programs of other meshes are freed, as each is as large as the base's.
 * **A formula is a straight line of definitions** (regions, buckets, clock), evaluated by one lambdified function. It is
   never substituted. `smooth` and `crossover` resolve each maximum by the branch that it takes at a point.
-* **Profiles of a step use code that differs by a clock around each line** (`runtime/step_recorder.py`), so numerics
-  are the same, and steps that are not measured pay nothing. The slowest rank counts, and all ranks measure at once.
+* **Profiles of a step use code that differs by a clock around each line** (`runtime/step_recorder.py`), so numerics are
+  the same, and steps that are not measured pay nothing. The slowest rank counts, and all ranks measure at once.
 * **The arrival of a collective is unknown** if compute does not wait for it. It is given until the end of its wait, as
   an upper bound. The wait of compute is known, and is the cost.
 

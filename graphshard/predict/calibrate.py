@@ -17,8 +17,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
@@ -61,7 +60,13 @@ _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**24), "cuda": (2**12, 2**16, 2**20, 2**
 # Bytes of a shard, among which packing may be worth its copies.
 _SHARDS = tuple(2**power for power in range(12, 21))
 _REPEATS = 7
+# The runtime's gathers.
+_GATHER: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "cpu": all_gather_coalesced,
+    "cuda": c10d.all_gather_into_tensor_coalesced,
+}
 _COALESCED = 8
+_LESS_IS_BETTER = ("kernel_seconds", "contention", "pack_below")
 # Compute that stands still would never end.
 MOST_CONTENTION = 0.95
 
@@ -101,53 +106,62 @@ def run(args: argparse.Namespace) -> int:
 def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: None) -> Profile:
     """Measure the machine with all ranks of the default process group, or alone; the name is the profile's."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    chip, links = _measure(device, show)
-    local = max(ranks // links.nodes, 1)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     rounds = ROUNDS[device]
+    measured = []
+    for number in range(1, rounds + 1):
+
+        def show_round(text: str, counted: str = f" ({number} of {rounds})" if rounds > 1 else "") -> None:
+            show(text + counted)
+
+        measured.append(measure_chip(device, show_round) | measure_links(device, show_round))
+    best = best_of(measured)
     here = f"measured, {ranks} ranks at once, slowest" + (f"; best of {rounds} rounds" if rounds > 1 else "")
     of_links = f"measured with {local} ranks, slowest" if local > 1 else "assumed: not measured, one rank"
     taken = f"{here}: CPU time of all threads in a gather" if device == "cpu" else "assumed: not measured"
+    rates: dict[str, MatmulRate] = {}
     # Values of the profile and their sources.
     numbers: dict[str, tuple[Any, str]] = {
         "memory_capacity": (_capacity(device, local), "reported by the system, per rank"),
-        "memory_bandwidth": (chip.memory, f"{here}: reads and writes of an addition"),
-        "host_bandwidth": (chip.host, f"{here}: copy from the host"),
-        "kernel_seconds": (chip.launch, f"{here}: addition to one element"),
-        "vector": (chip.vector, f"{here}: geometric mean of multiplication and exponential"),
+        "memory_bandwidth": (best["memory_bandwidth"], f"{here}: reads and writes of an addition"),
+        "host_bandwidth": (best["host_bandwidth"], f"{here}: copy from the host"),
+        "kernel_seconds": (best["kernel_seconds"], f"{here}: addition to one element"),
+        "vector": (best["vector"], f"{here}: geometric mean of multiplication and exponential"),
         "units": (0, f"{_NOT_MODELED}: rates are of whole products"),
         "split": (0, _NOT_MODELED),
         "split_seconds": (0.0, _NOT_MODELED),
         "tile_seconds": (0.0, _NOT_MODELED),
         "sustained": (1.0, f"{_NOT_MODELED}: rates are of whole products"),
         "head_power": (0.0, _NOT_MODELED),
+        "host_seconds": ({"eager": 0.0, "compiled": 0.0}, "part of kernel_seconds"),
         "ranks_per_node": (local, "as measured"),
-        "contention": (links.contention, taken),
-        "pack_below": (links.pack_below, of_links),
+        "rates": (rates, f"{here}: causal attention, forward and backward"),
+        "protocols": ((Protocol("measured", "ring", 0.0, 0.0, 0.0, 0.0, 1.0),), "part of the measured latency"),
+        "inside": ({kind: best[f"inside.{kind}"] for kind in KINDS}, of_links),
+        "outside": ({"isolated": best["outside.isolated"]}, "part of the bandwidth of a rank"),
+        "contention": (best["contention"], taken),
+        "pack_below": (best["pack_below"], of_links),
         "straggler": (0.0, f"{_NOT_MODELED}: the slowest rank was measured"),
     }
     sources = {name: source for name, (_, source) in numbers.items()}
-    sources |= {f"host_seconds.{mode}": "part of kernel_seconds" for mode in ("eager", "compiled")}
-    for kind in links.inside:
-        sources |= {f"inside.{kind}.{field}": of_links for field in ("bandwidth", "latency", "tensor_seconds")}
-        sources[f"inside.{kind}.switched"] = "part of the measured bandwidth"
-    for network in links.outside:
-        fields = ("nics", "reached", "rails", "crossing")
-        sources |= {f"outside.{network}.{field}": "part of the bandwidth of a rank" for field in fields}
-        sources[f"outside.{network}.bandwidth"] = "measured" if links.nodes > 1 else "assumed: as inside; one node here"
-    fields = ("base", "inside", "outside", "posted")
-    sources |= {f"protocols.0.{field}": "part of the measured latency" for field in fields}
+    sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
+    sources["outside.isolated.bandwidth"] = "measured" if ranks > local else "assumed: as inside; one node here"
     sources["protocols.0.fraction"] = "part of the measured bandwidth"
+    known = _data_sheet(device)
+    for dtype in map(_name_of, _DTYPES):
+        # Relative to the data sheet's peaks, if it is known.
+        speed, product = best[f"matmul.{dtype}"], f"{here}: products of several sizes"
+        peak = known.rate(dtype).peak if known is not None else speed
+        attention = min(best[f"attention.{dtype}"], speed) / peak
+        rates[dtype] = MatmulRate(peak, speed / peak, {"flash": AttentionSpeed(attention, attention)})
+        sources[f"rates.{dtype}.peak"] = known.sources[f"rates.{dtype}.peak"] if known else product
+        sources[f"rates.{dtype}.matmul"] = product
     return Profile(
         name=name,
         title=f"{name}: {_title(device)}",
         device=device,
-        **{name: value for name, (value, _) in numbers.items()},
-        host_seconds={"eager": 0.0, "compiled": 0.0},
-        rates=_rates(chip, _data_sheet(device), here, sources),
         tiles=(),
-        protocols=(Protocol("measured", "ring", 0.0, 0.0, 0.0, 0.0, 1.0),),
-        inside=links.inside,
-        outside=links.outside,
+        **{name: value for name, (value, _) in numbers.items()},
         made={
             "torch": str(torch.__version__),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -158,34 +172,21 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     )
 
 
-def _rates(chip: Chip, known: Profile | None, here: str, sources: dict[str, str]) -> dict[str, MatmulRate]:
-    """Return the rates by dtype, relative to the data sheet's peaks if it is known; add their sources."""
-    rates = {}
-    product = f"{here}: products of several sizes"
-    for dtype, speed in chip.matmul.items():
-        peak = known.rate(dtype).peak if known is not None else speed
-        attention = min(chip.attention[dtype], speed) / peak
-        rates[dtype] = MatmulRate(peak, speed / peak, {"flash": AttentionSpeed(attention, attention)})
-        sources[f"rates.{dtype}.peak"] = known.sources[f"rates.{dtype}.peak"] if known else product
-        sources[f"rates.{dtype}.matmul"] = product
-        for direction in ("forward", "backward"):
-            source = f"{here}: causal attention, forward and backward"
-            sources[f"rates.{dtype}.attention.flash.{direction}"] = source
-    return rates
+def best_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the best of several measurements, number by number and link by link."""
+
+    def rank(name: str, value: Any) -> float:
+        if isinstance(value, NodeLink):
+            return 2**20 / (value.latency + 2**20 / value.bandwidth)  # bytes/s of a message of a megabyte
+        if isinstance(value, Network):
+            return value.of_rank
+        return -value if name in _LESS_IS_BETTER else float(value)
+
+    return {name: max((each[name] for each in rounds), key=functools.partial(rank, name)) for name in rounds[0]}
 
 
-def _measure(device: str, show: Callable[[str], None]) -> tuple[Chip, Links]:
-    """Return the best of several rounds."""
-    chips, links = [], []
-    rounds = ROUNDS[device]
-    for number in range(1, rounds + 1):
-
-        def show_round(text: str, counted: str = f" ({number} of {rounds})" if rounds > 1 else "") -> None:
-            show(text + counted)
-
-        chips.append(measure_chip(device, show_round))
-        links.append(measure_links(device, show_round))
-    return functools.reduce(Chip.better, chips), functools.reduce(Links.better, links)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _capacity(device: str, ranks: int) -> int:
@@ -244,38 +245,8 @@ def slowest(seconds: float, device: str) -> float:
     return float(tensor)
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Compute and memory of the slowest rank.
-
-    Attributes:
-        launch: seconds of a kernel with nothing to do.
-        memory, host: bytes/s, within device memory and from the host.
-        vector: elementwise operations/s.
-        matmul, attention: FLOP/s by dtype.
-    """
-
-    launch: float
-    memory: float
-    host: float
-    vector: float
-    matmul: dict[str, float]
-    attention: dict[str, float]
-
-    def better(self, other: Chip) -> Chip:
-        """Return the best of both, number by number."""
-        return Chip(
-            min(self.launch, other.launch),
-            max(self.memory, other.memory),
-            max(self.host, other.host),
-            max(self.vector, other.vector),
-            {dtype: max(speed, other.matmul[dtype]) for dtype, speed in self.matmul.items()},
-            {dtype: max(speed, other.attention[dtype]) for dtype, speed in self.attention.items()},
-        )
-
-
-def measure_chip(device: str, show: Callable[[str], None]) -> Chip:
-    """Measure once; all ranks of the default process group call it."""
+def measure_chip(device: str, show: Callable[[str], None]) -> dict[str, Any]:
+    """Measure compute and memory of the slowest rank: numbers by name; `matmul` and `attention` are FLOP/s."""
 
     def least(speed: float) -> float:
         return -slowest(-speed, device)
@@ -283,16 +254,17 @@ def measure_chip(device: str, show: Callable[[str], None]) -> Chip:
     show("kernel launch")
     one = torch.zeros(1, device=device)
     launch = slowest(seconds_of(lambda: one + 1, device), device)
-    matmul, attention = {}, {}
+    found = {"kernel_seconds": launch}
     for dtype in _DTYPES:
-        label = str(dtype).removeprefix("torch.")
+        label = _name_of(dtype)
         show(f"multiplication in {label}")
-        matmul[label] = least(_matmul_speed(device, dtype, launch))
+        found[f"matmul.{label}"] = least(_matmul_speed(device, dtype, launch))
         show(f"attention in {label}")
-        attention[label] = least(_attention_speed(device, dtype, launch))
+        found[f"attention.{label}"] = least(_attention_speed(device, dtype, launch))
     show("memory, elementwise operations, host")
-    memory, vector = least(_memory_bandwidth(device)), least(_vector_speed(device, launch))
-    return Chip(launch, memory, least(_host_bandwidth(device)), vector, matmul, attention)
+    found["memory_bandwidth"], found["vector"] = least(_memory_bandwidth(device)), least(_vector_speed(device, launch))
+    found["host_bandwidth"] = least(_host_bandwidth(device))
+    return found
 
 
 def _memory_bandwidth(device: str) -> float:
@@ -343,59 +315,29 @@ def _host_bandwidth(device: str) -> float:
     return x.nbytes / seconds_of(lambda: y.copy_(x, non_blocking=True), device)
 
 
-@dataclass(frozen=True)
-class Links:
-    """Communication of the slowest rank.
-
-    Attributes:
-        nodes: how many there are.
-        inside: links inside a node by kind of collective.
-        outside: by the name of the network model.
-        contention, pack_below: see `Profile`.
-    """
-
-    nodes: int
-    inside: dict[str, NodeLink]
-    outside: dict[str, Network]
-    contention: float
-    pack_below: float = SMALL
-
-    def better(self, other: Links) -> Links:
-        """Return the best of both, link by link."""
-        inside = {kind: max(link, other.inside[kind], key=_speed) for kind, link in self.inside.items()}
-        outside = {
-            name: max(network, other.outside[name], key=lambda found: found.of_rank)
-            for name, network in self.outside.items()
-        }
-        contention, pack_below = min(self.contention, other.contention), min(self.pack_below, other.pack_below)
-        return Links(self.nodes, inside, outside, contention, pack_below)
-
-
-def _speed(link: NodeLink) -> float:
-    """Return bytes/s of a message of a megabyte."""
-    return 2**20 / (link.latency + 2**20 / link.bandwidth)
-
-
-def measure_links(device: str, show: Callable[[str], None]) -> Links:
-    """Measure once; all ranks of the default process group call it."""
+def measure_links(device: str, show: Callable[[str], None]) -> dict[str, Any]:
+    """Measure communication of the slowest rank, by name in the profile; all ranks of the default group call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Links(1, dict.fromkeys(KINDS, NodeLink(1e9, 1e-4, 0.0)), {"isolated": _of_ranks(1e9)}, 0.0)
+        inside = {f"inside.{kind}": NodeLink(1e9, 1e-4, 0.0) for kind in KINDS}
+        return {**inside, "outside.isolated": _of_ranks(1e9), "contention": 0.0, "pack_below": float(SMALL)}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
     nodes = dist.get_world_size() // local
     world = dist.group.WORLD
     assert world is not None
     group, _ = dist.new_subgroups(local) if nodes > 1 else (world, [])
-    inside = {}
+    found: dict[str, Any] = {}
     for kind in KINDS:
         show(f"{kind} of {local} ranks")
-        inside[kind] = _link(kind, device, group)
-    bandwidth = inside["gather"].bandwidth
+        found[f"inside.{kind}"] = _link(kind, device, group)
+    bandwidth = found["inside.gather"].bandwidth
     if nodes > 1:
         show("gather between nodes")
         bandwidth = _link("gather", device, world).bandwidth / local
-    contention = slowest(_contention(world), device) if device == "cpu" else 0.0
+    found["outside.isolated"] = _of_ranks(bandwidth)
+    found["contention"] = slowest(_contention(world), device) if device == "cpu" else 0.0
     show("packed gathers")
-    return Links(nodes, inside, {"isolated": _of_ranks(bandwidth)}, contention, _pack_below(device, group))
+    found["pack_below"] = _pack_below(device, group)
+    return found
 
 
 def _of_ranks(bandwidth: float) -> Network:
@@ -434,7 +376,7 @@ def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.
     full = [torch.zeros(num_bytes // 4 // ranks * ranks, device=device) for _ in range(num_tensors)]
     shards = [tensor[: tensor.numel() // ranks].clone() for tensor in full]
     split = [shards[0].numel()] * ranks
-    gather = _gather(device)
+    gather = _GATHER[device]
     start: dict[str, Callable[[], Any]] = {
         "gather": lambda: gather(shards, ranks, name),
         "reduce": lambda: c10d.reduce_scatter_tensor_coalesced(full, "sum", ranks, name),
@@ -447,11 +389,6 @@ def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.
             c10d.wait_tensor(result)
 
     return call
-
-
-def _gather(device: str) -> Callable[..., list[torch.Tensor]]:
-    """Return the runtime's gather."""
-    return all_gather_coalesced if device == "cpu" else c10d.all_gather_into_tensor_coalesced
 
 
 def _contention(group: dist.ProcessGroup) -> float:
@@ -482,7 +419,7 @@ def _packed_call(num_bytes: int, num_tensors: int, device: str, group: dist.Proc
     """Return a gather as of `_call`, in one buffer, with the copies on either side."""
     ranks = group.size()
     shards = [torch.zeros(num_bytes // 4 // ranks, device=device) for _ in range(num_tensors)]
-    gather = _gather(device)
+    gather = _GATHER[device]
 
     def call() -> list[torch.Tensor]:
         (buffer,) = gather([torch.cat(shards)], ranks, group.group_name)

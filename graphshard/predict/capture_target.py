@@ -136,10 +136,7 @@ def _spec_on(
 
 
 def with_splits(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
-    """Add to all rows how their gradients are reduced over a tensor axis, which the capture found.
-
-    Blocks that were not captured are like the template.
-    """
+    """Add the reductions over a tensor axis that the capture found; blocks not captured are like the template."""
     found = {row.name: row.split for row in captured}
     named = [
         (row, row.name if repeats is None or row.name in found else repeats.name_at(TEMPLATE, row.name)) for row in rows
@@ -167,8 +164,7 @@ def standing_in(device: torch.device) -> AbstractContextManager[None]:
 class CaptureTarget:
     """A model that is captured once, without blocks that equal others if `repeats` is given.
 
-    `inputs` are args and kwargs, `symbols` their dims by name, with the values `at`; `lists` are lengths of the model's
-    lists of modules. `program` is None before the capture; `flop` is of the model, by dtype.
+    `symbols` are dims of the inputs by name, with the values `at`; `lists` are lengths of lists of modules.
     """
 
     inputs: Inputs
@@ -183,12 +179,7 @@ class CaptureTarget:
     at: dict[str, int] = field(default_factory=dict)
 
     def capture(self, model: nn.Module, spec: CaptureSpec) -> Program:
-        """Return the program of the first mesh; the graph is the same on all.
-
-        Raises:
-            CaptureError: forward cannot be traced.
-            BlocksDifferError: equal blocks have different parameters on this mesh.
-        """
+        """Return the program of the first mesh; raise BlocksDifferError if equal blocks differ on this mesh."""
         if self.repeats is not None:
             check_alike(spec, self.repeats)
         if self.program is not None:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from graphshard.utils.argument_validation import check_count, check_function
 from graphshard.utils.text import brief
 
 # Arguments that matter on a mesh with stages only.
-_OF_PIPELINES = ("pipeline", "stages_per_rank")
+_OF_PIPELINES = {"pipeline", "stages_per_rank"}
 # Arguments that a setting of a grid may choose.
 _SETTINGS = (*(f.name for kind in (Options, Training) for f in fields(kind) if f.name != "hardware"), "symbols")
 
@@ -103,18 +103,8 @@ def explain(
         CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain, options)
-    program, training = split_arguments(options)
-    study = Study(
-        model,
-        example_inputs,
-        example_kwargs,
-        program,
-        training,
-        symbols,
-        every_block=every_block,
-        parallelize=parallelize,
-        device=device,
-    )
+    capture: dict[str, Any] = {"every_block": every_block, "parallelize": parallelize, "device": device}
+    study = Study(model, example_inputs, example_kwargs, *split_arguments(options), symbols, **capture)
     return study.explain(mesh, load_profile(hardware), network, measured={} if measured is None else measured)
 
 
@@ -176,6 +166,12 @@ def explain_grid(
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     messages = Messages(show)
+    capture: dict[str, Any] = {
+        "show": messages,
+        "every_block": every_block,
+        "parallelize": parallelize,
+        "device": device,
+    }
     groups: list[list[Task]] = []
     first: Study | None = None
     tried: list[dict[str, Any]] = []
@@ -186,21 +182,13 @@ def explain_grid(
         if first is not None and chosen["symbols"] == first.symbols:
             study = first.changed(program, training, label)
         else:
-            study = first = Study(
-                model,
-                example_inputs,
-                example_kwargs,
-                program,
-                training,
-                chosen["symbols"],
-                label=label,
-                show=messages,
-                every_block=every_block,
-                parallelize=parallelize,
-                device=device,
-            )
+            named = chosen["symbols"]
+            study = first = Study(model, example_inputs, example_kwargs, program, training, named, label, **capture)
         # Where only the schedule of stages differs from an earlier setting, meshes without stages are not repeated.
-        repeated = any(_differ_in(before, chosen, _OF_PIPELINES) for before in tried)
+        repeated = False
+        for before in tried:
+            different = {name for name in {**before, **chosen} if not is_same(before.get(name), chosen.get(name))}
+            repeated |= bool(different) and different <= _OF_PIPELINES
         tried.append(chosen)
         for mesh in meshes:
             staged = isinstance(mesh, Mapping) and any(axis in PIPELINE and size != 1 for axis, size in mesh.items())
@@ -214,18 +202,8 @@ def explain_grid(
     return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
 
 
-def _differ_in(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether two settings differ, and in these arguments only."""
-    different = {name for name in {**one, **other} if not is_same(one.get(name), other.get(name))}
-    return bool(different) and different <= set(names)
-
-
 def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Return all meshes with these axis sizes, outermost first; "dp" lies inside of stages and replicas.
-
-    Raises:
-        ArgumentError: an argument is wrong, or nothing divides the ranks.
-    """
+    """Return all meshes with these axis sizes, outermost first; "dp" lies inside of stages and replicas."""
     if not isinstance(degrees, Mapping) or not all(isinstance(name, str) for name in degrees):
         raise ArgumentError(f'degrees must be such as {{"pp": (1, 2, 4), "tp": (1, 8)}}, got {brief(degrees)}.')
     known = (*PIPELINE, *TENSOR, *CONTEXT, *EXPERT, *REPLICATING)

@@ -243,13 +243,14 @@ class Explanation:
     slack: dict[str, float]
     busy: dict[str, float]
     regions: tuple[RegionCost, ...]
-    _make: Callable[[], Inside] = field(repr=False, compare=False)
+    _make: Callable[[], Inside] | None = field(repr=False, compare=False)
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     cost: TrainingCost | None = None
     pipeline: PipelineCost | None = None
 
     @cached_property
     def _inside(self) -> Inside:
+        assert self._make is not None, "the program is in another process"
         return self._make()
 
     @property
@@ -270,7 +271,7 @@ class Explanation:
 
     def numbers(self) -> Explanation:
         """Return a copy without the program, for another process."""
-        return replace(self, _make=_elsewhere)
+        return replace(self, _make=None)
 
     def made_by(self, explain: Callable[..., Explanation], *where: Any) -> Explanation:
         """Return a copy whose program is made again by `explain(*where)` when it is used."""
@@ -383,10 +384,6 @@ class Explanation:
     def to_json(self) -> str:
         """Return all numbers as JSON."""
         return json.dumps(self.to_dict(), indent=1)
-
-
-def _elsewhere() -> Inside:
-    raise AssertionError("the program is in another process")
 
 
 def shown_mesh(mesh: Mapping[str, int]) -> str:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import MODEL_KINDS, Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.cost.profile import sampled
 from graphshard.cost.scalars import Scalar, maximum
@@ -27,7 +26,7 @@ from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation, PipelineCost, StageCost
-from graphshard.predict.pipeline_stages import BlockCut, Blocks, Stages
+from graphshard.predict.pipeline_stages import Blocks, Stages
 from graphshard.predict.step_prediction import (
     EARLIER_GRADIENTS,
     HIDDEN,
@@ -180,8 +179,8 @@ def stages_of(whole: Program, blocks: Blocks, order: RankOrder, costs: Costs) ->
             f"mesh has {name} {order.axis.size}{each}, and {whole.model}.{blocks.path} has {blocks.count} blocks to "
             f"cut into stages. Give {name} of at most {blocks.count // order.stages_per_rank}."
         )
-    cut = BlockCut(whole, blocks)
-    return Stages(cut, even_counts(cut.seconds(replace(costs, mesh=whole.mesh)), order.num_stages))
+    on_mesh = replace(costs, mesh=whole.mesh)
+    return Stages(whole, blocks, lambda cut: even_counts(cut.seconds(on_mesh), order.num_stages))
 
 
 @dataclass(frozen=True)
@@ -205,11 +204,10 @@ class PipelineStep:
         """Predict each stage, equal ones once.
 
         Args:
-            costs: for any mesh.
             limit: bytes that a rank may use; a stage is planned with the bytes that other microbatches leave free.
             predict: takes a key of the program, the program and its limit.
         """
-        mesh = stages.cut.program.mesh.with_pipeline(order.axis.name, order.axis.size)
+        mesh = stages.program.mesh.with_pipeline(order.axis.name, order.axis.size)
         known: dict[Hashable, StageStep] = {}
         parts = []
         for number, count in enumerate(stages.counts):
@@ -230,12 +228,7 @@ class PipelineStep:
         return cls(parts, stages, order, replace(costs, mesh=mesh))
 
     def explained(self, flop: Mapping[str, float], mesh: dict[str, int]) -> Explanation:
-        """Combine the predictions of all stages.
-
-        Args:
-            flop: of the whole model, by dtype.
-            mesh: sizes by axis.
-        """
+        """Combine the predictions of all stages; `flop` is of the whole model by dtype, `mesh` has sizes by axis."""
         microbatches = self.order.microbatches
         seconds, updates = [part.seconds(self.costs, microbatches) for part in self.parts], self._updates(self.costs)
         step = float(self._step(self.costs, seconds, updates))

@@ -11,15 +11,14 @@ stages are sent from each stage to the next one, and their gradients come back.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
 from torch.fx import Graph, Node
 
-from graphshard.cost.collectives import computing
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, computing
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import StageError
 from graphshard.ir.graph import is_communication
@@ -96,16 +95,33 @@ class _PhaseCut:
         return ((value, slot) for value, slot in results if isinstance(value, Node))
 
 
-class BlockCut:
-    """A partitioned program of the whole model, before its plan, with its nodes by block."""
+class Stages:
+    """A partitioned program of the whole model, before its plan, cut into stages of some blocks each.
 
-    def __init__(self, program: Program, blocks: Blocks) -> None:
+    Args:
+        counts: blocks of each stage, given the compute of each block. A parameter of several stages is a StageError.
+    """
+
+    def __init__(self, program: Program, blocks: Blocks, counts: Callable[[Stages], Sequence[int]]) -> None:
         self.program, self.blocks = program, blocks
         self._saved: dict[Slot, int | None] = {}
         self.forward, self.backward = (_PhaseCut(program.phases[name], name == "backward") for name in program.phases)
         self._assign(self.forward)
         self._saved = {slot: self.forward.block[value] for value, slot in self.forward.results()}
         self._assign(self.backward)
+        self.counts = counts(self)
+        self._known: dict[tuple[bool, int], set[Node]] = {}
+        self._readers: dict[str, int] = {}
+        self._stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
+        for cut in (self.forward, self.backward):
+            for stage in range(len(self.counts)):
+                for slot in (cut.slots[node] for node in self._needed(cut, stage) if node in cut.slots):
+                    if _is_parameter(slot) and self._readers.setdefault(slot.name, stage) != stage:
+                        raise StageError(
+                            f"parameter {slot.name} is used in stages {self._readers[slot.name]} and {stage} of "
+                            f"{len(self.counts)}, and stages have parameters of their own. Give each use a parameter "
+                            "of its own (untie them), or leave the pipeline axis out."
+                        )
 
     def _assign(self, cut: _PhaseCut) -> None:
         last = self.blocks.count - 1
@@ -162,54 +178,28 @@ class BlockCut:
             found.append(known[key])
         return found
 
-
-@dataclass
-class Stages:
-    """A partitioned program as stages with given numbers of blocks.
-
-    Raises:
-        StageError: several stages use a parameter.
-    """
-
-    cut: BlockCut
-    counts: Sequence[int]
-    _known: dict[tuple[bool, int], set[Node]] = field(default_factory=dict, init=False)
-    _readers: dict[str, int] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        self._stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
-        for cut in (self.cut.forward, self.cut.backward):
-            for stage in range(len(self.counts)):
-                for slot in (cut.slots[node] for node in self._needed(cut, stage) if node in cut.slots):
-                    if _is_parameter(slot) and self._readers.setdefault(slot.name, stage) != stage:
-                        raise StageError(
-                            f"parameter {slot.name} is used in stages {self._readers[slot.name]} and {stage} of "
-                            f"{len(self.counts)}, and stages have parameters of their own. Give each use a parameter "
-                            "of its own (untie them), or leave the pipeline axis out."
-                        )
-
     def kind(self, stage: int) -> object:
         """Return a key that stages share if their programs are equal."""
         first, last = sum(self.counts[:stage]), len(self.counts) - 1
-        kinds = map(self.cut.blocks.kind, range(first, first + self.counts[stage]))
+        kinds = map(self.blocks.kind, range(first, first + self.counts[stage]))
         return stage == 0, stage == last, tuple(kinds)
 
     def sent(self, border: int, *, backward: bool = False) -> int:
         """Return the bytes that stage `border` sends to the next one or gets back, also for stages further on."""
-        cut = self.cut.backward if backward else self.cut.forward
+        cut = self.backward if backward else self.forward
         over = range(border + 1) if backward else range(border + 1, len(self.counts))
         wanted = dict.fromkeys(node for stage in over for node in self._foreign(cut, stage))
         return sum(num_bytes(node) for node in wanted if self._at(cut, node) not in over)
 
     def program_of(self, stage: int) -> Program:
         """Build the program of one stage."""
-        whole = self.cut.program
+        whole = self.program
         rows = tuple(row for row in whole.params if self._owner(row.name) == stage)
         return replace(
             whole,
             phases={
-                "forward": self._phase_of(self.cut.forward, stage),
-                "backward": self._phase_of(self.cut.backward, stage),
+                "forward": self._phase_of(self.forward, stage),
+                "backward": self._phase_of(self.backward, stage),
             },
             params=ParamTable(rows),
             differentiated=whole.differentiated.intersection(row.name for row in rows),
@@ -224,12 +214,12 @@ class Stages:
 
     def _owner(self, name: str) -> int:
         """Return the stage of a parameter; the first for an unused one outside of blocks."""
-        block = self.cut.blocks.block_of(name)
+        block = self.blocks.block_of(name)
         return self._readers.get(name, 0) if block is None else self._stage_of[block]
 
     def _saved_for(self, stage: int) -> set[Slot]:
         """Return the slots that the backward of a stage reads from its forward."""
-        cut = self.cut.backward
+        cut = self.backward
         return {cut.slots[node] for node in self._needed(cut, stage) if node in cut.slots}
 
     def _needed(self, cut: _PhaseCut, stage: int) -> set[Node]:

@@ -25,11 +25,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from rich.text import Text
 
 from graphshard.cost.profile import Profile
@@ -41,7 +40,7 @@ from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.study import Study
 from graphshard.utils.argument_validation import check_count
 from graphshard.utils.progress import other_threads
-from graphshard.utils.text import format_amount, format_bytes, format_seconds, plain_table
+from graphshard.utils.text import format_amount, format_bytes, format_seconds, new_table, plain_table
 
 # Each worker needs a gigabyte for a program of a hundred blocks.
 _MOST_WORKERS = 8
@@ -69,7 +68,7 @@ class Grid:
         best = ranked(self.rows)
         lines = []
         if best:
-            texts = {"mesh": _name, "hardware": _CELLS["hardware"], "network": _CELLS["network"]}
+            texts = {"mesh": _name, "hardware": CELLS["hardware"], "network": CELLS["network"]}
             numbers = ("per token", "step", "microbatches", "compute", "exposed", "of the model", "MFU", "memory")
             lines.append(_table(best[:most], texts, numbers))
         if len(best) > 1:
@@ -93,7 +92,7 @@ class Grid:
 
     def __str__(self) -> str:
         """One line for each prediction."""
-        texts = {name: _CELLS[name] for name in ("setting", "mesh", "hardware", "network")}
+        texts = {name: CELLS[name] for name in ("setting", "mesh", "hardware", "network")}
         numbers = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
         return _table(self.rows, texts, numbers)
 
@@ -102,15 +101,15 @@ class Grid:
         return json.dumps([row.to_dict() for row in self.rows], indent=1)
 
 
-def _amount(row: Explanation, name: str) -> str:
+def _amount(row: Any, name: str) -> str:
     """Return a number of the training's cost; "" where it is not known."""
     value = getattr(row.cost, name, None)
     return "" if value is None else format_amount(value)
 
 
-# Cells by the heading of their column.
-_Cell = Callable[[Explanation], str]
-_CELLS: dict[str, _Cell] = {
+# Cells by the heading of their column, of an `Explanation` or an `Outcome`.
+_Cell = Callable[[Any], str]
+CELLS: dict[str, _Cell] = {
     "setting": lambda row: row.label,
     "mesh": lambda row: " x ".join(map(str, row.mesh.values())),
     "hardware": lambda row: row.hardware,
@@ -123,6 +122,7 @@ _CELLS: dict[str, _Cell] = {
     "of the model": lambda row: format_seconds(row.model_comm_s),
     "bound": lambda row: format_seconds(row.lower_bound_s),
     "gap": lambda row: f"{row.gap:.1%}",
+    "tokens/s per GPU": lambda row: f"{row.tokens_per_second_per_gpu:,.0f}",
     "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
     "MFU": lambda row: f"{row.mfu:.1%}",
     "memory": lambda row: format_bytes(row.peak_memory_bytes),
@@ -139,13 +139,11 @@ def _table(rows: Sequence[Explanation], texts: Mapping[str, _Cell], numbers: Seq
         numbers = (*numbers, "bubble")
     if any(row.cost for row in rows):
         numbers = (*numbers, "days", "GPU hours", "money")
-    table = Table(*texts, box=None)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
+    table = new_table(texts, numbers)
     table.add_column("limited by")
     for row in rows:
         left = (Text(cell(row)) for cell in texts.values())
-        table.add_row(*left, *(_CELLS[heading](row) for heading in numbers), row.limit)
+        table.add_row(*left, *(CELLS[heading](row) for heading in numbers), row.limit)
     return plain_table(table)
 
 
@@ -218,10 +216,6 @@ def outcomes(
 
     Args:
         workers: processes; None is one for each core if the rest takes long and this process can be forked.
-
-    Raises:
-        ArgumentError: workers is not a positive number, or larger than 1 where this process cannot be forked.
-        GraphshardError: a worker ended.
     """
     why_not = _why_not_fork()
     if workers is not None:

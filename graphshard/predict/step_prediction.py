@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import MODEL_KINDS, Costs
 from graphshard.cost.profile import sampled
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.plan import Plan
@@ -61,7 +60,6 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
     Args:
         plan: the chosen one; parameters that it keeps gathered are in its own bound.
         limit: bytes that schedules may use.
-        states: tensors like a parameter that the optimizer keeps.
     """
     built = build(program, costs, Settings(optimizer_states=states))
     problem = built.problem
@@ -97,9 +95,7 @@ def _step_range(
 ) -> tuple[float, float]:
     """Return the range of a step's seconds; `middle` twice if no constant of the profile has a range.
 
-    The schedule is fixed. Each number of the profile that has a range is replaced by samples, and regions, collectives
-    and the clock are evaluated once for all of them. Errors of the model itself are not included: docs/explain.md says
-    how far predictions of published steps were off.
+    Samples replace the profile's numbers with ranges; the schedule is fixed. Errors of the model are not included.
     """
     if not costs.profile.ranges:
         return middle, middle
@@ -126,10 +122,9 @@ def explained(
 
     Args:
         flop: of the model, by dtype.
-        bound: see `bound_of`.
         tokens: of one rank, in a microbatch.
         mesh: sizes by axis, where the program has several axes merged into one.
-        microbatches: forwards and backwards of a step, each of which gathers and reduces; gradients are added up.
+        microbatches: of a step, each of which gathers and reduces; gradients are added up.
     """
     profile = costs.profile
     prediction = program.plan.prediction if program.plan else None
@@ -254,9 +249,8 @@ def critical_parts(timeline: Estimate) -> dict[str, list[Step]]:
     """Group the critical path's steps, in order.
 
     Returns:
-        "compute": calls of regions; "head": the first call waits for it, so no compute can hide it; "tail": launched
-        after the last call; "link": other transfers, which would be hidden if they began earlier or were shorter;
-        "model": what the model itself communicates.
+        calls of regions ("compute"); transfers that the first call waits for ("head"), that are launched after the last
+        call ("tail"), and others ("link"), which could be hidden; and the model's own communication ("model").
     """
     events = timeline.events
     calls = [index for index, event in enumerate(events) if isinstance(event, TimedCall)]
@@ -298,7 +292,6 @@ def advise(
 
     Args:
         limit: see `limit_of`; or "memory".
-        tokens: of one rank.
         flop: of the model, by dtype.
         memory: bytes at the peak, by kind.
     """

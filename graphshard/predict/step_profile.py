@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
-from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs
-from graphshard.debug.html_report import COLORS, Measured, MeasuredProgram, Span, Spread, render, report_of
+from graphshard.cost.costs import MODEL_KINDS, Costs
+from graphshard.debug.html_report import COLORS, Measured, Span, Spread, Spreads, render, report_of
 from graphshard.debug.perfetto import process_events
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
@@ -24,7 +22,7 @@ from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory import memory_of
 from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate
 from graphshard.utils.argument_validation import write_given
-from graphshard.utils.text import brief, format_bytes, format_seconds, plain_table
+from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table
 
 # How many regions, collectives and waits a table has.
 _SHOWN = 8
@@ -33,8 +31,7 @@ _SHOWN = 8
 class SpanKey(NamedTuple):
     """Identifies the spans of a region or bucket in a step.
 
-    `kind` is "compute", a bucket's kind ("gather", "reduce", "all_reduce"; "upload" and "download" of copies to and
-    from the host are only predicted), or "exposed": compute waits for the bucket.
+    `kind` is "compute", a bucket's kind, "upload" or "download" (only predicted), or "exposed": compute waits for it.
     """
 
     program: str
@@ -45,12 +42,9 @@ class SpanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSpan:
-    """A region that ran, a collective in flight, or compute that waited for one.
+    """A region `where` modules are computed, a collective in flight, or compute that waited for one.
 
-    Attributes:
-        where: the modules that a region computes.
-        start, end: seconds from the start of the step. A measured collective ends when compute has waited for it: it
-            may have arrived before.
+    `start` and `end` are seconds of the step. A measured collective ends when compute has waited for it.
     """
 
     key: SpanKey
@@ -65,27 +59,26 @@ class TimedSpan:
 
 def measured_spans(recording: Recording, since: Stamp) -> list[TimedSpan]:
     """Return the spans of a recording, ordered by start."""
-    found = [span for run in recording.runs for span in _spans_of(recording, run, since)]
+    found: list[TimedSpan] = []
+    for run in recording.runs:
+        plan = run.program.plan
+        kinds = {bucket.name: bucket.kind for bucket in plan.buckets} if plan else {}
+        started: dict[str, TimedSpan] = {}
+        for number, began, ended in run.times:
+            start, end = (recording.clock.seconds(since, stamp) for stamp in (began, ended))
+            line = run.executor.lines[number]
+            if isinstance(line, CallLine):
+                key = SpanKey(run.program.title, run.name, "compute", line.region)
+                found.append(TimedSpan(key, line.where, start, end))
+            elif isinstance(line, Start):
+                key = SpanKey(run.program.title, run.name, kinds.get(line.bucket, "gather"), line.bucket)
+                started[line.bucket] = TimedSpan(key, "", start, end)
+            elif isinstance(line, WaitLine):
+                # Several tensors of a bucket are awaited one by one; it is in flight until the last has arrived.
+                sent = started[line.bucket] = replace(started[line.bucket], end=end)
+                found.append(TimedSpan(sent.key._replace(kind="exposed"), "", start, end))
+        found += started.values()
     return sorted(found, key=lambda span: span.start)
-
-
-def _spans_of(recording: Recording, run: PhaseRun, since: Stamp) -> Iterator[TimedSpan]:
-    plan = run.program.plan
-    kinds = {bucket.name: bucket.kind for bucket in plan.buckets} if plan else {}
-    started: dict[str, TimedSpan] = {}
-    for number, began, ended in run.times:
-        start, end = (recording.clock.seconds(since, stamp) for stamp in (began, ended))
-        line = run.executor.lines[number]
-        if isinstance(line, CallLine):
-            yield TimedSpan(SpanKey(run.program.title, run.name, "compute", line.region), line.where, start, end)
-        elif isinstance(line, Start):
-            key = SpanKey(run.program.title, run.name, kinds.get(line.bucket, "gather"), line.bucket)
-            started[line.bucket] = TimedSpan(key, "", start, end)
-        elif isinstance(line, WaitLine):
-            # Several tensors of a bucket are awaited one by one; it is in flight until the last has arrived.
-            started[line.bucket] = replace(started[line.bucket], end=end)
-            yield TimedSpan(started[line.bucket].key._replace(kind="exposed"), "", start, end)
-    yield from started.values()
 
 
 @dataclass(frozen=True)
@@ -161,13 +154,8 @@ class RankStep:
 class Timing:
     """A part of a step: its prediction, None where there is none, and its measurement on all ranks.
 
-    Attributes:
-        kind: "compute" for a region, "gather", "reduce" or "all_reduce" for a collective, "exposed" for compute's wait
-            for one; or the name of a sum, or "memory".
-        name: of the region or the bucket.
-        phase: "forward" or "backward".
-        where: modules that a region computes.
-        calls: in the step.
+    `kind` is "compute" for a region, "gather", "reduce" or "all_reduce" for a collective, "exposed" for compute's wait
+    for one, or the name of a sum. `where` are the modules that a region computes.
     """
 
     kind: str
@@ -225,9 +213,8 @@ class StepProfile:
 
     def __str__(self) -> str:
         """The table: sums, then the longest regions, waits and collectives."""
-        table = Table(f"{self.model} on {len(self.ranks)} ranks", box=None)
-        for heading in ("calls", "predicted", "median", "least", "most"):
-            table.add_column(heading, justify="right")
+        numbers = ("calls", "predicted", "median", "least", "most")
+        table = new_table([f"{self.model} on {len(self.ranks)} ranks"], numbers)
         for timing in (self.step, self.compute, self.exposed, self.head, self.tail, self.other):
             title = f"  of it {timing.kind}" if timing.kind in ("head", "tail") else timing.kind
             table.add_row(title, "", *timing.cells())
@@ -265,12 +252,10 @@ class StepProfile:
     def save_report(self, path: str | os.PathLike[str], program: str | None = None) -> None:
         """Write the HTML report of a program, with measured lanes under the predicted ones.
 
-        The lanes show the rank whose step was the median; each span has its spread over all ranks. The
-        prediction is of the likely backward: for gradients of the outputs that the capture took for the used ones,
-        without microbatches. Where another one ran, only its lanes are shown.
+        The lanes show the rank whose step was the median; each span has its spread over all ranks. The prediction is of
+        the likely backward, without microbatches. Where another one ran, only its lanes are shown.
 
         Args:
-            path: the file.
             program: its title, such as "Llama-0"; needed where several programs ran in the step.
 
         Raises:
@@ -282,10 +267,12 @@ class StepProfile:
         if program is not None and program not in titles:
             raise ArgumentError(f"program must be one of {', '.join(map(repr, titles))}, got {brief(program)}.")
         chosen = self._programs[titles[0] if program is None else program]
-        report = report_of(as_planned(chosen), costs=self._costs, measured=self._of_program(chosen.title), files=False)
+        measured, spreads = self._of_program(chosen.title)
+        report = report_of(as_planned(chosen), costs=self._costs, measured=measured, spreads=spreads, files=False)
         write_given("path", path, render(report))
 
-    def _of_program(self, title: str) -> MeasuredProgram:
+    def _of_program(self, title: str) -> tuple[Measured, Spreads]:
+        """Return the lanes of the median rank, and the times of regions and buckets."""
         middle = sorted(self.ranks, key=lambda step: step.seconds)[len(self.ranks) // 2]
         timings = [t for t in (*self.regions, *self.collectives, *self.waits) if t.program == title]
         of = {SpanKey(t.program, t.phase, t.kind, t.name): t for t in timings}
@@ -294,32 +281,18 @@ class StepProfile:
             if span.key.program == title:
                 _, median, least, most = of[span.key].cells()
                 spans.append(_shown(span, f"all ranks, in a step: {median}, {least} to {most}"))
-        measured = Measured(
-            middle.rank,
-            len(self.ranks),
-            tuple(spans),
-            self.step.measured,
-            self.compute.measured,
-            self.exposed.measured,
-            None if self.memory is None else self.memory.measured,
-        )
-        regions: dict[str, Spread] = {}
-        in_flight, waits = {}, {}
+        sums = (self.step.measured, self.compute.measured, self.exposed.measured)
+        memory = None if self.memory is None else self.memory.measured
+        spreads: dict[tuple[str, str], Spread] = {}
         for timing in timings:
             # Another backward than the likely one, which the report is of, has different regions of the same names.
             if (title, timing.phase) in self._others:
                 continue
-            name, spread = timing.name, timing.measured
-            if timing.kind == "compute":  # of a region in both phases the sum, whose bounds are no wider
-                known = regions.get(name, Spread(0.0, 0.0, 0.0))
-                regions[name] = Spread(
-                    known.least + spread.least, known.median + spread.median, known.most + spread.most
-                )
-            elif timing.kind == "exposed":
-                waits[name] = spread
-            else:
-                in_flight[name] = spread
-        return MeasuredProgram(measured, regions, in_flight, waits)
+            key = timing.kind if timing.kind in ("compute", "exposed") else "in flight", timing.name
+            # Of a region in both phases the sum, whose bounds are no wider.
+            known, new = spreads.get(key, Spread(0.0, 0.0, 0.0)), timing.measured
+            spreads[key] = Spread(known.least + new.least, known.median + new.median, known.most + new.most)
+        return Measured(middle.rank, len(self.ranks), tuple(spans), *sums, memory), spreads
 
 
 def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], costs: Costs) -> StepProfile:

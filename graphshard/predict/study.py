@@ -35,7 +35,7 @@ from graphshard.ir.mesh import Axis, Mesh, MeshLike
 from graphshard.ir.printer import number
 from graphshard.ir.program import Program, Region
 from graphshard.ir.repeated_block_matcher import match_blocks
-from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, captured_params
+from graphshard.ir.repeats import BlocksDifferError, captured_params
 from graphshard.ir.units import find_units, precision_of
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.regions import lower, outline
@@ -94,17 +94,12 @@ Kernels = dict[tuple[str, Capability], tuple[Work, ...] | None]
 
 @dataclass
 class Study:
-    """A model, its inputs and one setting; captures and programs are kept.
+    """A model, its inputs and one setting; captures and programs are kept. Other fields are arguments of `explain`.
 
     Attributes:
-        options: of `explain`, without machine and measurements.
-        symbols: dims of the inputs by the names that they have in formulas.
+        options: without machine and measurements.
         label: name of the setting in tables.
         show: receives progress.
-        every_block: capture every block, even where a few represent many equal ones.
-        parallelize: makes the model for a mesh along which it communicates itself.
-        device: "cuda" captures the program of a GPU, even where there is none, and has Inductor fuse its regions; None
-            captures for a CPU, with rules about fusion.
     """
 
     model: nn.Module
@@ -135,7 +130,10 @@ class Study:
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
         symbols = self.symbols
-        if symbols is not None and not (isinstance(symbols, Mapping) and all(map(_is_symbol, symbols.items()))):
+        named = symbols is None or (
+            isinstance(symbols, Mapping) and all(itertools.starmap(_is_symbol, symbols.items()))
+        )
+        if not named:
             raise ArgumentError(
                 f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {brief(symbols)}.'
             )
@@ -172,22 +170,18 @@ class Study:
 
     @collector_paused()
     def capture(self, shape: MeshLike) -> None:
-        """Capture the model for a mesh, a few of its equal blocks, unless it was.
-
-        Raises:
-            BlocksDifferError, GraphshardError: it failed; `explain` may succeed with every block, or says why not.
-        """
-        place = place_of(without_pipeline(shape)[0], self.parallelize)
-        device = device_given(self.device)
+        """Capture the model for a mesh, unless it was; `explain` may succeed where this fails, or says why not."""
+        place, device = place_of(without_pipeline(shape)[0], self.parallelize), device_given(self.device)
         with standing_in(device), at_place(self.model, self.options, place, self.parallelize, device) as (model, spec):
             self._target(place, model).capture(model, spec)
 
     def forget(self, shape: MeshLike) -> None:
         """Free the programs of a mesh; they are made again when needed."""
         place = place_of(without_pipeline(shape)[0], self.parallelize)
-        self._before_plan = {key: kept for key, kept in self._before_plan.items() if key[0] != place}
-        self._of_stages = {key: kept for key, kept in self._of_stages.items() if key[0] != place}
-        self._scheduled = {key: kept for key, kept in self._scheduled.items() if key[0] != place}
+        stores: tuple[dict[Any, Program], ...] = (self._before_plan, self._of_stages, self._scheduled)
+        for kept in stores:
+            for key in [key for key in kept if key[0] == place]:
+                del kept[key]
 
     def _explain(self, shape: MeshLike, profile: Profile, network: str, measured: Mapping[str, float]) -> Explanation:
         of_stage, axis = without_pipeline(shape)
@@ -226,7 +220,11 @@ class Study:
         planning = replace(costs, measured={})
         program = self._lowered(key, before_plan, planning)
         show = self._showing(program.mesh, costs.profile.name)
-        kernels = self._schedule(program, costs.profile, costs.measured, show)
+        kernels: dict[str, tuple[Work, ...]] = {}
+        # Formulas need rules, which take symbols.
+        if device_given(self.device).type != "cpu" and self.options.backend != "eager" and not self.symbols:
+            regions = {key: region for key, region in program.regions.items() if key not in costs.measured}
+            kernels = schedule_regions(regions, costs.profile, self._kernels, show)
         show("predict")
         limit, states = self.options.memory_limit, self.training.optimizer_states
         with while_unchanged(self._known):
@@ -267,15 +265,6 @@ class Study:
         step = PipelineStep.of(stages, order, costs, self.options.memory_limit, predict)
         _check_measured(costs.measured, *(part.found for part in step.parts))
         return step.explained(target.flop, sizes)
-
-    def _schedule(
-        self, program: Program, profile: Profile, measured: Mapping[str, float], show: Callable[[str], None]
-    ) -> dict[str, tuple[Work, ...]]:
-        """Return kernels of the regions that Inductor compiles for a GPU; formulas need rules, which take symbols."""
-        if device_given(self.device).type == "cpu" or self.options.backend == "eager" or self.symbols:
-            return {}
-        regions = {key: region for key, region in program.regions.items() if key not in measured}
-        return schedule_regions(regions, profile, self._kernels, show)
 
     def _target(self, place: Place, model: nn.Module) -> CaptureTarget:
         key = captured_for(place)
@@ -319,7 +308,7 @@ class Study:
         program = replace(_copy(captured), params=params, mesh=mesh, device=torch.device(costs.profile.device))
         observer = self._observer(spec.mesh)
         passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
-        if self._uses_budget:
+        if self.options.activation == "auto":
             passes = decided(passes, program, observer.show)
         before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
         # Overlapping moves compute from one block into the next, so it needs the whole program.
@@ -331,7 +320,13 @@ class Study:
             # If possible, keep few blocks until regions are outlined; the model's communication moves among blocks.
             if not (self.symbols or spec.groups):
                 try:
-                    return self._prepare_few(program, match_blocks(program, repeats, rows), rest, costs)
+                    few = replace(_copy(program), few=match_blocks(program, repeats, rows))
+                    watching = self._observer(few.mesh)
+                    for step in rest:
+                        run_pass(step, few, watching)
+                    with within_one_plan():
+                        build(few, replace(costs, mesh=few.mesh), Settings())
+                    return few
                 except BlocksDifferError as error:
                     log.info("planned for every block: %s", error)
             observer.show("stamp")
@@ -342,29 +337,15 @@ class Study:
             run_pass(step, program, observer)
         return program
 
-    def _prepare_few(self, partitioned: Program, few: RepeatedBlocks, passes: Sequence[Pass], costs: Costs) -> Program:
-        """Run the passes on a copy of a program of few blocks.
-
-        Raises:
-            BlocksDifferError: the schedule of all blocks does not follow from it.
-        """
-        program = _copy(partitioned)
-        program.few = few
-        for step in passes:
-            run_pass(step, program, self._observer(program.mesh))
-        with within_one_plan():
-            build(program, replace(costs, mesh=program.mesh), Settings())
-        return program
-
     def _lowered(self, key: Hashable, before_plan: Program, costs: Costs) -> Program:
         """Plan and lower a program; machines with the same schedule share the lowered one."""
         planned, mesh = replace(before_plan, plan=None), before_plan.mesh
         planned.history = list(planned.history)
         passes = self._passes(planned, costs)
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
-        for step in passes[begin : begin + 1]:  # it does not change the graphs
-            with while_unchanged(self._known):
-                run_pass(step, planned, self._observer(mesh, costs.profile.name))
+        if begin < len(passes):
+            with while_unchanged(self._known):  # a plan does not change the graphs
+                run_pass(passes[begin], planned, self._observer(mesh, costs.profile.name))
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         kept = key, self._machine(costs), schedule
         if kept not in self._scheduled:
@@ -378,11 +359,10 @@ class Study:
 
     def _finished(self, planned: Program, passes: Sequence[Pass], observer: Observer) -> Program:
         """Run the passes after the plan on a copy; expand a program of few blocks to all, outlined."""
-        program, watching = _copy(planned), observer
+        program, watching = _copy(planned), replace(observer)
         plan = None if planned.few is None else planned.plan
         try:
             if plan is not None:
-                watching = replace(observer)
                 program.plan = folded_plan(plan, planned)
             for step in passes:
                 run_pass(step, program, watching)
@@ -412,15 +392,11 @@ class Study:
         """Return the passes that `compile` would run on such a machine."""
         return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.training.optimizer_states).passes
 
-    @property
-    def _uses_budget(self) -> bool:
-        """Whether the saved tensors depend on the machine."""
-        return self.options.activation == "auto"
-
     def _machine(self, costs: Costs) -> str:
         """Return the part of a machine that programs depend on."""
         device = costs.profile.device
-        return f"{device} {costs.profile.hash} {costs.network}" if self._uses_budget else device
+        by_budget = self.options.activation == "auto"  # decides what is saved
+        return f"{device} {costs.profile.hash} {costs.network}" if by_budget else device
 
 
 def _copy(program: Program) -> Program:
@@ -448,8 +424,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _is_symbol(item: tuple[Any, Any]) -> bool:
-    name, dim = item
+def _is_symbol(name: Any, dim: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and is_int(dim) and 0 <= dim < _MOST_DIMS
 
 

@@ -29,8 +29,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.cost.collectives import model_collective
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import sizes
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import base_of, is_alias
@@ -60,8 +59,6 @@ def symbolize(
     """Write symbolic sizes on the nodes of a captured program, in place; return each symbol's value in it.
 
     Args:
-        program: captured from `inputs`.
-        inputs: args and kwargs of the call.
         dims: by symbol name, the dim of the tensor inputs whose size it is.
         capture: captures again, at other sizes.
 
@@ -166,10 +163,7 @@ class _PolynomialFit:
 
 
 def spread_ranks(program: Program) -> None:
-    """Give shards their size in the number of ranks, and propagate it through nodes of equal shape.
-
-    Call it after the passes: nodes that they inserted get the sizes of their sources.
-    """
+    """Give shards, and nodes of equal shape after all passes, their size in the number of ranks."""
     for phase in program.phases.values():
         slots = phase.slot_of()
         for node in phase.module.graph.nodes:
@@ -261,28 +255,17 @@ class Formulas:
         """Return a result in symbols alone, as it holds around a point.
 
         Every maximum is replaced by the branch that it takes there, and nothing is rounded up: the rest shows how the
-        result grows.
-
-        Args:
-            name: of the result.
-            values: of symbols that differ from the explained ones.
+        result grows. `values` are of symbols that differ from the explained ones.
         """
         point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
         known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
         return sympy.expand(_branch(self.results[name], known, dict(self.definitions))[0]).evalf(_DIGITS)
 
     def crossover(self, symbol: str, **values: int) -> Crossover | None:
-        """Find the smallest value of a symbol at which communication takes no longer than compute.
+        """Find the smallest value of an input's symbol at which communication takes no longer than compute.
 
-        Args:
-            symbol: of the inputs, such as "batch".
-            values: of other symbols that differ from the explained ones.
-
-        Returns:
-            None if communication is never hidden, up to 2**40.
-
-        Raises:
-            ArgumentError: the symbol is not one of the inputs'.
+        `values` are of other symbols that differ from the explained ones. Returns None if communication is never
+        hidden, up to 2**40.
         """
         if symbol not in self.at or symbol == RANKS.name:
             inputs = ", ".join(name for name in self.at if name != RANKS.name)
@@ -321,7 +304,7 @@ class Formulas:
 def _branch(
     expression: sympy.Expr, known: dict[sympy.Symbol, tuple[sympy.Expr, float]], definitions: dict[Any, sympy.Expr]
 ) -> tuple[sympy.Expr, float]:
-    """Replace maxima and roundings by the argument they take at a point; return the expression and its exact value.
+    """Replace maxima and roundings by the argument they take at a point; return the expression and its value.
 
     `known` has the same for symbols; definitions are added as they are met.
     """

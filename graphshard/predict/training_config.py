@@ -33,11 +33,7 @@ _NORM_BYTES = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Arguments of `explain` about the training; its docstring describes the fields.
-
-    Raises:
-        ArgumentError: one of them is wrong, or two contradict each other.
-    """
+    """Arguments of `explain` about the training; its docstring describes the fields."""
 
     optimizer_states: int = 2
     foreach: bool = False
@@ -87,11 +83,7 @@ class Training:
         return trained if self.foreach and self.optimizer_states > 1 else 0
 
     def num_microbatches(self, sizes: Mapping[str, int], inputs: Any) -> int:
-        """Return how many forwards and backwards a step has, on a mesh of such sizes, with inputs of one rank.
-
-        Raises:
-            BatchError: the mesh is larger than the global batch, or does not divide it.
-        """
+        """Return the forwards and backwards of a step on a mesh; raise BatchError if the batch cannot be divided."""
         if self.global_batch is None:
             return self.accumulate
         batch = batch_of(inputs) or 1

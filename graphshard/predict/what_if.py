@@ -2,37 +2,229 @@
 
     case -> base prediction -> changes, each predicted -> largest batch, smallest mesh -> other numbers of ranks
 
-Each answer is a separate prediction, as `explain` makes it: with another plan where another plan is better. Captures,
-and programs where only costs change, are shared.
+A change is a whole `Case` that differs in one field: another batch, mesh, activation or machine. Whether it is sensible
+(replicas need several nodes, another network needs a network) is decided here. Each answer is a separate prediction, as
+`explain` makes it: with another plan where another plan is better. Captures, and programs where only costs change, are
+shared.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from typing_extensions import Unpack
 
-from graphshard.cost.profile import Hardware, load_profile
+from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
 from graphshard.errors import ArgumentError, GraphshardError
-from graphshard.ir.mesh import MOST_RANKS, MeshLike
-from graphshard.options.options import check_names, takes_options
+from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, TENSOR, MeshLike
+from graphshard.options.options import Options, check_names, takes_options
 from graphshard.options.simulated_mesh import Parallelize
 from graphshard.predict.answers import Answer, Fit, Outcome, Scaled, WhatIf, reason_of
-from graphshard.predict.explanation import Explanation
-from graphshard.predict.step_changes import Case, changes_of, check_about
+from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.study import Study
-from graphshard.predict.training_config import ExplainArguments, Training, split_arguments
+from graphshard.predict.symbolic_cost import Inputs, resized
+from graphshard.predict.training_config import ExplainArguments, Training, batch_of, split_arguments
 from graphshard.utils.argument_validation import check_count, check_function
 from graphshard.utils.text import brief
+
+# How many times more microbatches are tried.
+_MORE = 4
+# Axes that are not of data, and so do not grow with the ranks.
+_FIXED = (*TENSOR, *CONTEXT, *EXPERT, *PIPELINE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a prediction depends on, except the model."""
+
+    inputs: Inputs
+    mesh: MeshLike
+    profile: Profile
+    network: str
+    options: Options
+    training: Training
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences of one rank; None if the inputs have no batch."""
+        return batch_of(self.inputs)
+
+    def with_batch(self, batch: int) -> Case:
+        return replace(self, inputs=resized(self.inputs, {"batch": 0}, {"batch": self.batch or 0}, {"batch": batch}))
+
+    def with_options(self, **options: Any) -> Case:
+        return replace(self, options=replace(self.options, **options))
+
+    def with_training(self, **training: Any) -> Case:
+        return replace(self, training=replace(self.training, **training))
+
+    def with_sizes(self, sizes: Sequence[int]) -> Case:
+        """Return the case with other mesh sizes on the same axes."""
+        mesh = dict(zip(self.mesh, sizes)) if isinstance(self.mesh, Mapping) else tuple(sizes)
+        return replace(self, mesh=mesh)
+
+    def with_ranks(self, ranks: int) -> Case | None:
+        """Grow or shrink the outermost axis of data to that many ranks; None if there is no such mesh."""
+        axes = _axes_of(self.mesh)
+        if axes is None:
+            return None
+        rest = math.prod(size for name, size in axes if name in _FIXED)
+        data = [index for index, (name, _) in enumerate(axes) if name not in _FIXED]
+        if ranks % rest or not data:
+            return None
+        left, sizes = ranks // rest, [size for _, size in axes]
+        for index in reversed(data[1:]):
+            sizes[index] = min(sizes[index], left)
+            if left % sizes[index]:
+                return None
+            left //= sizes[index]
+        sizes[data[0]] = left
+        return self.with_sizes(sizes)
+
+    def is_like(self, other: Case) -> bool:
+        """Return whether it is the same prediction; options, training and profile are compared by identity."""
+        same = self.options is other.options and self.training is other.training and self.profile is other.profile
+        return same and (self.batch, str(self.mesh), self.network) == (other.batch, str(other.mesh), other.network)
+
+
+class Change(NamedTuple):
+    """A case to try, of a kind of `ABOUT`."""
+
+    about: str
+    name: str
+    case: Case
+
+
+def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
+    """Return names, "" if there are none, and sizes of a mesh that need not exist; None for a DeviceMesh."""
+    if isinstance(mesh, DeviceMesh):
+        return None
+    if isinstance(mesh, Mapping):
+        return list(mesh.items())
+    return [("", size) for size in ([mesh] if isinstance(mesh, int) else mesh)]
+
+
+def _sizes(case: Case) -> Iterator[Change]:
+    if case.batch is not None:
+        for batch in (2 * case.batch, case.batch // 2):
+            if batch and (batch > case.batch or case.batch % 2 == 0):
+                yield Change("batch", f"batch {batch} per rank", case.with_batch(batch))
+    for name, other in _mesh(case):
+        yield Change("mesh", f"mesh {name}", other)
+
+
+def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
+    axes, node = _axes_of(case.mesh), case.profile.ranks_per_node
+    if axes is None:
+        return
+    names, sizes = [name for name, _ in axes], [size for _, size in axes]
+    cut = [index for index, name in enumerate(names) if name in (*TENSOR, *PIPELINE)]
+    if cut:
+        others = [index for index in range(len(names)) if names[index] not in _FIXED]
+        for inner, factor in itertools.product(cut, (2, 0.5)):
+            size, outer = sizes[inner] * factor, sizes[others[0]] / factor if others else 0.5
+            near = size <= node or names[inner] in PIPELINE
+            if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and near:
+                new = list(sizes)
+                new[inner], new[others[0]] = int(size), int(outer)
+                yield shown_mesh(dict(zip(names, new))), case.with_sizes(new)
+    elif len(sizes) == 1 and sizes[0] > node and sizes[0] % node == 0 and node > 1:
+        replicas = sizes[0] // node
+        yield f"replicate {replicas}, shard {node}", replace(case, mesh=(replicas, node))
+    elif len(sizes) == 2 and sizes[0] > 1:
+        yield f"shard {math.prod(sizes)}", replace(case, mesh=(math.prod(sizes),))
+
+
+def _options(case: Case) -> Iterator[Change]:
+    options, axes, node = case.options, _axes_of(case.mesh) or [], case.profile.ranks_per_node
+    reshard, policy, low = options.reshard_after_forward, options.mp_policy, torch.bfloat16
+    if not any(name in PIPELINE for name, _ in axes):  # stages are gathered once
+        if reshard is not False and reshard != 1:
+            yield Change("reshard", "reshard_after_forward=False", case.with_options(reshard_after_forward=False))
+        if reshard is not None and reshard is not True:
+            yield Change("reshard", "reshard_after_forward=True", case.with_options(reshard_after_forward=True))
+        elif len(axes) == 1 and node > 1 and axes[0][1] > node and axes[0][1] % node == 0:
+            yield Change("reshard", f"reshard_after_forward={node}", case.with_options(reshard_after_forward=node))
+    if options.activation is None:
+        yield Change("activation", 'activation="full"', case.with_options(activation="full"))
+    else:
+        yield Change("activation", "activation=None", case.with_options(activation=None))
+    if isinstance(options.offload_policy, CPUOffloadPolicy):
+        yield Change("offload", "nothing on the host", case.with_options(offload_policy=None))
+    else:
+        yield Change("offload", "state on the host", case.with_options(offload_policy=CPUOffloadPolicy()))
+    if policy is None or (isinstance(policy, MixedPrecisionPolicy) and policy.param_dtype is None):
+        mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        yield Change("precision", "parameters in bfloat16", case.with_options(mp_policy=mixed))
+    elif isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype == torch.float32:
+        reduced = MixedPrecisionPolicy(policy.param_dtype, low, policy.output_dtype, policy.cast_forward_inputs)
+        yield Change("precision", "gradients reduced in bfloat16", case.with_options(mp_policy=reduced))
+    if options.backend == "eager":
+        yield Change("backend", 'backend="inductor"', case.with_options(backend="inductor"))
+
+
+def _costs(case: Case) -> Iterator[Change]:
+    """Yield changes of costs alone, which take no time to predict."""
+    training, axes = case.training, _axes_of(case.mesh)
+    if training.global_batch is None:
+        more = _MORE * training.accumulate
+        yield Change("accumulate", f"accumulate {more} microbatches", case.with_training(accumulate=more))
+        if training.accumulate > 1:
+            yield Change("accumulate", "accumulate nothing", case.with_training(accumulate=1))
+    if training.foreach:
+        yield Change("optimizer", "a fused optimizer", case.with_training(foreach=False))
+    ranks = case.mesh.size() if isinstance(case.mesh, DeviceMesh) else math.prod(size for _, size in axes or ())
+    for name in case.profile.outside if ranks > case.profile.ranks_per_node else ():
+        if name != case.network:
+            yield Change("network", f"network {name}", replace(case, network=name))
+    for name in builtin_profiles():
+        profile = load_profile(name)
+        alike = profile.device == case.profile.device and case.network in profile.outside
+        if alike and profile.hash != case.profile.hash:  # the price is of another GPU
+            yield Change("hardware", f"hardware {name}", replace(case, profile=profile).with_training(price=None))
+
+
+# Kinds of changes.
+ABOUT = (
+    *("batch", "mesh", "reshard", "activation", "offload", "precision", "backend"),
+    *("accumulate", "optimizer", "network", "hardware"),
+)
+
+
+def check_about(given: object, argument: str = "changes") -> list[str]:
+    """Return the requested kinds of changes; None is all of them."""
+    if given is None:
+        return list(ABOUT)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentError(f'{argument} must be a list such as ["batch", "hardware"], got {brief(given)}.')
+    for name in given:
+        if not isinstance(name, str) or name not in ABOUT:
+            close = get_close_matches(str(name)[:100], ABOUT, 1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(ABOUT)}."
+            raise ArgumentError(f"{argument} has {brief(name)}, which is no kind of change. {hint}")
+    return list(dict.fromkeys(given))
+
+
+def changes_of(case: Case, about: Sequence[str]) -> list[Change]:
+    """Return all changes of these kinds."""
+    return [change for change in (*_sizes(case), *_options(case), *_costs(case)) if change.about in about]
+
 
 # Numbers of ranks that scaling is predicted for, and how many may be given.
 RANKS = (64, 256, 1024, 4096)
 _MOST_ROWS = 100
+# Another effect of a kind of change.
+_NOTES = {"precision": "other rounding"}
 # Predictions in the search for what fits, and how many times the batch is tried at most.
 _TRIES, _TIMES = 6, 1024
 
@@ -76,40 +268,36 @@ def what_if(
     about = check_about(changes)
     check_function("show", show, "print")
     program, training = split_arguments(options)
-    study = Study(
-        model,
-        example_inputs,
-        example_kwargs,
-        program,
-        training,
-        show=show,
-        every_block=every_block,
-        parallelize=parallelize,
-        device=device,
-    )
+    capture: dict[str, Any] = {"show": show, "every_block": every_block, "parallelize": parallelize, "device": device}
+    study = Study(model, example_inputs, example_kwargs, program, training, **capture)
     inputs = tuple(example_inputs or ()), dict(example_kwargs or {})
     return answer(study, Case(inputs, mesh, load_profile(hardware), network, program, training), about, ranks)
 
 
 def answer(study: Study, case: Case, about: Sequence[str], ranks: Sequence[int]) -> WhatIf:
     """Return all answers about a case: kinds of changes, what fits, and scaling to numbers of ranks."""
-    _check_ranks(ranks)
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or len(ranks) > _MOST_ROWS:
+        raise ArgumentError(
+            f"ranks must be a list of at most {_MOST_ROWS} numbers of ranks such as [64, 1024], got {brief(ranks)}."
+        )
+    for count in ranks:
+        check_count("ranks", count, most=MOST_RANKS, what="number of ranks, or several, such as [64, 1024]")
     predictions = _Predictions(study, case)
     base = predictions.base
     answers, left_out = [], []
-    fits = [_largest_batch(predictions, case)]
+    fits = [predictions.largest_batch(case)]
     for change in changes_of(case, about):
         found = predictions.predict(change.case, change.name)
         if not isinstance(found, Explanation):
             left_out.append(f"{change.name}: {found}")
             continue
         if change.about == "activation" and case.batch is not None:
-            fits.append(_largest_batch(predictions, change.case, change.name))
+            fits.append(predictions.largest_batch(change.case, change.name))
         gain = found.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1
         price = case.training.price if change.about == "hardware" else None
-        reason = reason_of(base, found, gain=gain, note=change.note, price=price)
+        reason = reason_of(base, found, gain=gain, note=_NOTES.get(change.about, ""), price=price)
         answers.append(Answer(change.about, change.name, gain, Outcome.of(found, change.case.batch), reason))
-    fits.append(_smallest_mesh(predictions))
+    fits.append(predictions.smallest_mesh())
     scaling = []
     for count in sorted({*ranks, base.num_ranks}) if ranks else ():
         other = case.with_ranks(count) if count != base.num_ranks else case
@@ -127,15 +315,6 @@ def answer(study: Study, case: Case, about: Sequence[str], ranks: Sequence[int])
         scaling=tuple(scaling),
         left_out=tuple(left_out),
     )
-
-
-def _check_ranks(ranks: object) -> None:
-    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence) or len(ranks) > _MOST_ROWS:
-        raise ArgumentError(
-            f"ranks must be a list of at most {_MOST_ROWS} numbers of ranks such as [64, 1024], got {brief(ranks)}."
-        )
-    for count in ranks:
-        check_count("ranks", count, most=MOST_RANKS, what="number of ranks, or several, such as [64, 1024]")
 
 
 class _Predictions:
@@ -172,35 +351,34 @@ class _Predictions:
         found = self.predict(case, name)
         return found if isinstance(found, str) else self._known[-1][1]
 
+    def largest_batch(self, case: Case, name: str = "") -> Fit:
+        """Find the largest batch of a rank that fits; `name` is of the change that makes the case."""
+        what = f"the largest batch with {name}" if name else "the largest batch"
+        batch = case.batch
+        if batch is None:
+            return Fit(what, None, "the inputs have no tensor with a batch")
+        if case.training.global_batch is not None:  # other batches need not divide it
+            case = case.with_training(global_batch=None, accumulate=self.base.microbatches)
+        label = ", ".join(filter(None, (name, "largest batch")))
+        return largest(what, lambda count: self.outcome(case.with_batch(count), label), batch)
 
-def _largest_batch(predictions: _Predictions, case: Case, name: str = "") -> Fit:
-    what = f"the largest batch with {name}" if name else "the largest batch"
-    batch = case.batch
-    if batch is None:
-        return Fit(what, None, "the inputs have no tensor with a batch")
-    if case.training.global_batch is not None:  # other batches need not divide it
-        case = case.with_training(global_batch=None, accumulate=predictions.base.microbatches)
-    label = ", ".join(filter(None, (name, "largest batch")))
-    return largest(what, lambda count: predictions.outcome(case.with_batch(count), label), batch)
+    def smallest_mesh(self) -> Fit:
+        """Find the fewest ranks that fit."""
+        case, ranks, what = self.case, self.base.num_ranks, "the smallest mesh"
+        if case.with_ranks(ranks) is None:
+            return Fit(what, None, "mesh is a DeviceMesh, which exists; give its shape to see others")
 
+        def at(count: int) -> Outcome | str:
+            other = case if count == ranks else case.with_ranks(count)
+            return f"there is no such mesh of {count} ranks" if other is None else self.outcome(other, what)
 
-def _smallest_mesh(predictions: _Predictions) -> Fit:
-    case, ranks, what = predictions.case, predictions.base.num_ranks, "the smallest mesh"
-    if case.with_ranks(ranks) is None:
-        return Fit(what, None, "mesh is a DeviceMesh, which exists; give its shape to see others")
-
-    def at(count: int) -> Outcome | str:
-        other = case if count == ranks else case.with_ranks(count)
-        return f"there is no such mesh of {count} ranks" if other is None else predictions.outcome(other, what)
-
-    return smallest(what, at, ranks)
+        return smallest(what, at, ranks)
 
 
 def largest(what: str, at: Callable[[int], Outcome | str], batch: int) -> Fit:
-    """Find the largest batch that fits, guessed from a straight line and then predicted.
+    """Find the largest batch that fits, as memory grows with it in a straight line.
 
-    Memory grows with the batch in a straight line. Two predictions give the line; a third one, at what should just
-    fit, is the answer, or corrects the line. `at` predicts a batch, or says why it cannot be.
+    Two predictions give the line; a third one, at what should just fit, is the answer, or corrects the line.
     """
     most = batch * _TIMES
     known: dict[int, Outcome] = {}
@@ -242,10 +420,7 @@ def _on_line(known: dict[int, Outcome], room: float) -> int:
 
 
 def smallest(what: str, at: Callable[[int], Outcome | str], ranks: int) -> Fit:
-    """Find the smallest number of ranks that fits, by halves or doubles of the given one.
-
-    Memory is a + b / ranks, where b is the state. `at` predicts a number of ranks, or says why it cannot be.
-    """
+    """Find the fewest ranks that fit, by halves or doubles: memory is a + b / ranks, where b is the state."""
     found = at(ranks)
     if isinstance(found, str):
         return Fit(what, None, found)

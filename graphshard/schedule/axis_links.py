@@ -13,8 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from graphshard.cost.collectives import ModelCollective, model_collective
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, ModelCollective, model_collective
 from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.graph import with_parts
 from graphshard.ir.mesh import Axis, Mesh

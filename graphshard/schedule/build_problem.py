@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
-from graphshard.cost.collectives import computing
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, computing
 from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
 from graphshard.ir.graph import with_parts

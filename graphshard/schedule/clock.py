@@ -23,8 +23,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from graphshard.cost.collectives import ModelCollective, ModelKind, model_collective
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, ModelCollective, ModelKind, model_collective
 from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh

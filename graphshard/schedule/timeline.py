@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from torch.fx import Node
 
-from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import MODEL_KINDS, Costs
 from graphshard.cost.kernels import num_bytes
 from graphshard.ir.graph import kind_of
 from graphshard.ir.program import Program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import reprlib
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,16 @@ def styled(text: object, style: str = "") -> Text:
     from rich.text import Text  # `graphshard --help` does not wait for rich
 
     return Text(visible(str(text)), style)
+
+
+def new_table(headings: Iterable[str], numbers: Iterable[str] = ()) -> Table:
+    """Return a table with columns of text, and then of numbers, which are aligned on the right."""
+    from rich.table import Table
+
+    table = Table(*headings, box=None)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def plain_table(table: Table) -> str:

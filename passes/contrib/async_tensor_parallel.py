@@ -32,8 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.cost.collectives import model_collective
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, fake

@@ -17,11 +17,13 @@ import pytest
 import graphshard
 from graphshard.cli.main import BACKENDS, SCHEDULES, main
 from graphshard.codec.program_format import program_from_json
+from graphshard.debug.dump import DumpSummary
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.printer import print_program
 from graphshard.lower.backends import Backend
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.schedule.stages import PIPELINE_SCHEDULES
+from graphshard.utils.json_dataclasses import write
 from tests.debug.test_repro import copy_stage, write_dump
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +102,7 @@ def test_show_lists_dumps_newest_first(tmp_path: Path, capsys: Capture):
     for age, name in enumerate(["rank0/new", "rank0/old", "older"]):
         (tmp_path / name).mkdir(parents=True)
         summary = tmp_path / name / "summary.json"
-        summary.write_text(json.dumps({"title": f"Model-{age}", "stages": [], "error": "boom\nat line 1"}))
+        summary.write_text(json.dumps(write(DumpSummary(title=f"Model-{age}", error="boom\nat line 1"))))
         os.utime(summary, (1_000_000 - age,) * 2)
     assert main(["show", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -111,7 +113,7 @@ def test_show_lists_dumps_newest_first(tmp_path: Path, capsys: Capture):
 
 
 def test_show_of_a_dump_that_has_just_started(tmp_path: Path, capsys: Capture):
-    (tmp_path / "summary.json").write_text('{"pid": 3}')
+    (tmp_path / "summary.json").write_text(json.dumps(write(DumpSummary(pid=3))))
     assert main(["show", str(tmp_path)]) == 0
 
 

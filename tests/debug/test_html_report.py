@@ -14,7 +14,6 @@ from graphshard.debug.html_report import (
     Report,
     Span,
     Spread,
-    StageView,
     format_bytes,
     format_seconds,
     render,
@@ -23,24 +22,25 @@ from graphshard.debug.html_report import (
 from graphshard.schedule.memory import Alive
 from graphshard.utils.text import format_count
 from tests.helpers import Blocks
-from tests.reports import HOSTILE, small_report
+from tests.reports import HOSTILE, StageView, small_report
 
 
 def test_hostile_names_are_text() -> None:
-    stage = StageView(HOSTILE, 0, 1.0, 1, True, HOSTILE, HOSTILE + "\n", HOSTILE)
+    stage = StageView(HOSTILE, 0, 1.0, HOSTILE, 1, True, HOSTILE + "\n")
     plain = small_report()
     assert plain.timeline
     assert plain.memory
+    bucket = dataclasses.replace(plain.buckets[0].bucket, name=HOSTILE, params=(HOSTILE,), packed=(HOSTILE,))
     report = Report(
         HOSTILE,
         ((HOSTILE, HOSTILE),),
         (stage, stage),
-        (dataclasses.replace(plain.buckets[0], name=HOSTILE, params=(HOSTILE,), packed=(HOSTILE,), start=HOSTILE),),
+        (dataclasses.replace(plain.buckets[0], bucket=bucket, start=HOSTILE),),
         dataclasses.replace(
             plain.timeline, spans=(Span("shard", "gather", HOSTILE, 0, 1, HOSTILE),), assumptions=HOSTILE
         ),
         dataclasses.replace(plain.memory, alive=(Alive(HOSTILE, HOSTILE, 1),)),
-        (RegionView(HOSTILE, HOSTILE, 1, 1, HOSTILE, 1.0, HOSTILE, HOSTILE, HOSTILE),),
+        (RegionView(HOSTILE, HOSTILE, 1, 1, HOSTILE, 1.0, (HOSTILE,)),),
         HOSTILE,
     )
     page = render(report)
@@ -52,10 +52,9 @@ def test_hostile_names_are_text() -> None:
 
 
 def test_links_cannot_run_scripts() -> None:
-    region = RegionView("region_0", "key", 1, 1, "layers.0", 1.0, "javascript:alert(1)", "kernels/a b.py")
-    page = render(small_report(regions=(region,)))
+    page = render(small_report(regions=(RegionView("javascript:alert(1) b", "key", 1, 1, "layers.0", 1.0, ()),)))
     assert 'href="javascript:' not in page
-    assert 'href="kernels/a%20b.py"' in page
+    assert 'href="regions/javascript%3Aalert%281%29%20b.kernels.py"' in page
 
 
 def test_nothing_is_loaded() -> None:
@@ -91,9 +90,11 @@ def test_report_of_a_program() -> None:
     assert report.timeline
     assert {span.lane for span in report.timeline.spans} == {"compute", "communication"}
     assert {span.detail for span in report.timeline.spans if span.kind == "gather"} == {"64 B"}
-    assert all(view.file for view in (*report.stages, *report.regions))
+    assert 'href="00-capture.txt"' in render(report)
+    assert 'href="regions/region_0.py"' in render(report)
     alone = report_of(found._program, costs=found._costs, files=False)
-    assert not any(view.file for view in (*alone.stages, *alone.regions)), "there is no dump to link to"
+    assert 'href="0' not in render(alone), "there is no dump to link to"
+    assert 'href="regions/' not in render(alone)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,9 @@ import time
 
 import pytest
 
-from graphshard.debug.html_report import (
-    Span,
-    StageView,
-    Timeline,
-    format_bytes,
-    format_seconds,
-)
+from graphshard.debug.html_report import Span, Timeline, format_bytes, format_seconds
 from tests.browser import Page, Show, texts
-from tests.reports import AFTER, HOSTILE, deep_report, small_report
+from tests.reports import AFTER, HOSTILE, StageView, deep_report, small_report
 
 
 def compare(page: Page, before: int, after: int) -> dict[str, int]:
@@ -116,7 +110,7 @@ def test_walking_through_changes(show: Show) -> None:
 
 def test_long_lines_scroll_together(show: Show) -> None:
     stages = small_report().stages
-    long = dataclasses.replace(stages[1], full=AFTER + "  # " + "x" * 500, folded=AFTER + "  # " + "x" * 500)
+    long = dataclasses.replace(stages[1], text=AFTER + "  # " + "x" * 500, folded=AFTER + "  # " + "x" * 500)  # type: ignore[call-arg]
     page = show(small_report(stages=(stages[0], long)))
     page.js("byId('diff-scroll').focus()")
     page.key("ArrowRight")
@@ -151,9 +145,9 @@ def test_uses_of_a_value(show: Show) -> None:
 
 
 def test_collectives_and_calls_stand_out(show: Show) -> None:
-    stage = StageView("lower", 0, 1.0, 3, True, "", "forward:\n* %0: f32[] = g()\n> %1: f32[] = region_1(%0)\n")
-    stage = dataclasses.replace(stage, folded=stage.full)
-    page = show(small_report(stages=(dataclasses.replace(stage, full="", folded=""), stage)))
+    text = "forward:\n* %0: f32[] = g()\n> %1: f32[] = region_1(%0)\n"
+    stage = StageView("lower", 0, 1.0, text, 3, True, text)
+    page = show(small_report(stages=(dataclasses.replace(stage, text="", folded=""), stage)))
     assert texts(page, ".collective") == ["* %0: f32[] = g()"]
     assert texts(page, ".call") == ["> %1: f32[] = region_1(%0)"]
 
@@ -217,10 +211,11 @@ def test_all_reduces_look_like_reductions(show: Show) -> None:
     plain = small_report()
     assert plain.timeline
     name = "all_reduce layers.1 in backward"
-    (bucket,) = (b for b in plain.buckets if b.name == "reduce layers.1 in backward")
+    (view,) = (view for view in plain.buckets if view.bucket.name == "reduce layers.1 in backward")
+    view = dataclasses.replace(view, bucket=dataclasses.replace(view.bucket, name=name, kind="all_reduce"))
     spans = (Span("replicate", "reduce", name, 0, 9), Span("shard", "gather", "gather layers.0", 0, 9))
     timeline = dataclasses.replace(plain.timeline, spans=spans, seconds=9)
-    page = show(small_report(buckets=(dataclasses.replace(bucket, name=name, kind="all_reduce"),), timeline=timeline))
+    page = show(small_report(buckets=(view,), timeline=timeline))
     assert texts(page, ".span text") == [name, "layers.0"]
     swatch = page.js("getComputedStyle(document.querySelector('#buckets-table .swatch')).backgroundColor")
     assert swatch == page.js("getComputedStyle(document.querySelector('.span .reduce')).fill")

@@ -17,6 +17,7 @@ from graphshard.codec.converter import PASSES
 from graphshard.codec.program_format import program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.debug.dump import DumpSummary, StageSummary
 from graphshard.debug.show import StageFile
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.mesh import Mesh
@@ -42,6 +43,7 @@ from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pass
 from graphshard.schedule.build_problem import Constraints
 from graphshard.schedule.planner import PlanByCost
+from graphshard.utils.json_dataclasses import write
 from tests.helpers import COALESCED, PACKED, Blocks, captured
 
 STAGES = ("capture", *(step.name for step in Pipeline()))
@@ -61,12 +63,9 @@ def write_dump(directory: Path, pipeline: Pipeline, mesh: Mesh = TWO_RANKS) -> P
         stem = directory / f"{index:02d}-{program.history[-1].name}"
         stem.with_suffix(".txt").write_text(fold(program.history[-1].text))
         stem.with_suffix(".json").write_text(program_to_json(program, next_pass=following))
-    stages = [
-        {"name": s.name, "rewrites": s.rewrites, "seconds": s.seconds, "nodes": s.num_nodes, "exact": s.exact}
-        for s in program.history
-    ]
-    summary = {"title": "Blocks-0", "reason": "first call", "axes": {"shard": 2}, "stages": stages}
-    (directory / "summary.json").write_text(json.dumps(summary))
+    stages = tuple(StageSummary(s.name, s.rewrites, s.seconds, s.num_nodes, s.exact, "") for s in program.history)
+    summary = DumpSummary(title="Blocks-0", reason="first call", axes={"shard": 2}, stages=stages)
+    (directory / "summary.json").write_text(json.dumps(write(summary)))
     return directory
 
 

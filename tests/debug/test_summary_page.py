@@ -2,56 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from graphshard.predict.answers import Summary, SummaryPoint, SummaryRow, drawing_of, render_summary
+import graphshard
+from graphshard.predict.answers import Answer, Fit, Scaled, WhatIf, drawing_of, render_summary
 from tests.browser import Page, Show, texts
 from tests.debug.conftest import OpenText
 from tests.debug.test_page import CONTRAST
+from tests.helpers import Blocks
+from tests.predict.test_fitting import ROOM, outcome
 from tests.reports import HOSTILE
 
-
-def points(*speeds: float, here: int = 0) -> tuple[SummaryPoint, ...]:
-    """Return points for 64, 128, 256 ... ranks."""
-    cells = ("442 ms", "9,263", "38.1 ms", "45.7%", "24.8 GiB", "39.0")
-    return tuple(
-        SummaryPoint(64 << place, speed, speed / speeds[here], place == here, cells)
-        for place, speed in enumerate(speeds)
-    )
+TITLE = "Llama, 8.03 billion parameters, on 64 x h100"
 
 
-def small(**changes: Any) -> Summary:
-    cells = ("442 ms", "9,263", "24.8 GiB", "59,975")
+@functools.cache
+def base() -> graphshard.Explanation:
+    """A step that costs something, with a range."""
+    found = graphshard.explain(Blocks(2), (64,), example_inputs=(torch.ones(3, 4),), tokens=2e12, price=2.5)
+    return replace(found, step_range_s=(0.9 * found.step_time_s, 1.1 * found.step_time_s))
+
+
+def points(*speeds: float) -> tuple[Scaled, ...]:
+    """64, 128, 256 ... ranks."""
+    rows = [replace(outcome(64 << place, 4, 500), tokens_per_second_per_gpu=s) for place, s in enumerate(speeds)]
+    return tuple(Scaled(row.num_ranks, row, row.tokens_per_second_per_gpu / speeds[0]) for row in rows)
+
+
+def small(**changes: Any) -> WhatIf:
     reason = "per token waiting for parameters and gradients -7.9%, compute +1.2%, the optimizer +0.3%"
     long = "the same money per token at 4.86 for a GPU hour"
-    summary = Summary(
-        title="Llama, 8.03 billion parameters, on 64 x h100",
-        lead=("A step of 262,144 tokens takes 442 ms.", "2.00 trillion tokens take 39.0 days."),
-        tiles=tuple((name, "149,938", "405 ms to 471 ms") for name in ("Step", "Days", "GPU hours", "Money", "MFU")),
-        headings=("Step", "Tokens/s per GPU", "Memory", "GPU hours"),
+    fits, too_large = replace(outcome(64, 4, 500), step_time_s=0.442), outcome(64, 4, 2 * ROOM)
+    found = WhatIf(
+        base=base(),
+        here=fits,
         changes=(
-            SummaryRow("hardware b200", 0.94, True, cells, f"{reason}; {long}"),
-            SummaryRow("reshard_after_forward=False", 0.02, True, cells, reason),
-            SummaryRow("network in-training", -0.31, True, cells, reason),
-            SummaryRow("batch 8 per rank", 0.12, False, cells, reason),
+            Answer("hardware", "hardware b200", 0.94, fits, f"{reason}; {long}"),
+            Answer("reshard", "reshard_after_forward=False", 0.02, fits, reason),
+            Answer("network", "network in-training", -0.31, fits, reason),
+            Answer("batch", "batch 8 per rank", 0.12, too_large, reason),
         ),
-        fits=("The largest batch is 3 for each rank.", "The smallest mesh is shard 8."),
-        scaling_headings=("Step", "Tokens/s per GPU", "Exposed", "MFU", "Memory", "Days"),
+        fits=(Fit("the largest batch", fits, ""), Fit("the smallest mesh", fits, "")),
         scaling=points(9263.0, 9207.0, 8810.0, 7450.0, 4100.0),
-        assumptions=("Nothing was run.", "Days are those of steps."),
         left_out=("mesh replicate 8, shard 8: memory_limit cannot be kept",),
     )
-    return summary._replace(**changes)
+    return replace(found, **changes)
 
 
 @pytest.fixture
 def show(open_text: OpenText) -> Show:
     """Return `show(summary)`, which opens the page."""
 
-    def open_page(summary: Summary, **options: Any) -> Page:
-        page = open_text(render_summary(summary, "plan.timeline.html"), **options)
+    def open_page(found: WhatIf, title: str = TITLE, **options: Any) -> Page:
+        page = open_text(render_summary(found, "plan.timeline.html", title), **options)
         page.settle()
         return page
 
@@ -59,39 +67,35 @@ def show(open_text: OpenText) -> Show:
 
 
 def test_hostile_names_are_text() -> None:
-    row = SummaryRow(HOSTILE, 0.1, True, (HOSTILE,), HOSTILE)
-    page = render_summary(
-        Summary(
-            HOSTILE, (HOSTILE,), ((HOSTILE, HOSTILE, HOSTILE),), (HOSTILE,), (row,), (HOSTILE,), (HOSTILE,),
-            tuple(point._replace(cells=(HOSTILE,)) for point in points(2.0, 1.0)), (HOSTILE,), (HOSTILE,),
-        ),
-        f"{HOSTILE}.html",
-    )  # fmt: skip
+    row = replace(small().changes[0], change=HOSTILE, reason=HOSTILE)
+    found = small(changes=(row,), fits=(Fit(HOSTILE, None, HOSTILE),), left_out=(HOSTILE,), scaling=points(2.0, 1.0))
+    named = replace(base(), model=HOSTILE, hardware=HOSTILE, network=HOSTILE, mesh={HOSTILE: 64}, profile_hash=HOSTILE)
+    page = render_summary(replace(found, base=named), f"{HOSTILE}.html", HOSTILE)
     assert "<img" not in page
     assert "<script" not in page
     assert "49" not in page.partition("</style>")[2].replace(HOSTILE, "").partition("<svg")[0]
 
 
 def test_there_are_no_scripts_and_no_network() -> None:
-    page = render_summary(small(), "plan.timeline.html")
+    page = render_summary(small(), "plan.timeline.html", TITLE)
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
     assert page.count('href="plan.timeline.html') == 2
 
 
 def test_missing_parts_are_hidden() -> None:
-    page = render_summary(small(changes=(), scaling=(), left_out=()), "t.html")
+    page = render_summary(small(changes=(), scaling=(), left_out=()), "t.html", TITLE)
     assert "No changes were asked for." in page
     assert 'id="scaling"' not in page
     assert "could not be predicted" not in page
-    alone = render_summary(small(scaling=points(2.0)), "t.html")
+    alone = render_summary(small(scaling=points(2.0)), "t.html", TITLE)
     assert 'id="scaling"' in alone
     assert "<svg" not in alone
 
 
 def test_the_drawing_has_the_numbers() -> None:
     """Speeds from zero, ranks on a logarithmic axis; the line of the given mesh passes through its mark."""
-    drawing = drawing_of(points(9263.0, 4631.5, 2315.75))
+    drawing = drawing_of(points(9263.0, 4631.5, 2315.75), 64)
     assert drawing is not None
     first, second, third = drawing["marks"]
     assert first["y"] == drawing["ideal"]
@@ -102,7 +106,7 @@ def test_the_drawing_has_the_numbers() -> None:
     assert [mark["ranks"] for mark in drawing["marks"]] == ["64", "128", "256"]
     assert [mark["efficiency"] for mark in drawing["marks"]] == ["100%", "50%", "25%"]
     assert [label for _, label in drawing["ticks"]] == ["0", "5,000", "10,000"]
-    assert drawing_of(points(1.0)) is None
+    assert drawing_of(points(1.0), 64) is None
 
 
 def test_bars_are_proportional_to_gains(show: Show) -> None:
@@ -120,7 +124,7 @@ def test_bars_are_proportional_to_gains(show: Show) -> None:
 @pytest.mark.parametrize("width", [480, 1400])
 def test_no_overflow_and_readable_text(show: Show, width: int, dark: bool) -> None:
     """Tables may scroll in their frames, the page does not. Small text has WCAG AA contrast."""
-    page = show(small(title=f"{small().title}, with a longer title than there is room for"), width=width, dark=dark)
+    page = show(small(), f"{TITLE}, with a longer title than there is room for", width=width, dark=dark)
     page.js("document.querySelector('details').open = true")
     page.settle()
     assert page.js("document.documentElement.scrollWidth") == width

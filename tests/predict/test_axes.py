@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import graphshard
 from graphshard import ArgumentError
-from graphshard.cost.collectives import MODEL_KINDS
-from graphshard.cost.costs import Costs
+from graphshard.cost.costs import MODEL_KINDS, Costs
 from graphshard.errors import BatchError
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import NodeLink
 from graphshard.ir.mesh import Axis
 from graphshard.predict import calibrate
-from graphshard.predict.calibrate import Links, fit
+from graphshard.predict.calibrate import best_of, fit
 from tests.predict.test_explain import TOKENS, meta_net
 
 
@@ -92,13 +91,14 @@ def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
 
 def test_the_best_of_several_rounds():
     """Number by number, and link by link: a slow moment of a shared machine does not count."""
-    fast = calibrate.Chip(1e-6, 1e10, 1e9, 1e10, {"float32": 1e11}, {"float32": 1e10})
-    slow = calibrate.Chip(2e-6, 5e9, 2e9, 5e9, {"float32": 2e11}, {"float32": 5e9})
-    best = calibrate.Chip(1e-6, 1e10, 2e9, 1e10, {"float32": 2e11}, {"float32": 1e10})
-    assert fast.better(slow) == slow.better(fast) == best
-    once = Links(1, {"gather": NodeLink(1e9, 1e-3, 1e-4)}, {"isolated": calibrate._of_ranks(1e9)}, 0.8, 8192)
-    again = Links(1, {"gather": NodeLink(5e8, 5e-3, 5e-5)}, {"isolated": calibrate._of_ranks(5e8)}, 0.7, 4096)
-    assert once.better(again) == again.better(once) == replace(once, contention=0.7, pack_below=4096)
+    fast = {"kernel_seconds": 1e-6, "vector": 1e10, "host_bandwidth": 1e9, "matmul.float32": 1e11}
+    slow = {"kernel_seconds": 2e-6, "vector": 5e9, "host_bandwidth": 2e9, "matmul.float32": 2e11}
+    best = {"kernel_seconds": 1e-6, "vector": 1e10, "host_bandwidth": 2e9, "matmul.float32": 2e11}
+    assert best_of([fast, slow]) == best_of([slow, fast]) == best
+    links, of_ranks = (NodeLink(1e9, 1e-3, 1e-4), NodeLink(5e8, 5e-3, 5e-5)), calibrate._of_ranks
+    once = {"inside.gather": links[0], "outside.isolated": of_ranks(1e9), "contention": 0.8, "pack_below": 8192}
+    again = {"inside.gather": links[1], "outside.isolated": of_ranks(5e8), "contention": 0.7, "pack_below": 4096}
+    assert best_of([once, again]) == best_of([again, once]) == {**once, "contention": 0.7, "pack_below": 4096}
 
 
 @pytest.mark.parametrize(("packed", "found"), [([2, 2, 2], 1024), ([0.5, 1, 2], 4096), ([0.5, 0.5, 0.5], 4096)])

@@ -17,7 +17,7 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import Repeats
-from graphshard.predict.pipeline_stages import BlockCut, Blocks, Stages, blocks_of, lists_of
+from graphshard.predict.pipeline_stages import Blocks, Stages, blocks_of, lists_of
 from tests.conftest import FakeWorld
 from tests.helpers import captured, full_gradients, mean_gradients, padded_shard, run_ranks, through
 from tests.predict.test_explain import BF16, meta_net
@@ -94,7 +94,7 @@ def run_pipeline(stages: Stages, model: nn.Module) -> dict[str, Any]:
 def cut(model: nn.Module, counts: tuple[int, ...]) -> Stages:
     program = captured(model, BATCHES[0], reshard_after_forward=False)
     through(program, "partition")
-    return Stages(BlockCut(program, blocks_of(lists_of(model), None, "Body")), counts)
+    return Stages(program, blocks_of(lists_of(model), None, "Body"), lambda _: counts)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -106,7 +106,7 @@ def test_stages_compute_the_models_results(counts: tuple[int, ...], skip: bool) 
     found = run_pipeline(stages, model)
     names = [row.name for stage in range(len(counts)) for row in stages.program_of(stage).params]
     assert sorted(names) == sorted(dict(model.named_parameters()))
-    whole = stages.cut.program
+    whole = stages.program
     torch.testing.assert_close(full_gradients(whole, found["gradients"]), mean_gradients(model, BATCHES))
     torch.testing.assert_close(found["loss"], [model(*batch) for batch in BATCHES])
     one = 3 * 4 * 4  # a row for each token
@@ -125,7 +125,7 @@ def test_no_operator_is_duplicated() -> None:
         return sum(node.op == "call_function" and "cos" not in str(node.target) for node in nodes)
 
     stages = cut(Body(), (2, 2, 1))
-    assert sum(count(stages.program_of(stage)) for stage in range(3)) == count(stages.cut.program)
+    assert sum(count(stages.program_of(stage)) for stage in range(3)) == count(stages.program)
 
 
 def test_a_parameter_of_several_stages() -> None:

@@ -18,10 +18,9 @@ import graphshard
 from graphshard.options.options import Options
 from graphshard.predict import capture_target
 from graphshard.predict.answers import Outcome
-from graphshard.predict.step_changes import ABOUT, Case, changes_of
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
-from graphshard.predict.what_if import answer
+from graphshard.predict.what_if import ABOUT, Case, answer, changes_of
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 H100 = graphshard.load_profile("h100")
