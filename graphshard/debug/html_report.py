@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -193,10 +193,8 @@ def render(data: Report) -> str:
     env = template_environment()
     env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
     env.globals |= {"stage_stem": stage_stem, "format_bytes": format_bytes, "format_seconds": format_seconds}
-    groups = Counter[str]()
-    for value in data.memory.alive if data.memory else ():
-        groups[value.what] += value.num_bytes
-    return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups.most_common())
+    groups = data.memory.by_kind().most_common() if data.memory else []
+    return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups)
 
 
 def stage_stem(index: int, stage: Stage) -> str:
@@ -348,3 +346,15 @@ def _detail(step: Step, found: Estimate) -> str:
         delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
         return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
     return format_bytes(step.num_bytes) if step.num_bytes else ""
+
+
+def trace_event(name: str, kind: str, process: int, track: int, start: float, seconds: float) -> dict[str, Any]:
+    """Return a complete event of the Trace Event Format; events of one track must not overlap."""
+    name = f"wait {name}" if kind == "exposed" else name
+    time = {"ts": start * 1e6, "dur": seconds * 1e6}
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": track, **time}
+
+
+def trace_name(what: str, track: int, name: str, process: int = 1) -> dict[str, Any]:
+    """Return the event that names a process ("process_name") or a track ("thread_name")."""
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}

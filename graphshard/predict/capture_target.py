@@ -89,11 +89,6 @@ def place_of(mesh: MeshLike, parallelize: Parallelize | None) -> Place:
     return Mesh.of_shape(mesh)
 
 
-def captured_for(place: Place) -> Place | None:
-    """Return the key of the capture: one for all meshes of data axes (None), or one for the place."""
-    return None if isinstance(place, Mesh) else place
-
-
 def sizes_of(place: Place) -> dict[str, int]:
     """Return sizes by axis; axes without names have numbers."""
     if isinstance(place, Mesh):
@@ -172,7 +167,6 @@ class CaptureTarget:
     symbols: Mapping[str, int]
     level: Level
     show: Callable[[str], None]
-    device: torch.device
     lists: Mapping[str, int]
     program: Program | None = None
     flop: dict[str, float] = field(default_factory=dict)
@@ -187,7 +181,7 @@ class CaptureTarget:
         self.show("capture")
         repeats = self.repeats
         leaves, structure = pytree.tree_flatten(pytree.tree_map_only(torch.Tensor, stand_in, self.inputs))
-        inputs = pytree.tree_unflatten(moved_to(self.device, apart(leaves), structure), structure)
+        inputs = pytree.tree_unflatten(moved_to(spec.device, apart(leaves), structure), structure)
 
         def trace(inputs: Inputs) -> Program:
             program = joint_program(model, *inputs, spec.params, spec.mesh, spec.device, grad=True)
@@ -210,10 +204,6 @@ class CaptureTarget:
         (phase,) = self.program.phases.values()
         self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
         return self.program
-
-    def capture_every_block(self) -> None:
-        """Discard the capture, and capture all blocks from now on."""
-        self.repeats, self.program = None, None
 
 
 def _assume_equal_parts(graph: Graph) -> None:

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.cost.costs import Costs
-from graphshard.debug.html_report import render, report_of
-from graphshard.debug.perfetto import trace_events
+from graphshard.debug.html_report import LANES, render, report_of, trace_event, trace_name
 from graphshard.ir.program import Program
 from graphshard.predict.symbolic_cost import Formulas
 from graphshard.predict.training_config import TrainingCost
@@ -371,8 +370,23 @@ class Explanation:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
-        title = f"{self.model} on {self.num_ranks} x {self.hardware}"
-        write_given("path", path, json.dumps(trace_events(self._timeline, self._memory, title)))
+        tracks = {link: track for track, link in enumerate(LANES, start=1)}
+        used = {step.link for step in self._timeline.steps}
+        events = [trace_name("process_name", 0, f"{self.model} on {self.num_ranks} x {self.hardware}")]
+        events += [trace_name("thread_name", tracks[link], lane) for link, lane in LANES.items() if link in used]
+        for step in self._timeline.steps:
+            arguments: dict[str, Any] = {"phase": step.phase, "modules": step.where}
+            if step.num_bytes:
+                arguments["bytes"] = step.num_bytes
+            if step.why:
+                arguments |= {"why": step.why, "behind": step.behind}
+            name = step.name if step.kind == "exposed" else f"{step.name} {step.where}".strip()
+            event = trace_event(name, step.kind, 1, tracks[step.link], step.start, step.seconds)
+            events.append({**event, "args": arguments})
+        for point in self._memory.points:
+            value = {"bytes": point.num_bytes}
+            events.append({"ph": "C", "name": "memory", "pid": 1, "ts": point.time * 1e6, "args": value})
+        write_given("path", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as plain data."""

@@ -135,14 +135,13 @@ class StageStep:
 
     def memory(self, microbatches: int, *, at_peak: bool) -> Counter[str]:
         """Return bytes by kind: at the peak of one microbatch's turns, or those held throughout."""
-        program, found = self.found._program, Counter[str]()
+        program = self.found._program
         if at_peak:
-            for value in self.found._memory.alive:
-                found[value.what] += value.num_bytes
+            found = self.found._memory.by_kind()
         else:
-            found["shards"] = self.found.memory["shards"]
             gathered = (row for row in program.params if row.num_shards > 1 or row.dtype != row.compute_dtype)
-            found["gathered parameters"] = sum(row.sent_bytes("gather") for row in gathered)
+            kept = sum(row.sent_bytes("gather") for row in gathered)
+            found = Counter({"shards": self.found.memory["shards"], "gathered parameters": kept})
         found[OPTIMIZER_STATE] = self.found.memory[OPTIMIZER_STATE]
         found[EARLIER_GRADIENTS] = _added_bytes(program) if microbatches > 1 else 0
         return found

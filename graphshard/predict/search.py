@@ -183,11 +183,11 @@ def _because(best: Explanation, other: Explanation, which: str = "") -> str:
     return f"{named} spends of {'that' if which else 'its'} time {', '.join(more)} more{saved}"
 
 
+@dataclass
 class Messages:
     """Progress, passed to a function, which a worker replaces by a queue to the collecting process."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.show = show
+    show: Callable[[str], None]
 
     def __call__(self, text: str) -> None:
         self.show(text)
@@ -243,9 +243,8 @@ def _capture(groups: Sequence[Sequence[Task]]) -> float:
     longest = 0.0
     for first in {id(group[0].study._targets): group[0] for group in reversed(groups)}.values():
         began = time.perf_counter()
-        with contextlib.suppress(
-            GraphshardError, BlocksDifferError
-        ):  # a prediction says what is wrong, or captures every block
+        # A prediction says what is wrong, or captures every block.
+        with contextlib.suppress(GraphshardError, BlocksDifferError):
             first.study.capture(first.mesh)
         longest = max(longest, time.perf_counter() - began)
     return longest

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,12 +44,8 @@ OPTIMIZER_STATE, EARLIER_GRADIENTS = "optimizer state", "gradients of earlier mi
 OPTIMIZER_TEMPORARIES = "optimizer temporaries"
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Seconds that no schedule of a step beats, and the forward and backward compute it was found for.
-
-    The model's synchronous communication counts as compute: it stays where it is.
-    """
+class Bound(NamedTuple):
+    """Seconds that no schedule beats, and its compute with the model's synchronous communication, which stays."""
 
     seconds: float
     compute: float
@@ -75,12 +72,9 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
 
 def _without_experts(chain: Chain, maps: Mapping[str, PhaseMap]) -> Chain:
     """Drop the transfers of parameters that lie on another mesh."""
-    if chain.name not in maps:
-        return chain
-    atoms = [atom for of_kind in maps[chain.name].atoms.values() for atom in of_kind]
+    atoms = [atom for of_kind in maps[chain.name].atoms.values() for atom in of_kind] if chain.name in maps else []
     gone = {atom.name for atom in atoms if any(row.expert for row in atom.rows)}
-    gathers = tuple(transfer for transfer in chain.gathers if transfer.name not in gone)
-    reductions = tuple(transfer for transfer in chain.reductions if transfer.name not in gone)
+    gathers, reductions = (tuple(t for t in of if t.name not in gone) for of in (chain.gathers, chain.reductions))
     return replace(chain, gathers=gathers, reductions=reductions)
 
 
@@ -135,9 +129,7 @@ def explained(
     adding = (microbatches - 1) * costs.addition(trained)
     step = microbatches * timeline.seconds + adding + optimizer
 
-    alive = Counter[str]()
-    for value in memory.alive:
-        alive[value.what] += value.num_bytes
+    alive = memory.by_kind()
     if not program.offloaded:
         alive[OPTIMIZER_STATE] = training.optimizer_states * trained
         if microbatches > 1:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from graphshard.cost.costs import MODEL_KINDS, Costs
-from graphshard.debug.html_report import COLORS, Measured, Span, Spread, Spreads, render, report_of
-from graphshard.debug.perfetto import process_events
+from graphshard.debug.html_report import (
+    COLORS,
+    Measured,
+    Span,
+    Spread,
+    Spreads,
+    render,
+    report_of,
+    trace_event,
+    trace_name,
+)
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
 from graphshard.lower.executor_lines import CallLine, Start, WaitLine
@@ -26,31 +35,30 @@ from graphshard.utils.text import brief, format_bytes, format_seconds, new_table
 
 # How many regions, collectives and waits a table has.
 _SHOWN = 8
+# Lanes of a trace, and how many tracks each may have.
+_LANES, _MOST_TRACKS = ("compute", "communication"), 1000
 
 
-class SpanKey(NamedTuple):
-    """Identifies the spans of a region or bucket in a step.
+class TimedSpan(NamedTuple):
+    """A region that ran, a collective in flight, or compute that waited for one.
 
     `kind` is "compute", a bucket's kind, "upload" or "download" (only predicted), or "exposed": compute waits for it.
+    `where` are the modules of a region. `start` and `end` are seconds of the step; a measured collective ends when
+    compute has waited for it.
     """
 
     program: str
     phase: str
     kind: str
     name: str
-
-
-@dataclass(frozen=True)
-class TimedSpan:
-    """A region `where` modules are computed, a collective in flight, or compute that waited for one.
-
-    `start` and `end` are seconds of the step. A measured collective ends when compute has waited for it.
-    """
-
-    key: SpanKey
     where: str
     start: float
     end: float
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Program, phase, kind and name."""
+        return self[:4]
 
     @property
     def seconds(self) -> float:
@@ -66,38 +74,55 @@ def measured_spans(recording: Recording, since: Stamp) -> list[TimedSpan]:
         started: dict[str, TimedSpan] = {}
         for number, began, ended in run.times:
             start, end = (recording.clock.seconds(since, stamp) for stamp in (began, ended))
-            line = run.executor.lines[number]
+            line, phase = run.executor.lines[number], (run.program.title, run.name)
             if isinstance(line, CallLine):
-                key = SpanKey(run.program.title, run.name, "compute", line.region)
-                found.append(TimedSpan(key, line.where, start, end))
+                found.append(TimedSpan(*phase, "compute", line.region, line.where, start, end))
             elif isinstance(line, Start):
-                key = SpanKey(run.program.title, run.name, kinds.get(line.bucket, "gather"), line.bucket)
-                started[line.bucket] = TimedSpan(key, "", start, end)
+                kind = kinds.get(line.bucket, "gather")
+                started[line.bucket] = TimedSpan(*phase, kind, line.bucket, "", start, end)
             elif isinstance(line, WaitLine):
                 # Several tensors of a bucket are awaited one by one; it is in flight until the last has arrived.
-                sent = started[line.bucket] = replace(started[line.bucket], end=end)
-                found.append(TimedSpan(sent.key._replace(kind="exposed"), "", start, end))
+                started[line.bucket] = started[line.bucket]._replace(end=end)
+                found.append(started[line.bucket]._replace(kind="exposed", start=start))
         found += started.values()
     return sorted(found, key=lambda span: span.start)
 
 
 @dataclass(frozen=True)
-class StepPrediction:
-    """The measured step, as predicted by costs.
+class RankStep:
+    """The step on one rank, from its start until the device was done; or its prediction, of rank -1.
 
-    `peak_bytes` is None if several programs ran, as one's saved tensors are alive while others run.
+    `peak_bytes` of a prediction is None if several programs ran, as one's saved tensors are alive while others run.
     """
 
-    spans: tuple[TimedSpan, ...]
+    rank: int
     seconds: float
-    ends: Ends
+    spans: tuple[TimedSpan, ...]
     peak_bytes: int | None
 
+    def total(self, *kinds: str) -> float:
+        """Return the seconds of all spans of the given kinds."""
+        return sum(span.seconds for span in self.spans if span.kind in kinds)
 
-def _predict(runs: Sequence[PhaseRun], costs: Costs) -> StepPrediction:
+    def totals(self) -> dict[tuple[str, ...], float]:
+        """Return seconds by key."""
+        found: dict[tuple[str, ...], float] = defaultdict(float)
+        for span in self.spans:
+            found[span.key] += span.seconds
+        return found
+
+    @property
+    def ends(self) -> Ends:
+        """Waits at the ends of the step."""
+        order = [span for span in self.spans if span.kind in ("compute", "exposed")]
+        sent = [span for span in self.spans if span.kind not in ("compute", "exposed")]
+        kinds = {span._replace(kind="").key: span.kind for span in sent}
+        return ends_of([(kinds.get(span._replace(kind="").key, "compute"), span.seconds) for span in order])
+
+
+def _predict(runs: Sequence[PhaseRun], costs: Costs) -> RankStep:
     """Predict the phases that ran, one after the other."""
     phases: dict[int, tuple[Estimate, int]] = {}
-    ends: list[Ends] = []
     spans: list[TimedSpan] = []
     now = 0.0
     for run in runs:
@@ -109,45 +134,16 @@ def _predict(runs: Sequence[PhaseRun], costs: Costs) -> StepPrediction:
         for step in found.steps:
             # The model's own communication is not measured separately.
             if step.kind not in MODEL_KINDS and step.why != "model":
-                key = SpanKey(run.program.title, run.name, step.kind, step.name)
-                spans.append(TimedSpan(key, step.where, step.start + now, step.end + now))
+                phase = run.program.title, run.name
+                spans.append(TimedSpan(*phase, step.kind, step.name, step.where, step.start + now, step.end + now))
         now += found.seconds
-        ends.append(found.ends)
     peak = None
     if len({run.program.title for run in runs}) == 1:
         peak = max(peak for _, peak in phases.values())
         if len({id(run.program) for run in runs}) == 1:  # tensors that both phases have count once
             both = as_planned(runs[0].program)
             peak = memory_of(both, estimate(both, costs)).peak_bytes
-    of_step = Ends(ends[0].head, ends[-1].tail) if ends else Ends(0.0, 0.0)
-    return StepPrediction(tuple(sorted(spans, key=lambda span: span.start)), now, of_step, peak)
-
-
-def _measured_ends(spans: Sequence[TimedSpan]) -> Ends:
-    kinds = {span.key._replace(kind=""): span.key.kind for span in spans if span.key.kind not in ("compute", "exposed")}
-    order = [span for span in spans if span.key.kind in ("compute", "exposed")]
-    return ends_of([(kinds.get(span.key._replace(kind=""), "compute"), span.seconds) for span in order])
-
-
-def _totals(spans: Iterable[TimedSpan]) -> dict[SpanKey, float]:
-    found: defaultdict[SpanKey, float] = defaultdict(float)
-    for span in spans:
-        found[span.key] += span.seconds
-    return dict(found)
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """The step on one rank, from its start until the device was done."""
-
-    rank: int
-    seconds: float
-    spans: tuple[TimedSpan, ...]
-    peak_bytes: int | None
-
-    def total(self, *kinds: str) -> float:
-        """Return the seconds of all spans of the given kinds."""
-        return sum(span.seconds for span in self.spans if span.key.kind in kinds)
+    return RankStep(-1, now, tuple(sorted(spans, key=lambda span: span.start)), peak)
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,7 @@ class StepProfile:
     collectives: tuple[Timing, ...]
     waits: tuple[Timing, ...]
     ranks: tuple[RankStep, ...]
-    _prediction: StepPrediction = field(repr=False, compare=False)
+    _prediction: RankStep = field(repr=False, compare=False)
     _programs: dict[str, Program] = field(repr=False, compare=False)
     _others: frozenset[tuple[str, str]] = field(repr=False, compare=False)
     _costs: Costs = field(repr=False, compare=False)
@@ -242,11 +238,20 @@ class StepProfile:
         """
         processes = [(f"rank {step.rank}", step.spans) for step in self.ranks]
         processes.append((f"predicted for {self.hardware}", self._prediction.spans))
-        events = [
-            event
-            for number, (title, spans) in enumerate(processes)
-            for event in process_events(number, title, map(_shown, spans))
-        ]
+        events: list[dict[str, Any]] = []
+        for process, (title, spans) in enumerate(processes):
+            events.append(trace_name("process_name", 0, title, process))
+            ends: dict[str, list[float]] = {lane: [] for lane in _LANES}
+            for span in map(_shown, spans):
+                rows = ends[span.lane]
+                row = next((row for row, end in enumerate(rows) if end <= span.start), len(rows))
+                # Tracks are sorted by number, so the rows of a lane stay together.
+                track = _LANES.index(span.lane) * _MOST_TRACKS + row + 1
+                if row == len(rows):
+                    rows.append(span.end)
+                    events.append(trace_name("thread_name", track, span.lane, process))
+                rows[row] = span.end
+                events.append(trace_event(span.name, span.kind, process, track, span.start, span.end - span.start))
         write_given("path", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def save_report(self, path: str | os.PathLike[str], program: str | None = None) -> None:
@@ -275,10 +280,10 @@ class StepProfile:
         """Return the lanes of the median rank, and the times of regions and buckets."""
         middle = sorted(self.ranks, key=lambda step: step.seconds)[len(self.ranks) // 2]
         timings = [t for t in (*self.regions, *self.collectives, *self.waits) if t.program == title]
-        of = {SpanKey(t.program, t.phase, t.kind, t.name): t for t in timings}
+        of: dict[tuple[str, ...], Timing] = {(t.program, t.phase, t.kind, t.name): t for t in timings}
         spans = []
         for span in middle.spans:
-            if span.key.program == title:
+            if span.program == title:
                 _, median, least, most = of[span.key].cells()
                 spans.append(_shown(span, f"all ranks, in a step: {median}, {least} to {most}"))
         sums = (self.step.measured, self.compute.measured, self.exposed.measured)
@@ -302,8 +307,7 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
     for run in runs:
         programs.setdefault(run.program.title, run.program)  # the first has a forward
     compute, exposed = ([step.total(kind) for step in ranks] for kind in ("compute", "exposed"))
-    guessed = {kind: sum(s.seconds for s in prediction.spans if s.key.kind == kind) for kind in ("compute", "exposed")}
-    ends = [_measured_ends(step.spans) for step in ranks]
+    ends = [step.ends for step in ranks]
     rest = [step.seconds - busy - waited for step, busy, waited in zip(ranks, compute, exposed)]
     peaks = [step.peak_bytes for step in ranks if step.peak_bytes is not None]
     timings = sorted(_timings(ranks, prediction), key=lambda timing: -timing.measured.median)
@@ -311,8 +315,8 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
         model=model,
         hardware=costs.profile.title,
         step=Timing("step", prediction.seconds, Spread.of(step.seconds for step in ranks)),
-        compute=Timing("compute", guessed["compute"], Spread.of(compute)),
-        exposed=Timing("exposed", guessed["exposed"], Spread.of(exposed)),
+        compute=Timing("compute", prediction.total("compute"), Spread.of(compute)),
+        exposed=Timing("exposed", prediction.total("exposed"), Spread.of(exposed)),
         head=Timing("head", prediction.ends.head, Spread.of(found.head for found in ends)),
         tail=Timing("tail", prediction.ends.tail, Spread.of(found.tail for found in ends)),
         other=Timing("other", None, Spread.of(rest)),
@@ -328,23 +332,23 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
     )
 
 
-def _timings(ranks: Sequence[RankStep], prediction: StepPrediction) -> Iterator[Timing]:
+def _timings(ranks: Sequence[RankStep], prediction: RankStep) -> Iterator[Timing]:
     """Yield the timing of each region, collective and wait."""
-    seconds = [_totals(step.spans) for step in ranks]
-    predicted = _totals(prediction.spans)
+    seconds, predicted = [step.totals() for step in ranks], prediction.totals()
     calls = Counter(span.key for span in ranks[0].spans)
-    places: dict[SpanKey, dict[str, None]] = {}
+    places: dict[tuple[str, ...], dict[str, None]] = {}
     for span in ranks[0].spans:
         places.setdefault(span.key, {})[span.where] = None
     for key, where in places.items():
         first, *others = where
+        program, phase, kind, name = key
         yield Timing(
-            kind=key.kind,
+            kind=kind,
             predicted=predicted.get(key, 0.0),  # a wait that is not predicted takes no time
             measured=Spread.of(found.get(key, 0.0) for found in seconds),
-            name=key.name,
-            program=key.program,
-            phase=key.phase,
+            name=name,
+            program=program,
+            phase=phase,
             where=f"{first} to {others[-1]}" if others else first,
             calls=calls[key],
         )
@@ -352,7 +356,7 @@ def _timings(ranks: Sequence[RankStep], prediction: StepPrediction) -> Iterator[
 
 def _shown(span: TimedSpan, detail: str = "") -> Span:
     """Convert a span for reports and traces."""
-    lane = "compute" if span.key.kind in ("compute", "exposed") else "communication"
-    kind = COLORS.get(span.key.kind, span.key.kind)
+    lane = "compute" if span.kind in ("compute", "exposed") else "communication"
+    kind = COLORS.get(span.kind, span.kind)
     # The page finds a bucket's spans by its name, so nothing is appended to it.
-    return Span(lane, kind, f"{span.key.name} {span.where}".strip(), span.start, span.end, detail)
+    return Span(lane, kind, f"{span.name} {span.where}".strip(), span.start, span.end, detail)

@@ -52,7 +52,6 @@ from graphshard.predict.capture_target import (
     CaptureTarget,
     Place,
     at_place,
-    captured_for,
     device_given,
     place_of,
     sizes_of,
@@ -196,7 +195,7 @@ class Study:
             )
         before_plan = self._prepared(place, Costs(profile, network))
         costs = Costs(profile, network, before_plan.mesh, dict(measured))
-        target = self._targets[captured_for(place)]
+        target = self._targets[_key(place)]
         named = None if axis is None and isinstance(place, Mesh) else sizes
         found = self._predicted(place, before_plan, costs, flop=target.flop, mesh=named, microbatches=microbatches)
         _check_measured(measured, found)
@@ -252,7 +251,7 @@ class Study:
         study._targets, study._before_plan = self._targets, self._of_stages
         whole = study._prepared(place, costs)
         whole = whole if whole.few is None else instantiate_all_blocks(whole)
-        target = self._targets[captured_for(place)]
+        target = self._targets[_key(place)]
         stages = stages_of(whole, blocks_of(target.lists, target.repeats, whole.model), order, costs)
         flop = {dtype: total / order.num_stages for dtype, total in target.flop.items()}
 
@@ -267,7 +266,7 @@ class Study:
         return step.explained(target.flop, sizes)
 
     def _target(self, place: Place, model: nn.Module) -> CaptureTarget:
-        key = captured_for(place)
+        key = _key(place)
         if key not in self._targets:
             repeats = None if self.every_block or not _is_local(self.options) else find_repeats(model)
             self._targets[key] = CaptureTarget(
@@ -276,7 +275,6 @@ class Study:
                 symbols=self.symbols or {},
                 level=self.options.verify or "off",
                 show=self._showing(),
-                device=device_given(self.device),
                 lists=lists_of(model),
             )
         return self._targets[key]
@@ -294,7 +292,7 @@ class Study:
                     if target.repeats is None:
                         raise
                     log.info("%s: every block is captured: %s", type(self.model).__name__, error)
-                    target.capture_every_block()
+                    target.repeats, target.program = None, None
                     self._before_plan[key] = self._prepare(model, spec, target, costs)
         return self._before_plan[key]
 
@@ -397,6 +395,11 @@ class Study:
         device = costs.profile.device
         by_budget = self.options.activation == "auto"  # decides what is saved
         return f"{device} {costs.profile.hash} {costs.network}" if by_budget else device
+
+
+def _key(place: Place) -> Place | None:
+    """Return the key of a capture: all meshes of data axes share one."""
+    return None if isinstance(place, Mesh) else place
 
 
 def _copy(program: Program) -> Program:

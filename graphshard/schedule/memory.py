@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -62,6 +63,13 @@ class MemoryTimeline:
     peak_bytes: int
     peak_time: float
     alive: tuple[Alive, ...]
+
+    def by_kind(self) -> Counter[str]:
+        """Return bytes at the peak by group."""
+        found = Counter[str]()
+        for value in self.alive:
+            found[value.what] += value.num_bytes
+        return found
 
 
 def memory_of(program: Program, found: Estimate) -> MemoryTimeline:

@@ -101,10 +101,10 @@ def _simulated(rank: int, world_size: int) -> None:
     assert device.asked == {torch.device("cpu")}
     (program,) = graphshard.programs(model)
     for step in profile.ranks:
-        compute = [span for span in step.spans if span.key.kind == "compute"]
-        exposed = [span for span in step.spans if span.key.kind == "exposed"]
+        compute = [span for span in step.spans if span.kind == "compute"]
+        exposed = [span for span in step.spans if span.kind == "exposed"]
         for span in compute:
-            assert span.seconds == pytest.approx(PRODUCT * _products(program, span.key.name)), span
+            assert span.seconds == pytest.approx(PRODUCT * _products(program, span.name)), span
         # Only matmuls and waits take time, one after another.
         assert step.seconds == pytest.approx(sum(span.seconds for span in (*compute, *exposed)))
         assert sum(span.seconds for span in compute) == pytest.approx(PRODUCT * 17)  # the input has no gradient

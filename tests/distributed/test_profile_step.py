@@ -90,7 +90,7 @@ def _check_times(profile: StepProfile, world_size: int) -> None:
     assert len(profile.ranks) == world_size
     for step in profile.ranks:
         assert all(0 <= span.start <= span.end <= step.seconds for span in step.spans)
-        compute = [span for span in step.spans if span.key.kind in ("compute", "exposed")]
+        compute = [span for span in step.spans if span.kind in ("compute", "exposed")]
         assert all(before.end <= after.start for before, after in itertools.pairwise(compute))
         assert step.total("compute", "exposed") < step.seconds
     for waited in profile.waits:
@@ -144,7 +144,7 @@ def _predicted(rank: int, world_size: int) -> None:
     assert profile.head.predicted == pytest.approx(found.head_s)
     assert profile.tail.predicted == pytest.approx(found.tail_s)
     for step in profile.ranks:
-        waited = [span for span in step.spans if span.key.kind == "exposed"]
+        waited = [span for span in step.spans if span.kind == "exposed"]
         first, last = min(waited, key=lambda span: span.start), max(waited, key=lambda span: span.start)
         # Each is one bucket here.
         assert profile.head.measured.least <= first.seconds <= profile.head.measured.most
