@@ -84,14 +84,10 @@ class Costs:
         busy = sum(map(self.kernel, works), 0.0)
         if not is_zero(self.host_seconds):
             busy = maximum(busy, len(works) * self.host_seconds)
-        return busy * self._slowest
-
-    @property
-    def _slowest(self) -> Scalar:
-        """Factor by which the slowest rank is slower: a fraction for every doubling of the nodes."""
         if self.mesh is None or is_zero(self.profile.straggler):
-            return 1.0
-        return 1 + self.profile.straggler * log2(maximum(self.mesh.size / self.profile.ranks_per_node, 1))
+            return busy
+        doublings = log2(maximum(self.mesh.size / self.profile.ranks_per_node, 1))  # of the nodes
+        return busy * (1 + self.profile.straggler * doublings)
 
     def region(self, region: Region) -> Scalar:
         """Return the cost of one call of a region, measured or estimated."""

@@ -191,7 +191,11 @@ def template_environment() -> Environment:
 def render(data: Report) -> str:
     """Return the report as the text of one HTML file; equal data give equal text."""
     env = template_environment()
-    env.filters |= {"size": format_bytes, "time": format_seconds, "pack": _pack}
+    env.filters |= {
+        "size": format_bytes,
+        "time": format_seconds,
+        "pack": lambda text: base64.b64encode(zlib.compress(text.encode())).decode(),
+    }
     env.globals |= {"stage_stem": stage_stem, "format_bytes": format_bytes, "format_seconds": format_seconds}
     groups = data.memory.by_kind().most_common() if data.memory else []
     return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups)
@@ -200,10 +204,6 @@ def render(data: Report) -> str:
 def stage_stem(index: int, stage: Stage) -> str:
     """Return the file name of a stage in a dump, without its suffix: "09-bucket"."""
     return f"{index:02d}-{file_name(stage.name)}"
-
-
-def _pack(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def _script_data(data: Report) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 `resolve.py` makes the parameter table, the pipeline and the planner of them. `simulated_mesh.py` makes meshes without
 machines.
 
-* **The model is walked once.** `check_model` returns `ModelContents`: modules, parameters and buffers by name. What
+* **The model is listed once.** `check_model` returns `ModelContents`: modules, parameters and buffers by name. What
   follows reads these.
 * **Signatures are made of fields.** `compile` and the others take `**options: Unpack[...]`. A new option is a field, a
   key of the `TypedDict`, its check and its paragraph in the docstring of `compile`; written-out signatures would repeat

@@ -228,7 +228,7 @@ def check_mesh(mesh: Any) -> Mesh:
 
 @dataclass(frozen=True, eq=False)
 class ModelContents:
-    """Modules, parameters and buffers of a model, listed in one walk.
+    """Modules, parameters and buffers of a model, listed once.
 
     Modules and buffers have their first name, parameters all their names, in the order of registration.
     """
@@ -240,25 +240,11 @@ class ModelContents:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelContents:
-        """Walk a model."""
-        modules: dict[nn.Module, str] = {}
         params: dict[nn.Parameter, list[str]] = {}
-        buffers: dict[torch.Tensor, str] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            modules.setdefault(module, path)
-            for name, param in module._parameters.items():
-                if param is not None:
-                    params.setdefault(param, []).append(prefix + name)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    buffers.setdefault(buffer, prefix + name)
-        return cls(
-            model,
-            {name: module for module, name in modules.items()},
-            {tuple(names): param for param, names in params.items()},
-            {name: buffer for buffer, name in buffers.items()},
-        )
+        for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
+            params.setdefault(param, []).append(name)
+        by_names = {tuple(names): param for param, names in params.items()}
+        return cls(model, dict(model.named_modules()), by_names, dict(nn.Module.named_buffers(model)))
 
     @functools.cached_property
     def named(self) -> Mapping[str, nn.Parameter]:

@@ -262,16 +262,15 @@ def measure_chip(device: str, show: Callable[[str], None]) -> dict[str, Any]:
         show(f"attention in {label}")
         found[f"attention.{label}"] = least(_attention_speed(device, dtype, launch))
     show("memory, elementwise operations, host")
-    found["memory_bandwidth"], found["vector"] = least(_memory_bandwidth(device)), least(_vector_speed(device, launch))
-    found["host_bandwidth"] = least(_host_bandwidth(device))
-    return found
-
-
-def _memory_bandwidth(device: str) -> float:
-    """Return the bytes/s that an addition reads and writes, far beyond caches."""
+    # An addition far beyond caches, and a copy from the host.
     x = torch.zeros(2**26 if device == "cuda" else 2**25, device=device)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / seconds_of(lambda: torch.add(x, 1, out=y), device)
+    found["memory_bandwidth"] = least(2 * x.nbytes / seconds_of(lambda: torch.add(x, 1, out=y), device))
+    found["vector"] = least(_vector_speed(device, launch))
+    host = torch.zeros(2**24, pin_memory=device == "cuda")
+    here = torch.empty_like(host, device=device, pin_memory=False)
+    found["host_bandwidth"] = least(host.nbytes / seconds_of(lambda: here.copy_(host, non_blocking=True), device))
+    return found
 
 
 def _matmul_speed(device: str, dtype: torch.dtype, launch: float) -> float:
@@ -307,12 +306,6 @@ def _vector_speed(device: str, launch: float) -> float:
     times = seconds_of(lambda: torch.mul(x, x, out=y), device), seconds_of(lambda: torch.exp(x, out=y), device)
     speeds = [x.numel() / max(seconds - launch, seconds / 10) for seconds in times]
     return math.sqrt(math.prod(speeds))
-
-
-def _host_bandwidth(device: str) -> float:
-    x = torch.zeros(2**24, pin_memory=device == "cuda")
-    y = torch.empty_like(x, device=device, pin_memory=False)
-    return x.nbytes / seconds_of(lambda: y.copy_(x, non_blocking=True), device)
 
 
 def measure_links(device: str, show: Callable[[str], None]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from graphshard.cost.profile import Hardware, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import fake
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.module.runner import Runner
 from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
 from graphshard.predict.calibrate import seconds_of
@@ -81,17 +80,15 @@ def measure_regions(
     found = {}
     for done, (key, region) in enumerate(regions.items()):
         show(f"region {done + 1} of {len(regions)}")
-        values = [_random_like(fake(node)) for node in region.module.graph.find_nodes(op="placeholder")]
+        values = []
+        for traced in map(fake, region.module.graph.find_nodes(op="placeholder")):
+            empty = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
+            # Zero is a valid index.
+            values.append(empty.uniform_(-1, 1) if traced.is_floating_point() else empty.zero_())
         device = next((value.device.type for value in values), "cpu")
         with torch.no_grad():
             found[key] = seconds_of(lambda key=key, values=values: compiled[key](list(values)), device, budget)  # type: ignore[misc]
     return found
-
-
-def _random_like(traced: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the traced shape and strides; integers are zero, which is a valid index."""
-    empty = torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device)
-    return empty.uniform_(-1, 1) if traced.is_floating_point() else empty.zero_()
 
 
 def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
@@ -172,20 +169,7 @@ def profile_step(
     options, device = runner.tracer.options, runner.tracer.spec.device
     found = load_profile(hardware) if hardware is not None else profile_here(device, options.hardware)
     profile = found if found is not None else load_profile(_ANY_HARDWARE)
-    _check_state(model)
-    costs = Costs(profile, mesh=runner.tracer.spec.mesh, fused=options.backend != "eager")
-    step = _Step(model, tuple(args), dict(kwargs or {}), loss)
-    with _restored(model, step.tensors), recording(clock_of(device)) as record:
-        for _ in range(warmup):
-            step.run()
-        record.runs.clear()
-        mine = _measure(step, record, runner.whole_mesh, device)
-        runs = list(record.runs)
-    return profile_of(users_class(model).__name__, _gathered(mine, runner.whole_mesh), runs, costs)
-
-
-def _check_state(model: CompiledModule) -> None:
-    name, runner = users_class(model).__name__, model._graphshard
+    name = users_class(model).__name__
     if runner.library is not None:
         raise ArgumentError(
             f"model: {name} runs programs of a file, which have nothing to predict from. Profile a model that "
@@ -197,6 +181,15 @@ def _check_state(model: CompiledModule) -> None:
             f"model: {name} has parameters that were gathered by hand ({brief(by_hand[0])}), which a backward would "
             "free. Call model.reshard() first."
         )
+    costs = Costs(profile, mesh=runner.tracer.spec.mesh, fused=options.backend != "eager")
+    step = _Step(model, tuple(args), dict(kwargs or {}), loss)
+    with _restored(model, step.tensors), recording(clock_of(device)) as record:
+        for _ in range(warmup):
+            step.run()
+        record.runs.clear()
+        mine = _measure(step, record, runner.whole_mesh, device)
+        runs = list(record.runs)
+    return profile_of(name, _gathered(mine, runner.whole_mesh), runs, costs)
 
 
 @dataclass
@@ -222,15 +215,11 @@ class _Step:
 
         self.args, self.kwargs = pytree.tree_map(own, (self.args, self.kwargs))
         self.tensors = list(detached.values())
-        self._sums = dict(self._runner.accumulation.sums)
-
-    @property
-    def _runner(self) -> Runner:
-        return self.model._graphshard
+        self._sums = dict(self.model._graphshard.accumulation.sums)
 
     def run(self) -> None:
         """Run forward and backward; where gradients are off, forward."""
-        accumulation = self._runner.accumulation
+        accumulation = self.model._graphshard.accumulation
         accumulation.measured = True
         try:
             output = self.model(*self.args, **self.kwargs)
