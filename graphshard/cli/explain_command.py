@@ -176,7 +176,6 @@ def function_at(option: str, path: str) -> Callable[..., Any]:
 
 
 def _run_file(option: str, where: str) -> object:
-    """Import a file as a module, once."""
     file = path_of(option, where, "a file with a function")
     before = sys.modules.get(file.stem)
     if before is not None and getattr(before, "__file__", None) == str(file):

@@ -68,7 +68,6 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check a subcommand's name, or an option with choices."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -133,7 +132,6 @@ _AddCommand = Callable[..., Parser]
 
 
 def _later(module: str, function: str) -> Callable[[argparse.Namespace], int]:
-    """Return a function that imports the module when it runs."""
 
     def run(args: argparse.Namespace) -> int:
         return int(getattr(importlib.import_module(module), function)(args))

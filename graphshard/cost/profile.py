@@ -273,6 +273,11 @@ def builtin_profiles() -> list[str]:
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
+def profile_of_gpu(name: str) -> Profile | None:
+    """Return the known profile of a GPU by the name that its driver gives; None for others."""
+    return next((load_profile(known) for known in builtin_profiles() if known in name.lower()), None)
+
+
 def load_profile(hardware: Hardware) -> Profile:
     """Load a profile by the name of a known machine, or by the path of a file.
 

@@ -305,7 +305,6 @@ def _buckets(program: Program, found: Estimate, spreads: Spreads) -> Iterator[Bu
 
 
 def _place(calls: list[Step], order: int) -> str:
-    """Return a point between two region calls, in words."""
     following = calls[order].where if order < len(calls) else "the end"
     return f"after {order} of {len(calls)} regions, before {following or 'the root'}"
 

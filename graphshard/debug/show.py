@@ -257,7 +257,6 @@ def _last_plan(directory: Path) -> Plan | None:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield one line per kind of collective and phase."""
     yield f"plan: {len(plan.buckets)} buckets"
     groups: dict[tuple[str, str], list[int]] = {}
     for bucket in plan.buckets:
@@ -362,7 +361,6 @@ def _choose(stage: StageFile, wanted: str | None) -> tuple[Pass, str]:
 
 
 def _imported(name: str) -> Pass:
-    """Make a pass of a user's class, without arguments."""
     module_name, _, class_name = name.partition(":")
     found: object = import_module(module_name, "--pass")
     for attribute in class_name.split("."):

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graphshard.cost.costs import Costs
-from graphshard.cost.profile import Hardware, Profile, builtin_profiles, load_profile
+from graphshard.cost.profile import Hardware, Profile, load_profile, profile_of_gpu
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule
@@ -311,7 +311,7 @@ def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | N
     if device.type == "cpu":
         return load_profile("cpu-gloo")
     title = torch.cuda.get_device_name(device).lower()
-    known = next((name for name in builtin_profiles() if name in title), None)
+    known = profile_of_gpu(title)
     if known is None:
         log.warning(
             "no hardware profile of %s: collectives are planned unit by unit. `torchrun ... -m graphshard calibrate "
@@ -319,7 +319,7 @@ def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | N
             title,
             VARIABLE,
         )
-    return None if known is None else load_profile(known)
+    return known
 
 
 def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, optimizer_states: int = 2) -> Pipeline:

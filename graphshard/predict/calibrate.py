@@ -34,8 +34,7 @@ from graphshard.cost.profile import (
     NodeLink,
     Profile,
     Protocol,
-    builtin_profiles,
-    load_profile,
+    profile_of_gpu,
 )
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import c10d
@@ -147,7 +146,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
     sources["outside.isolated.bandwidth"] = "measured" if ranks > local else "assumed: as inside; one node here"
     sources["protocols.0.fraction"] = "part of the measured bandwidth"
-    known = _data_sheet(device)
+    known = profile_of_gpu(torch.cuda.get_device_name()) if device == "cuda" else None
     for dtype in map(_name_of, _DTYPES):
         # Relative to the data sheet's peaks, if it is known.
         speed, product = best[f"matmul.{dtype}"], f"{here}: products of several sizes"
@@ -199,14 +198,6 @@ def _title(device: str) -> str:
     if device == "cuda":
         return f"{dist.get_world_size() if dist.is_initialized() else 1} x {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, gloo"
-
-
-def _data_sheet(device: str) -> Profile | None:
-    """Return the built-in profile of this GPU, for its peaks."""
-    if device != "cuda":
-        return None
-    chip = torch.cuda.get_device_name().lower()
-    return next((load_profile(name) for name in builtin_profiles() if name in chip), None)
 
 
 def seconds_of(fn: Callable[[], Any], device: str, budget: float = 0.2) -> float:
@@ -334,12 +325,10 @@ def measure_links(device: str, show: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _of_ranks(bandwidth: float) -> Network:
-    """Return a network with the bandwidth of a rank, which includes cards and switches."""
     return Network(1.0, bandwidth, 1.0, 1, 1.0)
 
 
 def _link(kind: str, device: str, group: dist.ProcessGroup) -> NodeLink:
-    """Fit latency and bandwidth to the times of several sizes."""
 
     def measured(size: int, num_tensors: int) -> float:
         return slowest(seconds_together(_call(kind, size, num_tensors, device, group), device, _REPEATS), device)

@@ -122,7 +122,6 @@ def at_place(
 def _spec_on(
     model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
 ) -> CaptureSpec:
-    """Return the capture's dependencies where process groups exist."""
     contents = ModelContents.of(model)
     axes = find_axes(contents, device_mesh, options, dims)
     assert axes.data is not None

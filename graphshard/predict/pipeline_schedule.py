@@ -161,7 +161,6 @@ def _saved_bytes(program: Program) -> int:
 
 
 def _phase_seconds(events: Sequence[TimedEvent], contention: Scalar) -> tuple[Scalar, Scalar]:
-    """Return the seconds of forward and of backward."""
     ends: dict[str, Scalar] = {"forward": 0.0}
     for event, end in zip(events, run(events, contention).ends):
         if not isinstance(event, Launch):
@@ -300,7 +299,6 @@ class PipelineStep:
         return [(seconds(b, backward=False), seconds(b, backward=True)) for b in range(len(self.parts) - 1)]
 
     def _trained(self, rank: int) -> int:
-        """Return the bytes of a rank's shards of trained parameters."""
         return sum(self.parts[stage].found._program.params.trained_bytes for stage in self.order.stages_of(rank))
 
     def _updates(self, costs: Costs) -> list[Scalar]:
@@ -367,7 +365,6 @@ class PipelineStep:
         )
 
     def _limit(self, head: Explanation, cost: PipelineCost, step: float, exposed: float) -> tuple[str, tuple[str, ...]]:
-        """Return what limits the step, and advice."""
         room, need = self.costs.profile.memory_capacity, max(cost.rank_bytes)
         if need > room:
             where = cost.named(cost.largest)

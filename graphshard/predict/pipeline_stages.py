@@ -90,7 +90,6 @@ class _PhaseCut:
         return self.phase.slot_of()
 
     def results(self) -> Iterable[tuple[Node, Slot]]:
-        """Return the phase's results, except constants."""
         results = zip(self.phase.results, self.phase.outputs, strict=True)
         return ((value, slot) for value, slot in results if isinstance(value, Node))
 

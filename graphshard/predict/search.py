@@ -251,7 +251,6 @@ def _capture(groups: Sequence[Sequence[Task]]) -> float:
 
 
 def _why_not_fork() -> str:
-    """Return why this process cannot be forked, or ""."""
     if sys.platform != "linux":
         return "that is safe on Linux only"
     if torch.cuda.is_initialized():

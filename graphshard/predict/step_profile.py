@@ -333,7 +333,6 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
 
 
 def _timings(ranks: Sequence[RankStep], prediction: RankStep) -> Iterator[Timing]:
-    """Yield the timing of each region, collective and wait."""
     seconds, predicted = [step.totals() for step in ranks], prediction.totals()
     calls = Counter(span.key for span in ranks[0].spans)
     places: dict[tuple[str, ...], dict[str, None]] = {}
@@ -355,7 +354,6 @@ def _timings(ranks: Sequence[RankStep], prediction: RankStep) -> Iterator[Timing
 
 
 def _shown(span: TimedSpan, detail: str = "") -> Span:
-    """Convert a span for reports and traces."""
     lane = "compute" if span.kind in ("compute", "exposed") else "communication"
     kind = COLORS.get(span.kind, span.kind)
     # The page finds a bucket's spans by its name, so nothing is appended to it.

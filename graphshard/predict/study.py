@@ -387,7 +387,6 @@ class Study:
         return Observer(self.options.verify or "off", show=self._showing(mesh, machine), most=_MOST_PRINTED)
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
-        """Return the passes that `compile` would run on such a machine."""
         return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.training.optimizer_states).passes
 
     def _machine(self, costs: Costs) -> str:
@@ -403,7 +402,6 @@ def _key(place: Place) -> Place | None:
 
 
 def _copy(program: Program) -> Program:
-    """Return a copy that passes can rewrite."""
     phases = {name: phase.clone() for name, phase in program.phases.items()}
     return replace(program, phases=phases, history=list(program.history), established=set(program.established))
 

@@ -142,7 +142,6 @@ class _PolynomialFit:
         self.known: dict[tuple[int, ...], sympy.Expr] = {}
 
     def shape(self, shapes: list[Any], node: Node) -> Any:
-        """Fit a shape, or a list of shapes."""
         if isinstance(shapes[0], list):
             return [None if parts[0] is None else self.shape(list(parts), node) for parts in zip(*shapes)]
         return tuple(self.size(values, node) for values in zip(*shapes))
@@ -193,7 +192,6 @@ def _mesh_of_ranks(mesh: Mesh) -> Mesh:
 
 
 def _symbolic(node: Node) -> Any:
-    """Return the sizes of a node, with symbols where it has them."""
     return node.meta.get(SYMBOLS, sizes(node))
 
 
@@ -415,7 +413,6 @@ def _sent(program: Program, launch: Node) -> Any:
 
 
 def _shard_numel(row: ParamSpec, mesh: Mesh) -> Any:
-    """Return the elements of a padded shard."""
     if row.num_shards == 1:
         return math.prod(row.shape)
     rest = math.prod(row.shape) // max(row.shape[row.dim], 1)

@@ -39,6 +39,13 @@ from graphshard.utils.text import brief
 
 # How many times more microbatches are tried.
 _MORE = 4
+# Numbers of ranks that scaling is predicted for, and how many may be given.
+RANKS = (64, 256, 1024, 4096)
+_MOST_ROWS = 100
+# Another effect of a kind of change.
+_NOTES = {"precision": "other rounding"}
+# Predictions in the search for what fits, and how many times the batch is tried at most.
+_TRIES, _TIMES = 6, 1024
 # Axes that are not of data, and so do not grow with the ranks.
 _FIXED = (*TENSOR, *CONTEXT, *EXPERT, *PIPELINE)
 
@@ -220,15 +227,6 @@ def changes_of(case: Case, about: Sequence[str]) -> list[Change]:
     return [change for change in (*_sizes(case), *_options(case), *_costs(case)) if change.about in about]
 
 
-# Numbers of ranks that scaling is predicted for, and how many may be given.
-RANKS = (64, 256, 1024, 4096)
-_MOST_ROWS = 100
-# Another effect of a kind of change.
-_NOTES = {"precision": "other rounding"}
-# Predictions in the search for what fits, and how many times the batch is tried at most.
-_TRIES, _TIMES = 6, 1024
-
-
 @functools.partial(takes_options, also=(Training,))
 def what_if(
     model: nn.Module,
@@ -328,7 +326,6 @@ class _Predictions:
         self._known = [(case, Outcome.of(self.base, case.batch))]
 
     def predict(self, case: Case, name: str) -> Explanation | str:
-        """Return a prediction, or why there is none."""
         if case.batch not in self._by_batch:
             args, kwargs = case.inputs
             study = replace(self._study, example_inputs=args or None, example_kwargs=kwargs or None)
@@ -344,7 +341,6 @@ class _Predictions:
         return found
 
     def outcome(self, case: Case, name: str) -> Outcome | str:
-        """Return the main numbers of a prediction, or why there is none."""
         for other, known in self._known:
             if case.is_like(other):
                 return known
@@ -363,7 +359,6 @@ class _Predictions:
         return largest(what, lambda count: self.outcome(case.with_batch(count), label), batch)
 
     def smallest_mesh(self) -> Fit:
-        """Find the fewest ranks that fit."""
         case, ranks, what = self.case, self.base.num_ranks, "the smallest mesh"
         if case.with_ranks(ranks) is None:
             return Fit(what, None, "mesh is a DeviceMesh, which exists; give its shape to see others")

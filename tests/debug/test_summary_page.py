@@ -23,13 +23,13 @@ TITLE = "Llama, 8.03 billion parameters, on 64 x h100"
 
 @functools.cache
 def base() -> graphshard.Explanation:
-    """A step that costs something, with a range."""
+    """Return a step with a cost and a range."""
     found = graphshard.explain(Blocks(2), (64,), example_inputs=(torch.ones(3, 4),), tokens=2e12, price=2.5)
     return replace(found, step_range_s=(0.9 * found.step_time_s, 1.1 * found.step_time_s))
 
 
 def points(*speeds: float) -> tuple[Scaled, ...]:
-    """64, 128, 256 ... ranks."""
+    """Return rows for 64, 128, 256 ... ranks."""
     rows = [replace(outcome(64 << place, 4, 500), tokens_per_second_per_gpu=s) for place, s in enumerate(speeds)]
     return tuple(Scaled(row.num_ranks, row, row.tokens_per_second_per_gpu / speeds[0]) for row in rows)
 
@@ -56,7 +56,7 @@ def small(**changes: Any) -> WhatIf:
 
 @pytest.fixture
 def show(open_text: OpenText) -> Show:
-    """Return `show(summary)`, which opens the page."""
+    """Return `show(found, title)`, which opens the page."""
 
     def open_page(found: WhatIf, title: str = TITLE, **options: Any) -> Page:
         page = open_text(render_summary(found, "plan.timeline.html", title), **options)
