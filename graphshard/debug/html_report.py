@@ -10,6 +10,7 @@ Times are in seconds and sizes in bytes, here and in the page's data; only the r
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import zlib
 from collections import defaultdict
@@ -180,10 +181,12 @@ class Report:
 Spreads = Mapping[tuple[str, str], Spread]
 
 
-def template_environment() -> Environment:
-    """Return the jinja environment of both HTML pages; `asset(name)` includes a style sheet or a script."""
+@functools.cache
+def template_environment(*, html: bool = True) -> Environment:
+    """Return the jinja environment of all templates; `asset(name)` includes a style sheet or a script."""
     loader = PackageLoader("graphshard.debug", "")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env = Environment(loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env.keep_trailing_newline = not html
     env.globals["asset"] = lambda name: Markup(loader.get_source(env, name)[0])
     return env
 
