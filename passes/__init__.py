@@ -1,4 +1,4 @@
-"""The passes, one per file. `pipeline/pipeline.py` runs them in the order that fits one screen.
+"""The passes, one per file; `pipeline/pipeline.py` has their order.
 
     insert_collectives           parameters become shards; all-gathers and reduce-scatters appear
     mixed_precision              shards are stored in their dtype; casts before gathers and around reductions

@@ -1,4 +1,4 @@
-"""Compiled ahead of time: `graphshard.export` writes `.gshard` and `.pt2` files, `graphshard.load` runs them.
+"""Ahead-of-time compilation: `graphshard.export` writes `.gshard` and `.pt2` files, `graphshard.load` runs them.
 
 `export.py` has the interface, `exporter.py` makes one program, `model_axes.py` those for meshes along which the model
 communicates. `load.py` checks a file and shards the model. `pt2.py` writes PyTorch's own format. `store/` has the file.

@@ -1,4 +1,4 @@
-"""Programs, passes and signatures as JSON, without pickle and without imports of what a file names.
+"""Programs, passes and signatures as JSON, without pickle and without importing names from a file.
 
 A file holds the fields of dataclasses by their types (`converter.py`). A new field needs nothing here; one of a type
 that no file can hold fails in `tests/codec/test_round_trip.py`. Only nodes of graphs and their values

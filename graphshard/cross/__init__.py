@@ -1,4 +1,4 @@
-"""Code for GPUs that are not here: compilation, kernels in files, and a GPU's answers on a machine that has none.
+"""Code for absent GPUs: compilation, kernels in files, and a GPU's answers on a machine without one.
 
 `driver.py` answers for the GPU while a program is captured and compiled, with facts in `cuda_library.py` about torch's
 C++ library. `compile_for_gpus.py` compiles regions with Inductor's FX wrapper and Triton; the code of a region is a

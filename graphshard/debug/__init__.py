@@ -1,4 +1,4 @@
-"""See and replay what was compiled: dumps, stages, HTML reports, traces, one pass alone, bisection.
+"""Inspection and replay of compiled programs: dumps, stages, HTML reports, traces, single passes, bisection.
 
 `dump.py` writes every stage of a program, file by file, so that a crash leaves all stages up to it, and executors as
 Python files that run by themselves; `show.py` reads dumps, and runs one pass on a stage. `html_report.py` renders a

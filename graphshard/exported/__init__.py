@@ -1,4 +1,4 @@
-"""From a program of `torch.export` to a module, which the rest of graphshard takes like any other.
+"""Conversion of a `torch.export` program to a module that the rest of graphshard treats like any other.
 
     ExportedProgram, .pt2 file -> module, which is traced like any other
 

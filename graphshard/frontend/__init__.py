@@ -1,4 +1,4 @@
-"""From a module and one call to a joint ATen graph.
+"""Capture of a module and one call as a joint ATen graph.
 
     module, one call --Dynamo--> torch-level graph, guards, bytecode --AOTAutograd--> joint ATen graph -> Program
 

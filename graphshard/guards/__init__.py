@@ -1,4 +1,4 @@
-"""Guards that Dynamo does not have: on values of tensors, and on other state that a forward reads.
+"""Guards that Dynamo lacks: on tensor values, and on other state that forward reads.
 
 * **Branches on values of masks are guards** (`value_branches.py`). transformers leaves out a mask without padding, and
   the kernels differ; so the program is for masks with padding or without, and each call computes which it is.

@@ -1,4 +1,4 @@
-"""graphshard inside training tools: each file is for one tool, and imports it when it is used.
+"""Integrations with training tools: one file per tool, which it imports on first use.
 
 None of the tools is a dependency: each file is given an object of its tool, so the tool is installed.
 

@@ -1,4 +1,4 @@
-"""From a scheduled graph to something that can be called: operators, Inductor code, or AOTInductor packages.
+"""Lowering of a scheduled graph to callables: operators, Inductor code, or AOTInductor packages.
 
 `regions.py` cuts the graph at its collectives into regions and makes the graph of the executor that calls them.
 `executor.py` reads the lines that run off that graph, `executor_lines.py` prints them, and `line_rewrites.py` changes

@@ -1,4 +1,4 @@
-"""Predict a training step without the machine, and measure one on it.
+"""Prediction of a training step without the machine, and measurement of a step on it.
 
 `study.py` captures a model once and schedules it once for each mesh. `step_prediction.py` makes an `Explanation` of a
 lowered program and costs; `pipeline_stages.py` and `pipeline_schedule.py` do so for meshes with pipeline stages.

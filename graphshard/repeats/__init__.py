@@ -1,4 +1,4 @@
-"""Equal blocks of a deep model: found, a few of them traced, and all of them guarded.
+"""Equal blocks of a deep model: matching, capture of a few of them, and guards for all.
 
 A trace costs less than twice as much for 126 layers as for 4. Plan and program of the others are copies of a template
 (`ir/repeats.py`). Guards of the others are copies of the template's (`block_guards.py`).

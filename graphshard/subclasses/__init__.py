@@ -1,4 +1,4 @@
-"""Tensor subclasses and DTensors in a forward that is traced: what is gathered of them, and how gradients lie.
+"""Tensor subclasses and DTensors in a traced forward: their all-gathers, and the placements of gradients.
 
 * **A parameter may say itself what is gathered of it** (`extensions.py`), by FSDP2's protocol for tensor subclasses.
   Its methods are traced in the same trace as the forward. The operator `join` stands where the gather will be. What

@@ -1,4 +1,4 @@
-"""Private parts of torch: no other package imports them, and each name stands in a table with its releases.
+"""Private names of torch: only this package imports them, and a table lists each with its releases.
 
 * **A door for each part of torch** (`dynamo`, `aot_autograd`, `inductor_compiler`, ...) imports its private names and
   offers them, some through a function that says why they are needed. Doors know nothing of graphshard.

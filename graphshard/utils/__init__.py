@@ -1,1 +1,1 @@
-"""Tools that know nothing of programs: text, progress, checks of arguments, source lines, files for people to read."""
+"""Utilities that do not depend on programs: text, progress, argument checks, source lines, readable files."""
