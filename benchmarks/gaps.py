@@ -25,7 +25,7 @@ from benchmarks.shapes import MORE, SHAPES, Shape, problem
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.ir.mesh import Mesh
-from graphshard.schedule.axis_links import Ways, link_of
+from graphshard.schedule.axis_links import PhaseAxes, link_of
 
 MACHINES = ("a100", "h100", "b200")
 RANKS = (8, 64, 256, 1024)
@@ -69,7 +69,7 @@ def replicated(shape: Shape, machine: str, ranks: int, shards: int) -> dict:
     """Return a row of a mesh with replicas: graphshard's step and bound in seconds, and CPU seconds of planning."""
     mesh = Mesh.of_shape({"replicate": ranks // shards, "shard": shards})
     costs = Costs(load_profile(machine), mesh=mesh)
-    link = link_of(costs, Ways(mesh.shard, mesh.shard, mesh.replicate))
+    link = link_of(costs, PhaseAxes(mesh.shard, mesh.shard, mesh.replicate))
     fine = problem(shape, costs, shards, TOKENS, min(SEQ, TOKENS), link)
     start = time.process_time()
     found = planned(fine)

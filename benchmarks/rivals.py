@@ -97,7 +97,7 @@ def _with(
     )
     buckets = [Bucketed("gather", i, i + 1, g.num_small > 1) for i, g in enumerate(new.gathers)]
     buckets += [Bucketed("reduce", i, i + 1, r.num_small > 1) for i, r in enumerate(new.reductions)]
-    return new, Placement(tuple(buckets), tuple(replace(e, bucket=number[e.bucket]) for e in events))
+    return new, Placement(tuple(buckets), tuple(e._replace(bucket=number[e.bucket]) for e in events))
 
 
 def inductor(chain: Chain, link: Link, memory_gb: float) -> tuple[Chain, Placement]:

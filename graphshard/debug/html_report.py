@@ -30,8 +30,7 @@ from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program, Stage
 from graphshard.passes import InsertCollectives
-from graphshard.schedule.memory import MemoryTimeline, memory_of
-from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
+from graphshard.schedule.timeline import WHY, Estimate, MemoryTimeline, Step, estimate, memory_of
 from graphshard.utils.files import file_name
 from graphshard.utils.text import format_bytes, format_count, format_seconds
 from graphshard.utils.version import own_version

@@ -19,8 +19,7 @@ from graphshard.debug.html_report import LANES, render, report_of, trace_event, 
 from graphshard.ir.program import Program
 from graphshard.predict.symbolic_cost import Formulas
 from graphshard.predict.training_config import TrainingCost
-from graphshard.schedule.memory import MemoryTimeline
-from graphshard.schedule.timeline import Estimate
+from graphshard.schedule.timeline import Estimate, MemoryTimeline
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.json_dataclasses import write
 from graphshard.utils.text import format_bytes, format_seconds, plain_table

@@ -24,13 +24,12 @@ from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
 from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost
 from graphshard.predict.training_config import Training, training_cost
-from graphshard.schedule.axis_links import on_one_link, ways_of
+from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import PhaseMap, Settings, build
 from graphshard.schedule.clock import HOST_LINKS, TimedCall, TimedWait, run
-from graphshard.schedule.memory import memory_of
 from graphshard.schedule.problem import Chain
-from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
+from graphshard.schedule.timeline import Estimate, Step, estimate, memory_of, timed_events
 from graphshard.utils.text import format_bytes, format_seconds
 
 # Up to this share of communication on the critical path, compute is what limits a step.
@@ -60,7 +59,7 @@ def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | 
     """
     built = build(program, costs, Settings(optimizer_states=states))
     problem = built.problem
-    if not all(on_one_link(costs, ways_of(program, phase)) for phase in program.phases.values()):
+    if not all(on_one_link(costs, axes_of(program, phase)) for phase in program.phases.values()):
         problem = replace(problem, chains=tuple(_without_experts(chain, built.maps) for chain in problem.chains))
     seconds = lower_bound(problem, limit=math.inf if limit is None else limit)
     if plan is not None and plan.kept and plan.prediction is not None:

@@ -28,8 +28,7 @@ from graphshard.ir.program import Program
 from graphshard.lower.executor_lines import CallLine, Start, WaitLine
 from graphshard.runtime.collective_launches import as_planned
 from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
-from graphshard.schedule.memory import memory_of
-from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate
+from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate, memory_of
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table
 

@@ -1,11 +1,11 @@
 """Scheduling of collectives: when each starts and which travel together, from the abstract problem to plans.
 
-    problem                  compute items in a chain, transfers that gate or follow them, links, schedules
-    bucketing                transfers in one bucket: costs, packing, where it may start
-    simulator                a schedule's time and memory, event by event
+    problem                  compute items in a chain, transfers that gate or follow them, buckets, links, schedules
+    simulator                the state of a phase after some events, and a schedule's time and memory
     bounds                   seconds that no schedule beats
     placement                schedules that need no search; positions of given buckets under a memory limit
     dynamic_program          buckets and their order on the link
+    exact_search             every schedule of a small phase
     coarsening               smaller problems: given cuts, fewer blocks
     solver                   the best schedule of a problem that a budget finds, and what is proven of it
 
@@ -17,17 +17,14 @@
     build_problem            from a program to its problem
     planner                  PlanByCost: a program in, the plan with the shortest predicted step out
     rank_consistent_planner  plans that are the same on all ranks
-    clock                    events of a lowered program and their times; the same for numbers and expressions; the
-                             timeline as a graph
-    timeline                 the same as steps to show
-    memory                   memory that its values hold meanwhile
+    clock                    events of a lowered program, their times as numbers or expressions, and as a graph
+    timeline                 the same as steps to show, and the memory that values hold meanwhile
     stages                   turns of a pipeline's stages
 
     graph_collectives        collectives and process groups of external graphs
     reordering_windows       between which positions each may start, and where it is needed
-    foreign_graph            the problem of an external graph: items, legs and links
-    foreign_search           the shortest itinerary found, and the bound
-    graph_rewrite            from an itinerary to the graph, and the memory of an order of nodes
+    graph_problem            the problem of an external graph; schedules run through its clocks and written into it
+    graph_search             the shortest schedule found, and the bound
     schedule_graph           `schedule_graph`
 
 The first eight know neither graphs nor tensors.
@@ -76,38 +73,34 @@ How it is found:
   a limit, copies or two channels, phases of at most a dozen transfers are searched exactly (`exact_search.py`): without
   it 10 % of random small problems under a limit are not solved best, at worst 24 % too long.
 * **Rough first.** With at most 24 places where buckets may be cut, every bucket and every order is searched in tenths
-  of a second; around the cuts that were found it is repeated. A third search, of buckets of at most eight transfers cut
-  anywhere, changed no gap of the table.
+  of a second; around the cuts that were found it is repeated. A third search changed no gap of the table.
 * **Under a memory limit, positions decide.** The dynamic program gives each gather its first feasible position from
   what every schedule needs. `place` then follows the order, and waits for reductions only when they have ended or
   memory forces it. `delay` moves gathers later where it costs nothing, so that an unlimited plan does not gather the
   model at once.
 * **The bound asks each kind by itself how much work of the link keeps to a step's time.** For gathers alone that is
   exact, for any concave cost, and the cuts that are shortest for one kind tell where buckets of both may be cut. One
-  line below the cost (a latency and a rate) made the bound 5 to 10 % loose on 1,024 ranks, where short and long
-  messages have other protocols. What gathers and reductions take from each other is not in it: up to 6 % for small
-  models on 1,024 ranks. The dynamic program proves the rest, if its budget is enough: it looks for a schedule that is
-  2 %, 0.5 % and 0.1 % shorter, with copies for nothing, and leaves out only what cannot be that short.
+  line below the cost made it 5 to 10 % loose on 1,024 ranks, where short and long messages have other protocols. What
+  gathers and reductions take from each other is not in it: up to 6 % for small models. The dynamic program proves the
+  rest, if its budget is enough: it looks for schedules that are 2 % to 0.1 % shorter, with copies for nothing.
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan. What was found
   by then stands.
 * **Of two legs the dynamic program sees one at a time**: the first alone, the second alone, and both as one. None of
-  them is exact then, so `place` tries second legs as soon as the first have ended, and at the end. While compute waits
-  for a gather, second legs of what ends before that start, and reductions are tried before gathers that are needed
-  later. The proof leaves second legs out, which is true and weak; the bound has second legs alone, each after the first
-  one of its bucket (`Jobs.lead`).
+  them is exact then, so `place` tries second legs as soon as the first have ended, and at the end, and reductions
+  before gathers that are needed later. The proof leaves second legs out, which is true and weak; the bound has second
+  legs alone, each after the first one of its bucket (`Jobs.lead`).
 * A packed reduction after the last item of a phase needs its buffer, too, under a memory limit.
 
 External graphs (`graphshard.schedule_graph`):
 
 * **Compute keeps its order**, so random numbers, writes and assertions do, too. What moves is launches, waits, and what
   is light: views, casts and copies that are made of inputs or follow from a wait.
-* **Windows say what is allowed, costs what is best.** A window holds the inputs of a leg, its readers, and writes of
-  the same memory. Everything after it searches freely.
+* **Windows say what is allowed, costs what is best.** A window comes of the inputs and readers of a collective, and of
+  writes to their memory. Everything after it searches freely.
 * **Coalesced, never packed.** A bucket is one grouped launch without copies. A packed one adds its tensors up in
   another order on some libraries, and bits would change.
-* **The solver's problem is a part of this one.** Its gathers start from inputs and its reductions end with the graph,
-  on one link. Of a graph with more, each group's part is planned so, which gives buckets; the clock with all links
-  decides.
+* **One solver, one clock.** Of each group, gathers that start from inputs and reductions that end with the graph are a
+  `Chain`, which `Solver` plans and `chain_bound` bounds. That gives buckets; the clocks of all links decide.
 * **Costs belong to nodes, not to positions**, so a schedule is not shorter for what it lets fuse.
 """
 
@@ -115,9 +108,9 @@ from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.problem import (
     Bucketed,
     Chain,
+    FixedCollective,
     Link,
     Occurrence,
-    Own,
     Placement,
     Problem,
     Rate,
@@ -130,9 +123,9 @@ from graphshard.schedule.solver import Solution, Solver
 __all__ = [
     "Bucketed",
     "Chain",
+    "FixedCollective",
     "Link",
     "Occurrence",
-    "Own",
     "Placement",
     "Problem",
     "Rate",

@@ -27,23 +27,16 @@ from graphshard.schedule.problem import Link
 
 
 @dataclass(frozen=True)
-class Ways:
-    """The axes of a phase.
+class PhaseAxes:
+    """The axes of a phase."""
 
-    Attributes:
-        gather, reduce: the axes that parameters are gathered over, and gradients reduced.
-        replicas: the axis of the all-reduce that follows a reduction; None if none does.
-        reduction: kind of a reduction: an all-reduce if parameters are replicated only.
-        experts: the axes of parameters on the experts' mesh, if there are such.
-    """
-
-    gather: Axis
+    gather: Axis  # the axes that parameters are gathered over, and gradients reduced
     reduce: Axis
-    replicas: Axis | None = None
-    reduction: CollectiveKind = "reduce"
-    experts: Ways | None = None
+    replicas: Axis | None = None  # the axis of the all-reduce that follows a reduction; None if none does
+    reduction: CollectiveKind = "reduce"  # kind of a reduction: an all-reduce if parameters are replicated only
+    experts: PhaseAxes | None = None  # the axes of parameters on the experts' mesh, if there are such
 
-    def of(self, row: ParamSpec) -> Ways:
+    def of(self, row: ParamSpec) -> PhaseAxes:
         """Return the axes of a parameter."""
         return self.experts if row.expert and self.experts is not None else self
 
@@ -54,56 +47,56 @@ class Ways:
         return self.replicas if kind == "all_reduce" and self.replicas is not None else self.reduce
 
 
-def ways_of(program: Program, phase: Phase) -> Ways:
+def axes_of(program: Program, phase: Phase) -> PhaseAxes:
     """Return the axes of a phase."""
     found: tuple[dict[CollectiveKind, str], dict[CollectiveKind, str]] = {}, {}
     for each in collectives_of(phase):
         if not is_scalar(program, each):
             found[program.params[each.params[0]].expert].setdefault(each.kind, each.axis)
-    ways = _ways(program.mesh, found[False])
+    axes = _axes(program.mesh, found[False])
     if program.mesh.experts is None or not found[True]:
-        return ways
-    return replace(ways, experts=_ways(program.mesh.experts, found[True]))
+        return axes
+    return replace(axes, experts=_axes(program.mesh.experts, found[True]))
 
 
-def _ways(mesh: Mesh, found: Mapping[CollectiveKind, str]) -> Ways:
+def _axes(mesh: Mesh, found: Mapping[CollectiveKind, str]) -> PhaseAxes:
     one = {kind: mesh.named(axis) for kind, axis in found.items()}
     gather, replicas = one.get("gather", mesh.shard), one.get("all_reduce")
     if "reduce" in one or replicas is None:
-        return Ways(gather, one.get("reduce", mesh.shard), replicas)
-    return Ways(gather, replicas, reduction="all_reduce")
+        return PhaseAxes(gather, one.get("reduce", mesh.shard), replicas)
+    return PhaseAxes(gather, replicas, reduction="all_reduce")
 
 
-def on_one_link(costs: Costs, ways: Ways) -> bool:
+def on_one_link(costs: Costs, axes: PhaseAxes) -> bool:
     """Return whether experts' collectives have the legs and channels of others, so that they are planned with them."""
-    if ways.experts is None:
+    if axes.experts is None:
         return True
-    one, other = (_link(costs, each, exchange=False) for each in (ways, ways.experts))
+    one, other = (_link(costs, each, exchange=False) for each in (axes, axes.experts))
     channels = [(link.separate, link.all_reduce is None, link.all_reduce_on) for link in (one, other)]
-    links = [costs.link(each.gather) for each in (ways, ways.experts)]
-    return channels[0] == channels[1] and links[0] == links[1] and ways.reduction == ways.experts.reduction
+    links = [costs.link(each.gather) for each in (axes, axes.experts)]
+    return channels[0] == channels[1] and links[0] == links[1] and axes.reduction == axes.experts.reduction
 
 
-def link_of(costs: Costs, ways: Ways, *, exchange: bool = False) -> Link:
+def link_of(costs: Costs, axes: PhaseAxes, *, exchange: bool = False) -> Link:
     """Return the costs of collectives over these axes; collectives of experts, if `on_one_link`, are the way 1."""
-    link = _link(costs, ways, exchange=exchange)
-    if ways.experts is None or not on_one_link(costs, ways):
+    link = _link(costs, axes, exchange=exchange)
+    if axes.experts is None or not on_one_link(costs, axes):
         return link
-    return replace(link, others=(_link(costs, ways.experts, exchange=False),))
+    return replace(link, others=(_link(costs, axes.experts, exchange=False),))
 
 
-def _link(costs: Costs, ways: Ways, *, exchange: bool) -> Link:
-    link = make_link(costs, ways.reduce, exchange=exchange)
-    gathers, reduces = costs.link(ways.gather), costs.link(ways.reduce)
-    if ways.reduction == "all_reduce":
-        link = replace(link, reduce=_rate(costs, "all_reduce", ways.reduce), num_shards=1)
-    if ways.gather != ways.reduce:
-        gather = _rate(costs, "gather", ways.gather)
-        link = replace(link, gather=gather, separate=gathers != reduces, num_pieces=ways.gather.size)
-    if ways.replicas is not None:
-        whole, num_shards = _rate(costs, "all_reduce", ways.replicas), link.num_shards
+def _link(costs: Costs, axes: PhaseAxes, *, exchange: bool) -> Link:
+    link = make_link(costs, axes.reduce, exchange=exchange)
+    gathers, reduces = costs.link(axes.gather), costs.link(axes.reduce)
+    if axes.reduction == "all_reduce":
+        link = replace(link, reduce=_rate(costs, "all_reduce", axes.reduce), num_shards=1)
+    if axes.gather != axes.reduce:
+        gather = _rate(costs, "gather", axes.gather)
+        link = replace(link, gather=gather, separate=gathers != reduces, num_pieces=axes.gather.size)
+    if axes.replicas is not None:
+        whole, num_shards = _rate(costs, "all_reduce", axes.replicas), link.num_shards
         second = functools.cache(lambda num_bytes, num_tensors: whole(num_bytes // num_shards, num_tensors))
-        on = 0 if costs.link(ways.replicas) == gathers else 1
+        on = 0 if costs.link(axes.replicas) == gathers else 1
         link = replace(link, all_reduce=second, all_reduce_on=on)
     return link
 
@@ -117,7 +110,7 @@ class Sent:
     until: int
 
 
-def own_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
+def model_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
     """Yield the model's own collectives among the compute of a phase, in order."""
     for at, node in enumerate(layout.compute):
         for part in with_parts(node):
@@ -147,8 +140,4 @@ def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
 
 
 def _rate(costs: Costs, kind: str, axis: Axis) -> Callable[[int, int], float]:
-    @functools.cache
-    def seconds(num_bytes: int, num_tensors: int) -> float:
-        return float(costs.collective(kind, num_bytes, num_tensors, axis))
-
-    return seconds
+    return functools.cache(lambda num_bytes, num_tensors: float(costs.collective(kind, num_bytes, num_tensors, axis)))

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,13 +49,9 @@ from graphshard.schedule.problem import Chain, Clocks, Cost, Link, Problem, Rate
 _Numbers = NDArray[np.float64]
 _NONE: _Numbers = np.zeros(0)
 
-# Sizes at which a cost is asked for lines below it.
-_SAMPLES = 64
-# Slopes that differ by less, as a fraction, are one line.
-_SLOPES = 1e-9
-# Halvings of an interval in which a slope changes.
-_HALVINGS = 12
-# Fraction by which lines are lowered, as they round differently from the cost.
+# Sizes at which a cost is asked.
+_SAMPLES = 512
+# Fraction by which seconds for a tensor are lowered, as they round differently from the cost.
 _ROUNDING = 1e-10
 # Transfers that the halving of a bound may look at: some tenths of a second, for a precision of a few 1e-4 or better.
 _MOST_LOOKS = 6_000
@@ -67,33 +62,18 @@ _NARROW = 1e-10
 
 
 @functools.lru_cache(maxsize=64)  # bounds of a problem ask hundreds of times
-def _lines_below(cost: Cost, smallest: int, largest: int) -> tuple[Rate, ...]:
-    """Return rates whose minimum is no more than a cost of that many bytes, and close to it.
+def _samples_below(cost: Cost, smallest: int, largest: int) -> tuple[_Numbers, _Numbers]:
+    """Return bytes and seconds between which lines are no more than a cost, and close to it.
 
-    Costs of links are the least of several rates, or any other concave function: above its chords, and below their
-    continuations. Where a cost is not concave, its chord is lowered below it.
+    Costs of links are the least of several rates, or any other concave function: above its chords. Where a cost is not
+    concave, later chords are no steeper than earlier ones.
     """
-    if isinstance(cost, Rate):
-        return (Rate(cost.latency, cost.per_byte),)
-    low = cost(smallest, 1)
-    if largest <= smallest:
-        return (Rate(low, 0.0),)
-    if largest == 1:
-        return (Rate(low, cost(1, 1) - low),)
-    smallest = max(smallest, 1)
-    growth = (largest / smallest) ** (1 / _SAMPLES)
-    samples = sorted({round(smallest * growth**i) for i in range(_SAMPLES + 1)} | {largest})
-    bends: list[int] = []
-    for _ in range(_HALVINGS + 1):
-        samples = sorted({*samples, *((samples[i + j] + samples[i + j - 1]) // 2 for i in bends for j in (0, 1))})
-        slopes = [(cost(b, 1) - cost(a, 1)) / (b - a) for a, b in itertools.pairwise(samples)]
-        # Next to where a slope changes, by more than rounding, chords are cut in two.
-        bends = [i for i, (a, b) in enumerate(itertools.pairwise(slopes), 1) if a - b > _SLOPES * a]
-    if any(b - a > _SLOPES * a for a, b in itertools.pairwise(slopes)):  # not concave
-        per_byte = (cost(largest, 1) - low) / (largest - smallest)
-        return (Rate(min(cost(size, 1) - size * per_byte for size in samples), per_byte),)
-    down = 1 - _ROUNDING  # a chord that continues the one before is the same line
-    return tuple(Rate((cost(samples[i], 1) - samples[i] * slopes[i]) * down, slopes[i] * down) for i in (0, *bends))
+    sizes = np.unique(np.geomspace(max(smallest, 1), max(largest, 1), _SAMPLES).round())
+    seconds = np.array([cost(int(size), 1) for size in sizes])
+    slopes = np.minimum.accumulate(np.diff(seconds) / np.diff(sizes))
+    before = min(cost(0, 1), seconds[0] - slopes[0] * sizes[0]) if slopes.size else cost(0, 1)
+    rises = np.concatenate(([0.0], np.cumsum(slopes * np.diff(sizes))))
+    return np.concatenate(([0.0], sizes)), np.concatenate(([before], seconds[0] + rises))
 
 
 def _tensor_below(cost: Cost, transfers: Sequence[Transfer]) -> float:
@@ -111,54 +91,46 @@ def _tensor_below(cost: Cost, transfers: Sequence[Transfer]) -> float:
 
 @dataclass(frozen=True)
 class LeastCosts:
-    """A lower bound of any bucket's seconds: the least of some rates, and seconds for every tensor beyond the first."""
+    """A lower bound of any bucket's seconds: the least of some curves, and seconds for each tensor beyond the first."""
 
-    lines: tuple[Rate, ...]
+    curves: tuple[tuple[_Numbers, _Numbers], ...]  # bytes and seconds
     per_tensor: float
 
     @staticmethod
     def of(chain: Chain, link: Link, kind: CollectiveKind, share: float = 1.0) -> LeastCosts:
         """Return the costs of a chain's transfers; `share` is what of the seconds counts."""
         transfers = chain.transfers(kind)
-        lines: list[Rate] = []
+        curves: list[tuple[_Numbers, _Numbers]] = []
         per_tensor = math.inf
-        for way in sorted({t.way for t in transfers}) or [0]:
-            members, over = [t for t in transfers if t.way == way], link.of(way)
+        for link_index in sorted({t.link_index for t in transfers}) or [0]:
+            members, over = [t for t in transfers if t.link_index == link_index], link.of(link_index)
             cost = over.gather if kind == "gather" else over.reduce
             sizes = [t.num_bytes for t in members] or [0]
-            lines += _lines_below(cost, min(sizes), sum(sizes))
+            curves.append(_samples_below(cost, min(sizes), sum(t.num_bytes for t in transfers)))
             per_tensor = min(per_tensor, _tensor_below(cost, members))
         # With more than a latency for a tensor it would pay to send each by itself, as the first one is free.
-        per_tensor = min(per_tensor, *(rate.latency for rate in lines))
-        return LeastCosts(tuple(Rate(share * r.latency, share * r.per_byte) for r in lines), share * per_tensor)
+        per_tensor = min(per_tensor, *(float(seconds[0]) for _, seconds in curves))
+        return LeastCosts(tuple((sizes, share * seconds) for sizes, seconds in curves), share * per_tensor)
 
     def __call__(self, num_bytes: _Numbers, num_tensors: _Numbers) -> _Numbers:
         """Return the seconds of buckets."""
-        found = float(self.lines[0].latency) + num_bytes * float(self.lines[0].per_byte)
-        for rate in self.lines[1:]:
-            found = np.minimum(found, rate.latency + num_bytes * rate.per_byte)
+        found: _Numbers = functools.reduce(np.minimum, (np.interp(num_bytes, *curve) for curve in self.curves))
         if self.per_tensor:
-            found += np.maximum(num_tensors - 1, 0) * self.per_tensor
+            found = found + np.maximum(num_tensors - 1, 0) * self.per_tensor
         return found
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """Transfers of one kind in the order in which deadlines fall: gathers as they are used, reductions backwards.
+    """Transfers of one kind in the order in which deadlines fall: gathers as they are used, reductions backwards."""
 
-    Attributes:
-        costs: of buckets.
-        came: bytes before each transfer, and of all.
-        tensors: the same for tensors that are not worth packing.
-        behind: least seconds of a step from the end of a bucket whose first transfer is this one; of reductions, from
-            the begin of the step to the start of the bucket.
-        lead: seconds of what a bucket must wait for in addition, by its contents; None for nothing.
-    """
-
-    costs: LeastCosts
-    came: _Numbers
-    tensors: _Numbers
+    costs: LeastCosts  # of buckets
+    came: _Numbers  # bytes before each transfer, and of all
+    tensors: _Numbers  # the same for tensors that are not worth packing
+    # Least seconds of a step from the end of a bucket whose first transfer is this one; of reductions, from the begin
+    # of the step to the start of the bucket.
     behind: _Numbers
+    # Seconds of what a bucket must wait for in addition, by its contents; None for nothing.
     lead: LeastCosts | None = None
 
     @cached_property
@@ -309,11 +281,11 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
             bounds.append(jobs(chain, link.second_legs)[1].shortest)
         return max(bounds)
     gathers, reductions = jobs(chain, link)
-    own = [sum(own.seconds for own in chain.own if own.channel == channel) for channel in (0, 1)]
+    fixed = [sum(fixed.seconds for fixed in chain.fixed if fixed.channel == channel) for channel in (0, 1)]
     if spared > 0:
         # Which gathers are spared is open, so none is known to gate compute. Only the bytes that are left are certain.
         left = max(0.0, sum(g.num_bytes for g in chain.gathers) - spared)
-        work = _together(link, gathers.least(left), float(reductions.together[-1]), own)
+        work = _together(link, gathers.least(left), float(reductions.together[-1]), fixed)
         return max(chain_bound(replace(chain, gathers=()), link), work)
     gathering, reducing = float(gathers.together[-1]), float(reductions.together[-1])
     # Where work of the link lies next to compute it slows compute down by the contention; elsewhere it delays it in
@@ -322,12 +294,12 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     last = reductions.least(sum(r.num_bytes for r in chain.reductions if r.at == len(chain.seconds)))
     slowed = link.contention * _together(link, gathering, reducing)
     compute = chain.elapsed[-1] + slowed + (1 - link.contention) * (first + last)
-    whole = _together(link, gathering, reducing, own)
-    ruled_out = max(compute, whole, _own_path(chain), gathers.shortest, reductions.shortest)
+    whole = _together(link, gathering, reducing, fixed)
+    ruled_out = max(compute, whole, _fixed_path(chain), gathers.shortest, reductions.shortest)
     beside = jobs(chain, link, 1 - link.contention) if link.contention else None
 
     def possible(seconds: float) -> bool:
-        if _work(link, gathers, reductions, seconds, own) > seconds * (1 + 1e-12):
+        if _work(link, gathers, reductions, seconds, fixed) > seconds * (1 + 1e-12):
             return False
         step = seconds  # T' at most: the less there is for it, the more work it takes, and the less is left
         for _ in range(_ROUNDS if beside is not None else 0):
@@ -352,7 +324,7 @@ def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
     return ruled_out
 
 
-def _own_path(chain: Chain) -> float:
+def _fixed_path(chain: Chain) -> float:
     """Return the seconds of compute and of the model's own collectives, without anything else on the link."""
     clocks = Clocks()
     for item, seconds in enumerate(chain.seconds):
@@ -361,13 +333,13 @@ def _own_path(chain: Chain) -> float:
     return clocks.compute
 
 
-def _work(link: Link, gathers: Jobs, reductions: Jobs, seconds: float, own: Sequence[float] = (0.0, 0.0)) -> float:
+def _work(link: Link, gathers: Jobs, reductions: Jobs, seconds: float, fixed: Sequence[float] = (0.0, 0.0)) -> float:
     """Return the least work of the link in a step of a given length; or infinity."""
     gathering = float(gathers.work(seconds)[-1])
-    return _together(link, gathering, float(reductions.work(seconds)[-1]), own) if gathering <= seconds else math.inf
+    return _together(link, gathering, float(reductions.work(seconds)[-1]), fixed) if gathering <= seconds else math.inf
 
 
-def _together(link: Link, gathering: float, reducing: float, own: Sequence[float] = (0.0, 0.0)) -> float:
+def _together(link: Link, gathering: float, reducing: float, fixed: Sequence[float] = (0.0, 0.0)) -> float:
     """Return the work of the busier channel: on one channel the work adds up, with the model's own there."""
     first, second = (gathering, reducing) if link.separate else (gathering + reducing, 0.0)
-    return max(first + own[0], second + own[1])
+    return max(first + fixed[0], second + fixed[1])

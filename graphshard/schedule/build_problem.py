@@ -15,8 +15,9 @@ Collectives that hold compute up give copies more time, and are not counted: wai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
@@ -28,10 +29,10 @@ from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
-from graphshard.schedule.axis_links import Sent, Ways, link_of, own_collectives, ways_of
+from graphshard.schedule.axis_links import PhaseAxes, Sent, axes_of, link_of, model_collectives
 from graphshard.schedule.fsdp2_order import first_use, is_scalar, last_input, next_boundary
 from graphshard.schedule.graph_facts import collectives_of, layout_of, remembered
-from graphshard.schedule.problem import KINDS, Chain, Link, Own, Problem, Transfer
+from graphshard.schedule.problem import KINDS, Chain, FixedCollective, Link, Problem, Transfer
 from graphshard.schedule.program_memory import base_bytes, item_at, lasting_beside, saved_memory
 from graphshard.schedule.template_schedule import Part, unfolded_chain
 
@@ -66,21 +67,14 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices of how a problem is made of a program.
+    """Choices of how a problem is made of a program."""
 
-    Attributes:
-        constraints: of the user.
-        exact_reductions: reductions are packed by unit and dtype, so that they have the bits of FSDP2's on gloo.
-        exchange: reductions of one tensor may be sent as all-to-all.
-        pack_below: bytes of a shard below which a tensor may be packed.
-        optimizer_states: tensors that the optimizer keeps for each parameter.
-    """
-
-    constraints: Constraints = field(default_factory=Constraints)
+    constraints: Constraints = field(default_factory=Constraints)  # of the user
+    # Reductions are packed by unit and dtype, so that they have the bits of FSDP2's on gloo.
     exact_reductions: bool = False
-    exchange: bool = False
-    pack_below: int = 64 * 1024
-    optimizer_states: int = 2
+    exchange: bool = False  # reductions of one tensor may be sent as all-to-all
+    pack_below: int = 64 * 1024  # bytes of a shard below which a tensor may be packed
+    optimizer_states: int = 2  # tensors that the optimizer keeps for each parameter
 
     @property
     def by_units(self) -> Settings:
@@ -103,7 +97,7 @@ class PhaseMap:
 
     cuts: tuple[int, ...]
     atoms: dict[CollectiveKind, tuple[Atom, ...]]
-    ways: Ways
+    axes: PhaseAxes
 
 
 @dataclass(frozen=True)
@@ -174,8 +168,8 @@ class _Builder:
         self.program, self.costs, self.settings = program, costs, settings
         self.maps: dict[str, PhaseMap] = {}
         self.links: dict[str, Link] = {}
-        self.made: dict[Ways, Link] = {}
-        self.ways: Ways  # of the phase at hand, and the link there
+        self.made: dict[PhaseAxes, Link] = {}
+        self.axes: PhaseAxes  # of the phase at hand, and the link there
         self.link: Link
         self.gathered: dict[str, str] = {}  # by parameter, its atom's name in the phase before
         self.left: Left = ()
@@ -183,9 +177,9 @@ class _Builder:
     def chain(self, phase_name: str, phase: Phase) -> Chain:
         """Return one phase as a chain."""
         graph = phase.module.graph
-        self.ways = ways = ways_of(self.program, phase)
-        self.link = self.made.get(ways) or link_of(self.costs, ways, exchange=self.settings.exchange)
-        self.made[ways] = self.links[phase_name] = self.link
+        self.axes = axes = axes_of(self.program, phase)
+        self.link = self.made.get(axes) or link_of(self.costs, axes, exchange=self.settings.exchange)
+        self.made[axes] = self.links[phase_name] = self.link
         layout = layout_of(phase)
         position = {**layout.index, graph.output_node(): len(layout.compute)}
         found = collectives_of(phase)
@@ -201,9 +195,9 @@ class _Builder:
         if self.settings.constraints.by_unit:  # regions as large as they can be
             readies = [next_boundary(at, needs) for at in readies]
         end = max(len(layout.compute), 1)
-        own = remembered(graph, "own", lambda: tuple(own_collectives(layout)))
+        fixed = remembered(graph, "own", lambda: tuple(model_collectives(layout)))
         # What is started at a position comes before the model's own collectives there.
-        model = {at for sent in own for at in (sent.at, sent.at + 1, sent.until)}
+        model = {at for sent in fixed for at in (sent.at, sent.at + 1, sent.until)}
         cuts = tuple(sorted({0, end, *needs, *readies, *(at for at in model if at < end), *_copy_positions(layout)}))
 
         def gather(atom: Atom, need: int) -> Transfer:
@@ -232,7 +226,7 @@ class _Builder:
         self.maps[phase_name] = PhaseMap(
             cuts,
             {"gather": tuple(order[t.name] for t in transfers), "reduce": tuple(order[t.name] for t in reduced)},
-            ways,
+            axes,
         )
         return Chain(
             phase_name,
@@ -240,7 +234,7 @@ class _Builder:
             base=tuple(beside + n + left for n, left in zip(alive, copies.beside)),
             gathers=tuple(transfers),
             reductions=tuple(reduced),
-            own=tuple(self._own(sent, cuts) for sent in own),
+            fixed=tuple(self._own(sent, cuts) for sent in fixed),
         )
 
     def unfolded(self, chain: Chain) -> Chain:
@@ -262,14 +256,14 @@ class _Builder:
         return found.chain
 
     def _reduction(self, collective: Collective) -> CollectiveKind:
-        return self.ways.of(self.program.params[collective.params[0]]).reduction
+        return self.axes.of(self.program.params[collective.params[0]]).reduction
 
-    def _own(self, sent: Sent, cuts: Sequence[int]) -> Own:
+    def _own(self, sent: Sent, cuts: Sequence[int]) -> FixedCollective:
         """Return a collective of the model's own, on the channel of its axis."""
         axis = self.program.mesh.named(sent.collective.axis)
-        channel = int(self.costs.link(axis) != self.costs.link(self.ways.gather))
+        channel = int(self.costs.link(axis) != self.costs.link(self.axes.gather))
         seconds = float(sent.collective.seconds(self.costs, axis))
-        return Own(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
+        return FixedCollective(cuts.index(sent.at), cuts.index(sent.until), seconds, channel, sent.collective.name)
 
     def _atoms(self, kind: CollectiveKind, at: Mapping[str, int]) -> Iterator[Atom]:
         """Yield parameters of a unit and dtype in order of use, cut where they are worth a collective."""
@@ -290,7 +284,7 @@ class _Builder:
                 yield Atom(name, unit, tuple(sorted(part, key=lambda row: place[row.name])))
 
     def _parts(self, kind: CollectiveKind, rows: list[ParamSpec]) -> list[list[ParamSpec]]:
-        link = self.link.of(self._way(rows[0]))
+        link = self.link.of(self._link_index(rows[0]))
         latency = link.seconds(kind, 0, 1)
 
         def moving(part: list[ParamSpec]) -> float:
@@ -307,29 +301,29 @@ class _Builder:
             parts[-1] += rest
         return parts
 
-    def _way(self, row: ParamSpec) -> int:
+    def _link_index(self, row: ParamSpec) -> int:
         return int(row.expert and bool(self.link.others))
 
     def _sent(self, kind: CollectiveKind, row: ParamSpec) -> CollectiveKind:
         """Return the kind in the plan of transfers of a kind."""
-        return self.ways.of(row).reduction if kind == "reduce" else kind
+        return self.axes.of(row).reduction if kind == "reduce" else kind
 
     def _transfer(self, kind: CollectiveKind, atom: Atom, at: int, last: int = -1) -> Transfer:
         exact = kind == "reduce" and self.settings.exact_reductions
         whole = exact or self.settings.constraints.by_unit
         small = [row for row in atom.rows if exact or row.piece_bytes(kind) < self.settings.pack_below]
-        sent, way = self._sent(kind, atom.rows[0]), self._way(atom.rows[0])
+        sent, link_index = self._sent(kind, atom.rows[0]), self._link_index(atom.rows[0])
         return Transfer(
             name=atom.name,
             num_bytes=sum(row.sent_bytes(sent) for row in atom.rows),
             at=at,
             last=last,
-            group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''} {way or ''}",
+            group=f"{atom.rows[0].sent_dtype(kind)} {atom.name if whole else ''} {link_index or ''}",
             num_tensors=len(atom.rows),
             num_small=len(small),
             small_bytes=sum(row.sent_bytes(sent) for row in small),
             packed=len(small) > 1 if exact else None,
-            way=way,
+            link_index=link_index,
         )
 
     def _pinned(self, phase_name: str, gathers: list[Transfer], atoms: Mapping[str, Atom]) -> list[Transfer]:
@@ -348,21 +342,13 @@ class _Builder:
         return pinned
 
 
-@dataclass(frozen=True)
-class HostCopies:
-    """Costs of a phase's copies to and from the host.
+class HostCopies(NamedTuple):
+    """Costs of a phase's copies to and from the host."""
 
-    Attributes:
-        waits: by item the seconds that compute waits for copies from the host before it.
-        beside: by item the bytes of an earlier phase's copies.
-        until: by the node that starts a copy to the host, the last position at which the value is held for it.
-        left: copies that have not ended when the phase has.
-    """
-
-    waits: tuple[float, ...]
-    beside: tuple[int, ...]
-    until: Mapping[Node, int] = field(default_factory=dict)
-    left: Left = ()
+    waits: tuple[float, ...]  # by item the seconds that compute waits for copies from the host before it
+    beside: tuple[int, ...]  # by item the bytes of an earlier phase's copies
+    until: Mapping[Node, int]  # by copy to the host, the last position at which the value is held for it
+    left: Left  # copies that have not ended when the phase has
 
 
 def host_copies(
@@ -375,8 +361,6 @@ def host_copies(
         seconds: of the items.
         left: copies that an earlier phase has left.
     """
-    if not left and not any(_copies(layout.compute)):
-        return HostCopies((0.0,) * len(seconds), (0,) * len(seconds))
     now, up = 0.0, 0.0
     down = max((end for _, end in left), default=0.0)
     ends: dict[Node, float] = {}
@@ -402,18 +386,13 @@ def host_copies(
     return HostCopies(tuple(waits), beside, until, rest)
 
 
-def _copy_positions(layout: CollectiveRegions) -> Iterable[int]:
-    """Yield where copies are launched or waited for, the first of neighbors."""
-    compute = layout.compute
-    return (
-        at
-        for at, is_copy in enumerate(_copies(compute))
-        if is_copy and (at == 0 or compute[at - 1].target not in COPIES)
-    )
+def _copy_positions(layout: CollectiveRegions) -> Iterator[int]:
+    """Yield where copies of saved values are launched or waited for, the first of neighbors.
 
-
-def _copies(compute: Sequence[Node]) -> Iterator[bool]:
-    """Yield whether each node copies a value that forward saves; copies of parameters have an upload."""
-    for node in compute:
+    Copies of parameters have an upload instead.
+    """
+    for at, node in enumerate(layout.compute):
         reloaded = node.target is ARRIVED and node.all_input_nodes[0].target is RELOAD
-        yield node.target in (DOWNLOAD, RELOAD) or reloaded
+        first = at == 0 or layout.compute[at - 1].target not in COPIES
+        if first and (node.target in (DOWNLOAD, RELOAD) or reloaded):
+            yield at

@@ -4,8 +4,7 @@ One compute stream, one channel for each link: in the node, beyond it, and to th
 when it is launched and its link is free; compute waits where the program waits. The model's own collectives are
 launched where the model has them; where compute waits for one at once, contention slows it down as it does compute.
 Seconds and bytes may be numbers (then `timeline` shows the step) or sympy expressions (then `formulas` does): both are
-the result of this one clock. External graphs run through it, too. `simulator.py` runs schedules of the abstract
-problem, with items and positions instead of regions and waits, and the memory after every event.
+the result of this one clock. `simulator.py` runs schedules of the abstract problem, and memory after every event.
 
 The timeline is a graph: a node is an event, by its index.
 
@@ -38,56 +37,34 @@ LaunchKind = CollectiveKind | ModelKind | Literal["upload", "download"]
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """An action of an executor.
+    """An action of an executor."""
 
-    Attributes:
-        name: of the region, bucket or copied value.
-        phase: "forward" or "backward".
-        order: regions that were called before, in the phase.
-        node: of the graph; None after the last one.
-    """
-
-    name: str
-    phase: str
-    order: int
-    node: Node | None
+    name: str  # of the region, bucket or copied value
+    phase: str  # "forward" or "backward"
+    order: int  # regions that were called before, in the phase
+    node: Node | None  # of the graph; None after the last one
 
 
 @dataclass(frozen=True)
 class TimedCall(TimedEvent):
-    """A region runs.
+    """A region runs."""
 
-    Attributes:
-        where: the modules that it computes.
-        seconds: that it takes.
-        alone: the seconds are measured without collectives next to it.
-    """
-
-    where: str
-    seconds: Scalar
-    alone: bool
+    where: str  # the modules that it computes
+    seconds: Scalar  # that it takes
+    alone: bool  # the seconds are measured without collectives next to it
 
 
 @dataclass(frozen=True)
 class Launch(TimedEvent):
-    """A collective, or a copy to or from the host, is launched.
-
-    Attributes:
-        link: "node" or "network" of a collective, "host" of an upload and "to_host" of a download, which do not meet.
-        num_bytes: of the full tensors of a collective.
-        seconds: that it takes once its link is free.
-        behind: another link; it begins when all that was launched on that has ended, too.
-        where: the module of the model that communicates; "" for what carries parameters and gradients.
-        at_once: the model communicates, and compute waits until it has ended.
-    """
+    """A collective, or a copy to or from the host, is launched."""
 
     kind: LaunchKind
-    link: str
-    num_bytes: Scalar
-    seconds: Scalar
-    where: str = ""
-    at_once: bool = False
-    behind: str = ""
+    link: str  # "node" or "network" of a collective, "host" of an upload and "to_host" of a download, which do not meet
+    num_bytes: Scalar  # of the full tensors of a collective
+    seconds: Scalar  # that it takes once its link is free
+    where: str = ""  # the module of the model that communicates; "" for what carries parameters and gradients
+    at_once: bool = False  # the model communicates, and compute waits until it has ended
+    behind: str = ""  # another link; it begins when all that was launched on that has ended, too
 
 
 @dataclass(frozen=True)
@@ -99,23 +76,14 @@ class TimedWait(TimedEvent):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and costs, which are numbers or expressions.
+    """Sizes and costs, which are numbers or expressions."""
 
-    Attributes:
-        costs: seconds of collectives and copies.
-        mesh: whose axes the collectives run over.
-        region: seconds of one call of a region, by its name.
-        sent: bytes of a collective that carries parameters or gradients, by its node.
-        copied: bytes of a copy to or from the host, by its node.
-        model: a node's collective if it is the model's own.
-    """
-
-    costs: Costs
-    mesh: Mesh
-    region: Mapping[str, Scalar]
-    sent: Callable[[Node], Scalar]
-    copied: Callable[[Node], Scalar]
-    model: Callable[[Node], ModelCollective | None] = model_collective
+    costs: Costs  # seconds of collectives and copies
+    mesh: Mesh  # whose axes the collectives run over
+    region: Mapping[str, Scalar]  # seconds of one call of a region, by its name
+    sent: Callable[[Node], Scalar]  # bytes of a collective that carries parameters or gradients, by its node
+    copied: Callable[[Node], Scalar]  # bytes of a copy to or from the host, by its node
+    model: Callable[[Node], ModelCollective | None] = model_collective  # a node's collective if it is the model's own
 
 
 def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
@@ -193,14 +161,11 @@ def _copy(phase: Phase, sizes: Sizes, node: Node, name: str, order: int) -> Laun
 
 @dataclass
 class Times:
-    """When events begin and end, one entry for each; a launch begins when its link is free.
-
-    Attributes:
-        slower: what contention adds to calls, one entry for each that may be slowed down.
-    """
+    """When events begin and end, one entry for each; a launch begins when its link is free."""
 
     begins: list[Scalar] = field(default_factory=list)
     ends: list[Scalar] = field(default_factory=list)
+    # What contention adds to calls, one entry for each that may be slowed down.
     slower: list[Scalar] = field(default_factory=list)
 
     def step(self, events: Sequence[TimedEvent]) -> Scalar:

@@ -118,7 +118,7 @@ def reduced(problem: Problem) -> Reduced | None:
 def _reduced(chain: Chain) -> tuple[Chain, int]:
     """Return a chain with fewer blocks, and how many are gone."""
     first, length, blocks = _blocks(chain)
-    if blocks < 2 * BLOCKS or chain.own:
+    if blocks < 2 * BLOCKS or chain.fixed:
         return chain, 0
     start, gone = first + BLOCKS // 2 * length, (blocks - BLOCKS) * length
     end = start + gone

@@ -14,21 +14,25 @@ first wait of compute to the last.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.bounds import Jobs, jobs
-from graphshard.schedule.bucketing import Beginning, Beginnings, Numbers, load
-from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Link
+from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Contents, Link, Load, load
 
 ANY = 1 << 30
+Numbers = NDArray[np.float64]
+Integers = NDArray[np.int64]
+# Earlier buckets that begin with an equal transfer and are compared with a new one.
+_MOST_COMPARED = 8
 
 # Steps of a budget for each transfer, for the buckets that begin with it, and for each of these.
 _TRANSFER, _BEGINNING, _BUCKET = 40, 30, 0.2
@@ -40,23 +44,76 @@ _Label = tuple[float, float, "Bucketed | None", Any]
 _CHANNEL = itemgetter(0)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How far the dynamic program looks.
+class Beginnings:
+    """The buckets of one kind in a chain, by their first transfer.
 
-    Attributes:
-        window: most transfers in a bucket, and most reductions that are ready and not issued.
-        labels: most pairs of clocks per state.
-        most_bytes: largest bucket of several transfers.
-        reserve: bytes of gradients that wait for their reduction, for which room is left.
-        below: seconds that the result must stay below to be of interest.
+    Equal blocks have equal transfers, so buckets that begin with corresponding ones cost the same: costs are asked for
+    once and used for all.
     """
 
-    window: int = 8
-    labels: int = 4
-    most_bytes: float = math.inf
-    reserve: float = 0.0
-    below: float = math.inf
+    def __init__(self, chain: Chain, link: Link, kind: CollectiveKind) -> None:
+        self.kind, self.link, self.transfers = kind, link, chain.transfers(kind)
+        each = np.array([Contents.of(t) for t in self.transfers], dtype=np.int64).reshape(-1, 6)
+        self._before = np.concatenate((np.zeros((1, 6), dtype=np.int64), each.cumsum(axis=0)))
+        groups = [len(list(members)) for _, members in itertools.groupby(self.transfers, lambda t: t.group)]
+        self._ends = [end for end, num in zip(itertools.accumulate(groups), groups) for _ in range(num)]
+        self._known: dict[Hashable, list[tuple[Integers, Numbers]]] = {}
+        self._loads: dict[Hashable, list[tuple[bool, Load]]] = {}
+
+    def end_of_group(self, first: int) -> int:
+        """Return the latest end of a bucket, as later transfers are of another group."""
+        return self._ends[first]
+
+    def of(self, first: int, end: int) -> Numbers:
+        """Return the buckets that begin with a transfer and end at `end` or before, by their length.
+
+        Columns: length, whether it is packed, and seconds, copy_in and copy_out as in `Load`.
+        """
+        link_index = self.transfers[first].link_index
+        contents = self._before[first + 1 : end + 1] - self._before[first]
+        alike = self._known.setdefault((link_index, contents[0].tobytes()), [])
+        place, both, rows = len(alike), 0, np.empty((0, 5))
+        for index, (known, columns) in list(enumerate(alike))[-_MOST_COMPARED:]:
+            same = min(len(known), len(contents))
+            if np.array_equal(known[:same], contents[:same]):
+                place, both, rows = index, same, columns
+                break
+        if both < len(contents):
+            found = [
+                (length, packed, cost.seconds, cost.copy_in, cost.copy_out)
+                for length in range(both + 1, len(contents) + 1)
+                for packed, cost in self._best(link_index, Contents(*contents[length - 1].tolist()))
+            ]
+            rows = np.concatenate((rows, np.array(found, dtype=np.float64).reshape(-1, 5)))
+            alike[place : place + 1] = [(contents, rows)]
+        return rows[: np.searchsorted(rows[:, 0], end - first, side="right")]
+
+    def _best(self, link_index: int, contents: Contents) -> list[tuple[bool, Load]]:
+        """Return the modes and loads for which no other mode is better: less of the channel, no more with copies."""
+        key = link_index, contents
+        if key not in self._loads:
+            link = self.link.of(link_index)
+            costs = [(packed, contents.load(link, self.kind, packed)) for packed in contents.modes]
+            self._loads[key] = [
+                (packed, cost)
+                for packed, cost in costs
+                if not any(
+                    other.seconds < cost.seconds and other.seconds + other.copy_in + other.copy_out <= cost.seconds
+                    for mode, other in costs
+                    if mode != packed
+                )
+            ]
+        return self._loads[key]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How far the dynamic program looks."""
+
+    window: int = 8  # most transfers in a bucket, and most reductions that are ready and not issued
+    labels: int = 4  # most pairs of clocks per state
+    reserve: float = 0.0  # bytes of gradients that wait for their reduction, for which room is left
+    below: float = math.inf  # seconds that the result must stay below to be of interest
 
 
 def channel_order(
@@ -159,7 +216,7 @@ class _Program:
         channel = np.maximum(before, compute - options.back) + options.seconds
         compute = np.maximum(compute + options.lost, channel) + options.ahead
         latest = self.latest.channel[options.ends, reduced], self.latest.compute[options.ends, reduced]
-        for bucket, label in self._of_interest(labels, options.beginning, channel, compute, *latest):
+        for bucket, label in self._of_interest(labels, options, channel, compute, *latest):
             states[bucket.end].setdefault(reduced, []).append(label)
 
     def _reduce(
@@ -171,13 +228,13 @@ class _Program:
         compute = compute + options.ahead
         channel = np.maximum(before, compute - (self.use[gathered] - options.back)) + options.seconds
         latest = self.latest.channel[gathered, options.ends], self.latest.compute[gathered, options.ends]
-        for bucket, label in self._of_interest(labels, options.beginning, channel, compute + options.lost, *latest):
+        for bucket, label in self._of_interest(labels, options, channel, compute + options.lost, *latest):
             here.setdefault(bucket.end, []).append(label)
 
     def _of_interest(
         self,
         labels: list[_Label],
-        beginning: Beginning,
+        options: _Options,
         channel: Numbers,
         compute: Numbers,
         latest_channel: Numbers,
@@ -188,7 +245,7 @@ class _Program:
         which, of = (index.tolist() for index in good.nonzero())
         self.budget.spend(_VISIT + good.size * _LOOK + len(which))
         for option, label, link, here in zip(which, of, channel[good].tolist(), compute[good].tolist()):
-            bucket = beginning.bucket(option)
+            bucket = options.bucket(option)
             yield bucket, (link, here, bucket, labels[label])
 
     def _best(self, labels: list[_Label]) -> list[_Label]:
@@ -214,52 +271,46 @@ class _Program:
         if key not in self.options:
             begin = self.beginnings[kind]
             end = min(begin.end_of_group(first), first + self.effort.window)
-            left_out = begin.num_bytes(first, end) > self.effort.most_bytes
             if kind == "gather":
                 # What does not fit when its first transfer is needed, or does not end in time. Nor does what is longer.
-                left_out |= ~self.latest.may_gather(first, end) | (self.launch[first:end] > self.use[first])
-            longer = left_out[1:].nonzero()[0]  # a transfer by itself is never left out
-            num = int(longer[0]) + 1 if longer.size else len(left_out)
-            self.budget.spend(_BEGINNING + _BUCKET * num)
-            found = begin.of(first, first + num)
+                left_out = ~self.latest.may_gather(first, end) | (self.launch[first:end] > self.use[first])
+                longer = left_out[1:].nonzero()[0]  # a transfer by itself is never left out
+                end = first + int(longer[0]) + 1 if longer.size else end
+            self.budget.spend(_BEGINNING + _BUCKET * (end - first))
+            rows = begin.of(first, end)
+            ends, copy_in, copy_out = first + rows[:, 0].astype(np.int64), rows[:, 3], rows[:, 4]
             if kind == "gather":
-                back = self.use[first] - self.launch[found.ends - 1]
-                ahead = self.use[found.ends] - self.use[first] + found.copy_in + found.copy_out
+                back = self.use[first] - self.launch[ends - 1]
+                ahead = self.use[ends] - self.use[first] + copy_in + copy_out
             else:
-                back, ahead = self.ready[found.ends - 1], found.copy_in
-            self.options[key] = _Options.of(found, back, ahead, self.link.contention)
+                back, ahead = self.ready[ends - 1], copy_in
+            seconds = rows[:, 2:3]
+            lost = self.link.contention * seconds
+            self.options[key] = _Options(kind, first, rows[:, 1], ends, seconds, lost, back[:, None], ahead[:, None])
         return self.options[key]
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Buckets that begin with one transfer, and their costs as columns.
+class _Options(NamedTuple):
+    """Buckets that begin with one transfer, and their costs as columns."""
 
-    Attributes:
-        ends: of the buckets, in order.
-        seconds: on the channel.
-        lost: to contention.
-        back: of a gather from its launch to its use; of a reduction when it is ready.
-        ahead: of a gather from its use to the next, with its copies; of a reduction its copies.
-    """
-
-    beginning: Beginning
-    ends: NDArray[np.int64]
-    seconds: Numbers
-    lost: Numbers
-    back: Numbers
-    ahead: Numbers
-
-    @staticmethod
-    def of(beginning: Beginning, back: Numbers, ahead: Numbers, contention: float) -> _Options:
-        seconds = beginning.seconds[:, None]
-        return _Options(beginning, beginning.ends, seconds, contention * seconds, back[:, None], ahead[:, None])
+    kind: CollectiveKind
+    first: int
+    packed: Numbers
+    ends: NDArray[np.int64]  # of the buckets, in order
+    seconds: Numbers  # on the channel
+    lost: Numbers  # to contention
+    back: Numbers  # of a gather from its launch to its use; of a reduction when it is ready
+    ahead: Numbers  # of a gather from its use to the next, with its copies; of a reduction its copies
 
     def until(self, end: int) -> _Options:
         """Return the buckets that end there or before."""
         num = int(np.searchsorted(self.ends, end, side="right"))
-        seconds, lost, back, ahead = (c[:num] for c in (self.seconds, self.lost, self.back, self.ahead))
-        return _Options(self.beginning, self.ends[:num], seconds, lost, back, ahead)
+        columns: list[Any] = [column[:num] for column in self[2:]]
+        return _Options(self.kind, self.first, *columns)
+
+    def bucket(self, row: int) -> Bucketed:
+        """Return one of them."""
+        return Bucketed(self.kind, self.first, int(self.ends[row]), bool(self.packed[row]))
 
 
 def _clocks(labels: list[_Label]) -> tuple[Numbers, Numbers]:

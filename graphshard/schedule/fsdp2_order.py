@@ -77,20 +77,11 @@ class PlanByUnit:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
-        return planned_in_short(program, self._of_few, self._of_all)
+        return planned_in_short(program, self._planned, self._planned)
 
-    def _of_few(self, program: Program) -> Plan:
-        if self.forward_prefetch or self.backward_prefetch:
+    def _planned(self, program: Program) -> Plan:
+        if program.few is not None and (self.forward_prefetch or self.backward_prefetch):
             raise BlocksDifferError("prefetch lists name blocks")
-        plan = self._plan(program)
-        return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
-
-    def _of_all(self, program: Program) -> Plan:
-        plan = self._plan(program)
-        return replace(plan, gathered_bytes=gathered_of(plan, program))
-
-    def _plan(self, program: Program) -> Plan:
-        """Return the plan of all blocks, without the bytes."""
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
         for name, phase in program.phases.items():
@@ -107,7 +98,9 @@ class PlanByUnit:
             prefetch = self._prefetch(program, name, found)
             events[name] = tuple(_place(found, of_bucket, end, prefetch, self.reductions_under_way))
             buckets += found
-        return Plan(tuple(buckets), events)
+        plan = Plan(tuple(buckets), events)
+        of_program = plan if program.few is None else folded_plan(plan, program)
+        return replace(plan, gathered_bytes=gathered_of(of_program, program))
 
     def _prefetch(self, program: Program, phase: str, found: list[Bucket]) -> Prefetch:
         """Return the lists for a phase, by the names of buckets."""
@@ -135,12 +128,15 @@ class PlanByUnit:
             # A parameter that is not cut is reduced over one axis after the other, in another way.
             key = collective.kind, row.unit, collective.axis, dtypes, f"{row.num_shards} {row.expert}"
             groups.setdefault(key, []).append(collective)
+        reductions_below = self.pack_reductions_below
+        if reductions_below is None:
+            reductions_below = self.pack_gathers_below if program.device.type == "cuda" else math.inf
         found: list[tuple[Bucket, list[Collective]]] = []
         for (_, unit, axis, *_), members in groups.items():
             kind = members[0].kind
             names = {c.params[0] for c in members}
             rows = [row for row in program.params.in_packing_order if row.name in names]
-            limit = self.pack_gathers_below if kind == "gather" else self._reduction_limit(program)
+            limit = self.pack_gathers_below if kind == "gather" else reductions_below
             packed = tuple(row.name for row in rows if row.piece_bytes(kind) < limit)
             packed = packed if len(packed) > 1 else ()
             name = f"{kind} {unit or '(root)'} in {phase_name}"
@@ -156,11 +152,6 @@ class PlanByUnit:
             )
             found.append((bucket, members))
         return found
-
-    def _reduction_limit(self, program: Program) -> float:
-        if self.pack_reductions_below is not None:
-            return self.pack_reductions_below
-        return self.pack_gathers_below if program.device.type == "cuda" else math.inf
 
 
 def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tuple[list[Bucket], list[Event]]:

@@ -66,36 +66,30 @@ GroupsLike = Mapping[str, int | Group] | DeviceMesh | None
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Costs of one group's collectives.
+class GroupCosts:
+    """Costs of one group's collectives."""
 
-    Attributes:
-        group: the group.
-        profile, network: of the machine.
-    """
-
-    group: Group
-    profile: Profile
+    group: Group  # the group
+    profile: Profile  # of the machine
     network: str
 
     @cached_property
-    def _axis(self) -> Axis:
-        return Axis("group", self.group.size, "replicate")
-
-    @cached_property
-    def _costs(self) -> Costs:
+    def _on(self) -> tuple[Costs, Axis]:
+        axis = Axis("group", self.group.size, "replicate")
         # Ranks that lie between neighbors of the group are inside of the axis.
-        mesh = Mesh((self._axis, Axis("inside", self.group.apart, "shard")))
-        return Costs(self.profile, self.network, mesh)
+        mesh = Mesh((axis, Axis("inside", self.group.apart, "shard")))
+        return Costs(self.profile, self.network, mesh), axis
 
     @cached_property
     def link(self) -> str:
         """Name of its link."""
-        return self.group.link or self._costs.link(self._axis)
+        costs, axis = self._on
+        return self.group.link or costs.link(axis)
 
     def seconds(self, kind: str, num_bytes: int, num_tensors: int) -> float:
         """Return the seconds of one launch, as `Costs.collective` says."""
-        return float(self._costs.collective(kind, num_bytes, num_tensors, self._axis))
+        costs, axis = self._on
+        return float(costs.collective(kind, num_bytes, num_tensors, axis))
 
 
 def check_groups(groups: GroupsLike) -> dict[str, Group]:
@@ -156,29 +150,17 @@ _COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functio
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One collective of a graph, single or coalesced.
+    """One collective of a graph, single or coalesced."""
 
-    Attributes:
-        index: its place in the graph.
-        kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
-        node: the launch.
-        tensors: its inputs.
-        arrivals: by tensor, the nodes of its result: the launch itself, or `getitem`s of it.
-        waits: all of them; there may be several for a tensor, and none for one that is not read.
-        group: name of the process group.
-        key: messages with equal keys may travel together; None travels alone.
-        num_bytes: of the full tensors on each rank, as `Costs.collective` counts them.
-    """
-
-    index: int
-    kind: str
-    node: Node
-    tensors: tuple[Node, ...]
-    arrivals: tuple[tuple[Node, ...], ...]
-    waits: tuple[Node, ...]
-    group: str
-    key: tuple[Any, ...] | None
-    num_bytes: int
+    index: int  # its place in the graph
+    kind: str  # gather, reduce (reduce-scatter), all_reduce or all_to_all
+    node: Node  # the launch
+    tensors: tuple[Node, ...]  # its inputs
+    arrivals: tuple[tuple[Node, ...], ...]  # by tensor, the nodes of its result: the launch itself, or `getitem`s of it
+    waits: tuple[Node, ...]  # all of them; there may be several for a tensor, and none for one that is not read
+    group: str  # name of the process group
+    key: tuple[Any, ...] | None  # messages with equal keys may travel together; None travels alone
+    num_bytes: int  # of the full tensors on each rank, as `Costs.collective` counts them
 
     @property
     def packet(self) -> OpOverloadPacket:
@@ -218,8 +200,13 @@ def messages(graph: Graph, given: Mapping[str, Group]) -> tuple[list[Message], d
         name = _group_name(node)
         if name not in groups:
             groups[name] = group_named(name, node.name, given)
-        _check_size(node, name, groups[name])
-        found.append(_message(len(found), node, name, groups[name].size))
+        size = groups[name].size
+        if _KINDS[node.target] in ("gather", "reduce") and node.args[-2] != size:
+            raise ArgumentError(
+                f"groups: {name!r} has {size} ranks, but %{node.name} communicates with {node.args[-2]}. "
+                "Correct the size."
+            )
+        found.append(_message(len(found), node, name, size))
     return found, groups
 
 
@@ -267,7 +254,7 @@ def _wait(user: Node, value: Node) -> Node:
 def _check_values(node: Node) -> None:
     if node.op == "output":
         return
-    if "val" not in node.meta and node.users and not (node.op == "get_attr" and not _feeds_launch(node)):
+    if "val" not in node.meta and node.users and not (node.op == "get_attr" and not any(map(is_launch, node.users))):
         raise ArgumentError(
             f"gm: %{node.name} has no meta['val'], so that its size is not known. Trace the graph with make_fx, or run "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp over it."
@@ -280,10 +267,6 @@ def _check_values(node: Node) -> None:
                     f"%{node.name} has the size {size}, which depends on values and has no hint. Give it one, as with "
                     "torch.fx.experimental.symbolic_shapes' ShapeEnv, or trace with sizes that are known."
                 )
-
-
-def _feeds_launch(node: Node) -> bool:
-    return any(map(is_launch, node.users))
 
 
 def _check_operator(node: Node) -> None:
@@ -312,12 +295,3 @@ def _group_name(node: Node) -> str:
             "torch.distributed._functional_collectives calls it."
         )
     return name
-
-
-def _check_size(node: Node, name: str, group: Group) -> None:
-    kind = _KINDS[node.target]
-    if kind in ("gather", "reduce") and node.args[-2] != group.size:
-        raise ArgumentError(
-            f"groups: {name!r} has {group.size} ranks, but %{node.name} communicates with {node.args[-2]}. Correct the "
-            "size."
-        )

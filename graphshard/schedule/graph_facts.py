@@ -21,17 +21,8 @@ from graphshard.ir.program import Phase
 T = TypeVar("T")
 
 
-class Known:
-    """Facts by graph."""
-
-    def __init__(self) -> None:
-        self._facts: WeakKeyDictionary[Graph, dict[Hashable, Any]] = WeakKeyDictionary()
-
-    def of(self, graph: Graph) -> dict[Hashable, Any]:
-        """Return the facts of a graph."""
-        return self._facts.setdefault(graph, {})
-
-
+# Facts by graph.
+Known = WeakKeyDictionary[Graph, dict[Hashable, Any]]
 _KNOWN: ContextVar[Known | None] = ContextVar("_KNOWN", default=None)
 
 
@@ -57,7 +48,7 @@ def remembered(graph: Graph, key: Hashable, find: Callable[[], T]) -> T:
     known = _KNOWN.get()
     if known is None:
         return find()
-    facts = known.of(graph)
+    facts = known.setdefault(graph, {})
     if key not in facts:
         facts[key] = find()
     found: T = facts[key]

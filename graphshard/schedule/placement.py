@@ -8,9 +8,19 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphshard.schedule.bucketing import load, modes, startable
-from graphshard.schedule.problem import KINDS, Bucketed, Chain, Clocks, Link, Occurrence, Own, Placement
-from graphshard.schedule.simulator import ChainRun
+from graphshard.schedule.problem import (
+    KINDS,
+    Bucketed,
+    Chain,
+    FixedCollective,
+    Link,
+    Occurrence,
+    Placement,
+    load,
+    modes,
+    startable,
+)
+from graphshard.schedule.simulator import ChainRun, ChainState
 
 
 def singles(chain: Chain) -> list[Bucketed]:
@@ -54,6 +64,11 @@ def one_ahead(chain: Chain, link: Link) -> Placement:
     return Placement(tuple(buckets), tuple(sorted(events, key=lambda event: event.at)))
 
 
+def undisturbed(link: Link) -> Link:
+    """Return the link on which nothing slows compute down."""
+    return replace(link, contention=0.0) if link.contention else link
+
+
 def place(
     chain: Chain,
     link: Link,
@@ -88,22 +103,17 @@ class _Placing:
         self.chain, self.link, self.order, self.limit = chain, link, order, limit
         self.late = late and link.all_reduce is not None
         self.end = len(chain.seconds)
+        self.state = ChainState(chain, undisturbed(link))
         self.loads = [load(chain, link, bucket) for bucket in order]
         self.members = [chain.members(bucket) for bucket in order]
         self.bytes = [sum(m.num_bytes for m in members) for members in self.members]
         self.waiting = {kind: deque(i for i, b in enumerate(order) if b.kind == kind) for kind in KINDS}
         self.urgent = self._latest_starts(margin)
-        self.gathers: deque[int] = deque()
-        self.reductions: deque[int] = deque()  # first legs that are under way
-        self.second_legs: deque[int] = deque()
-        self.done: dict[int, float] = {}
-        self.clocks = Clocks()
-        self.upcoming = self._upcoming() if aside else {}
+        # By channel and position, the next of the model's collectives that compute waits for at once.
+        self.upcoming: dict[tuple[int, int], FixedCollective] = {}
+        for fixed in reversed([fixed for fixed in chain.fixed if aside and fixed.at_once]):
+            self.upcoming.update({(fixed.channel, position): fixed for position in range(fixed.at + 1)})
         self.least = list(chain.least_memory)
-        self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
-        self.gathered = 0
-        self.dies: defaultdict[int, int] = defaultdict(int)
-        self.events: list[Occurrence] = []
 
     def _latest_starts(self, margin: float) -> dict[int, float]:
         """Return by gather the seconds of compute by which it becomes urgent; {} if every gather is at once."""
@@ -116,192 +126,132 @@ class _Placing:
             found[index] = latest - margin * seconds
         return found
 
-    def _upcoming(self) -> dict[tuple[int, int], Own]:
-        """Return by channel and position the next of the model's collectives that compute waits for at once."""
-        found: dict[tuple[int, int], Own] = {}
-        for own in reversed([own for own in self.chain.own if own.at_once]):
-            found.update({(own.channel, position): own for position in range(own.at + 1)})
-        return found
-
-    def _holds_up(self, index: int, position: int) -> bool:
+    def _holds_up(self, index: int) -> bool:
         """Return whether a bucket would hold up the model's next collective, and could as well come after it."""
-        bucket, cost = self.order[index], self.loads[index]
+        bucket, cost, position, clocks = self.order[index], self.loads[index], self.state.at, self.state.clocks
         channel = self.link.channel(bucket.kind)
-        own = self.upcoming.get((channel, position))
-        if own is None:
+        fixed = self.upcoming.get((channel, position))
+        if fixed is None:
             return False
         elapsed = self.chain.elapsed
-        begins = elapsed[own.at] - elapsed[position]
-        if max(self.clocks.channels[channel] - self.clocks.compute, 0.0) + cost.seconds <= begins:
+        begins = elapsed[fixed.at] - elapsed[position]
+        if max(clocks.channels[channel] - clocks.compute, 0.0) + cost.seconds <= begins:
             return False
         if bucket.kind == "reduce":
             return True
         used = elapsed[self.members[index][0].at] - elapsed[position]
-        return used - begins - own.seconds >= cost.seconds
+        return used - begins - fixed.seconds >= cost.seconds
 
     def run(self) -> Placement | None:
-        made = [0] * self.end
-        for reduction in self.chain.reductions:
-            made[reduction.at - 1] += reduction.num_bytes
+        state = self.state
         for position in range(self.end + 1):
-            self.gathered -= self.dies.pop(position, 0)
-            self._settle(position)
-            while self._start_next(position):
-                self._settle(position)
-            if not self._need(position):
+            self._settle()
+            while self._start_next():
+                self._settle()
+            if not self._need():
                 return None
             if position == self.end:
                 break
-            base = self.chain.base[position] + made[position]
-            while base + self.gathered + self.unreduced > self.limit:
-                if not self._relieve(position):
+            needed = self.chain.base[position] + self.chain.made[position]
+            while needed + state.gathered + state.unreduced > self.limit:
+                if not self._relieve():
                     return None
-            self.unreduced += made[position]
-            if self.chain.own:
-                self.clocks.begin_item(self.chain, position)
-            self.clocks.compute += self.chain.seconds[position]
+            state.item()
         while self.waiting["reduce"]:  # their buffers did not fit next to the gradients that are on their way
-            if self._may_reduce(self.waiting["reduce"][0], self.end):
-                self._start(self.waiting["reduce"][0], self.end)
-            elif not self._relieve(self.end):
+            if self._may_reduce(self.waiting["reduce"][0]):
+                self._start(self.waiting["reduce"][0])
+            elif not self._relieve():
                 return None
-        while self.reductions:
-            self._pass_on(self.end)
-        while self.second_legs:
-            self._wait_second(self.end)
-        # Buckets are numbered in the order of their starts.
-        number = {e.bucket: i for i, e in enumerate(e for e in self.events if e.action == "start")}
-        buckets = tuple(self.order[index] for index in number)
-        return Placement(buckets, tuple(Occurrence(e.action, number[e.bucket], e.at) for e in self.events))
+        state.finish()
+        return state.placement
 
-    def _start_next(self, position: int) -> bool:
+    def _start_next(self) -> bool:
         """Start the bucket whose turn it is, or the reduction after gathers that do not fit."""
-        gather = self.waiting["gather"][0] if self.waiting["gather"] else None
-        reduction = self.waiting["reduce"][0] if self.waiting["reduce"] else None
+        gather, reduction = (self.waiting[kind][0] if self.waiting[kind] else None for kind in KINDS)
         if gather is not None:
             turn = bool(self.urgent) or self.link.separate or reduction is None or gather < reduction
-            if self.urgent and self.chain.elapsed[min(position + 1, self.end)] <= self.urgent[gather]:
+            if self.urgent and self.chain.elapsed[min(self.state.at + 1, self.end)] <= self.urgent[gather]:
                 turn = False
-            if turn and not self._holds_up(gather, position) and self._may_gather(gather, position):
-                self._start(gather, position)
+            if turn and not self._holds_up(gather) and self._may_gather(gather):
+                self._start(gather)
                 return True
-        if reduction is not None and self._may_reduce(reduction, position) and not self._holds_up(reduction, position):
-            self._start(reduction, position)
+        if reduction is not None and self._may_reduce(reduction) and not self._holds_up(reduction):
+            self._start(reduction)
             return True
         return False
 
-    def _alive(self, position: int) -> int:
-        return self.chain.boundary[position] + self.gathered + self.unreduced
-
-    def _may_gather(self, index: int, position: int) -> bool:
-        members = self.members[index]
-        if not startable(members, "gather", position):
+    def _may_gather(self, index: int) -> bool:
+        members, state = self.members[index], self.state
+        if not startable(members, "gather", state.at):
             return False
         if self.limit == math.inf:
             return True
-        if self._alive(position) + self.bytes[index] > self.limit:
+        if state.alive + self.bytes[index] > self.limit:
             return False
         # Until its first use a member comes on top of what every schedule needs; from then on `least` counts it.
         # Gradients count at this position only: before a later item their reductions can be waited for.
-        begin = position
+        begin = state.at
         for first, member in enumerate(members):
             items = self.least[begin : member.at]
             if items:
-                most = max(items) if begin > position else max(items[0] + self.unreduced, *items)
+                most = max(items) if begin > state.at else max(items[0] + state.unreduced, *items)
                 if most + sum(m.num_bytes for m in members[first:]) > self.limit:
                     return False
                 begin = member.at
         return True
 
-    def _may_reduce(self, index: int, position: int) -> bool:
-        fits = self._alive(position) + self.loads[index].transient <= self.limit
-        return fits and startable(self.members[index], "reduce", position)
+    def _may_reduce(self, index: int) -> bool:
+        fits = self.state.alive + self.loads[index].transient <= self.limit
+        return fits and startable(self.members[index], "reduce", self.state.at)
 
-    def _start(self, index: int, position: int) -> None:
-        bucket, cost = self.order[index], self.loads[index]
+    def _start(self, index: int) -> None:
+        bucket = self.order[index]
         self.waiting[bucket.kind].remove(index)
-        self.clocks.compute += cost.copy_in
-        # Compute's real clock here, copies and waits included, unlike in `_latest_starts`.
-        self._launch(index, self.link.channel(bucket.kind), cost.seconds)
-        self.events.append(Occurrence("start", index, position))
-        if bucket.kind == "reduce":
-            self.reductions.append(index)
-            return
-        self.gathers.append(index)
-        for member in self.members[index]:
-            self.gathered += member.num_bytes
-            self.dies[member.last + 1] += member.num_bytes
-            if self.limit < math.inf:
-                for item in range(position, member.at):
+        self.state.start(bucket, self.loads[index])
+        if bucket.kind == "gather" and self.limit < math.inf:
+            for member in self.members[index]:
+                for item in range(self.state.at, member.at):
                     self.least[item] += member.num_bytes
 
-    def _launch(self, index: int, channel: int, seconds: float) -> None:
-        channels = self.clocks.channels
-        channels[channel] = self.done[index] = max(self.clocks.compute, channels[channel]) + seconds
-
-    def _need(self, position: int) -> bool:
+    def _need(self) -> bool:
         """Start the gathers that are needed now and were not started, and wait for them."""
-        while self.waiting["gather"]:
-            index = self.waiting["gather"][0]
-            if self.members[index][0].at > position:
-                break
-            if not startable(self.members[index], "gather", position):
+        state, waiting = self.state, self.waiting["gather"]
+        while waiting and self.members[waiting[0]][0].at <= state.at:
+            index = waiting[0]
+            if not startable(self.members[index], "gather", state.at):
                 return False
-            while self._alive(position) + self.bytes[index] > self.limit:
-                if not self._relieve(position):
+            while state.alive + self.bytes[index] > self.limit:
+                if not self._relieve():
                     return False
-            self._start(index, position)
-        while self.gathers and self.members[self.gathers[0]][0].at <= position:
-            index = self.gathers[0]
-            while self._alive(position) + self.loads[index].transient > self.limit:
-                if not self._relieve(position):
+            self._start(index)
+        while state.gathers and self.chain.members(state.buckets[state.gathers[0]])[0].at <= state.at:
+            number = state.gathers[0]
+            while state.alive + state.loads[number].transient > self.limit:
+                if not self._relieve():
                     return False
             # Compute is held up by the gather: second legs of what ends before that start meanwhile.
             if self.link.all_reduce is not None and not self.late:
-                while self.reductions and self.done[self.reductions[0]] <= self.done[index]:
-                    self._pass_on(position)
-            self.gathers.popleft()
-            self.clocks.compute = max(self.clocks.compute, self.done[index]) + self.loads[index].copy_out
-            self.events.append(Occurrence("wait", index, position))
-            self._settle(position)
+                while state.reductions and state.ends[state.reductions[0]] <= state.ends[number]:
+                    state.pass_on()
+            state.wait(number)
+            self._settle()
         return True
 
-    def _relieve(self, position: int) -> bool:
+    def _relieve(self) -> bool:
         """Free gradients by waiting for a reduction; return False if none is ready."""
-        if not self.reductions and self.waiting["reduce"] and self._may_reduce(self.waiting["reduce"][0], position):
-            self._start(self.waiting["reduce"][0], position)
-        if self.reductions:
-            self._pass_on(position)
-        elif self.second_legs:
-            self._wait_second(position)
+        state = self.state
+        if not state.reductions and self.waiting["reduce"] and self._may_reduce(self.waiting["reduce"][0]):
+            self._start(self.waiting["reduce"][0])
+        if state.reductions:
+            state.pass_on()
+        elif state.second_legs:
+            state.wait(state.second_legs[0])
         else:
             return False
         return True
 
-    def _settle(self, position: int) -> None:
-        while self.reductions and not self.late and self.done[self.reductions[0]] <= self.clocks.compute:
-            self._pass_on(position)
-        while self.second_legs and self.done[self.second_legs[0]] <= self.clocks.compute:
-            self._wait_second(position)
-
-    def _pass_on(self, position: int) -> None:
-        """Wait for the oldest reduction, and start its second leg if it has one."""
-        index = self.reductions.popleft()
-        self.clocks.compute = max(self.clocks.compute, self.done[index])
-        self.unreduced -= self.bytes[index]
-        if self.link.all_reduce is None:
-            self.events.append(Occurrence("wait", index, position))
-            return
-        self.unreduced += self.loads[index].twice
-        self._launch(index, self.link.channel("all_reduce"), self.loads[index].second)
-        self.events.append(Occurrence("continue", index, position))
-        self.second_legs.append(index)
-
-    def _wait_second(self, position: int) -> None:
-        index = self.second_legs.popleft()
-        self.clocks.compute = max(self.clocks.compute, self.done[index])
-        self.unreduced -= self.loads[index].twice
-        self.events.append(Occurrence("wait", index, position))
+    def _settle(self) -> None:
+        self.state.settle(second_legs=not self.late)
 
 
 def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
@@ -309,15 +259,15 @@ def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -
 
     Memory is held no longer than it pays: compute, and everything else on the link, keep their clocks.
     """
-    run = ChainRun(chain, replace(link, contention=0.0) if link.contention else link, placement)
+    run = ChainRun(chain, undisturbed(link), placement)
     following = [(len(chain.seconds), math.inf)] * 2  # by channel: position and time of the start that follows
     first: defaultdict[int, deque[Occurrence]] = defaultdict(deque)  # what was moved comes first at its position
     rest: defaultdict[int, list[Occurrence]] = defaultdict(list)
-    own_left = deque(enumerate(chain.own))
+    fixed_left = deque(enumerate(chain.fixed))
     for event in reversed(placement.events):
-        while own_left and own_left[-1][1].at >= event.at:  # it starts after what is started at its position
-            index, own = own_left.pop()
-            following[own.channel] = own.at, run.own_starts[index]
+        while fixed_left and fixed_left[-1][1].at >= event.at:  # it starts after what is started at its position
+            index, fixed = fixed_left.pop()
+            following[fixed.channel] = fixed.at, run.fixed_starts[index]
         if event.action != "start":
             rest[event.at].append(event)
             if event.action == "continue":

@@ -17,7 +17,7 @@ from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, CollectiveKind, Event, Pl
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.passes.keep_gathered import keep_gathered
-from graphshard.schedule.axis_links import on_one_link, ways_of
+from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import Built, Constraints, PhaseMap, Settings, build
 from graphshard.schedule.coarsening import reduced
@@ -35,27 +35,6 @@ _CLOSE = 1.1
 # More than FSDP2's order takes by so much is no difference that predictions show (they are within 5 %). Where the peak
 # leaves no room for buckets that are a little larger, steps that wait for the link are up to a quarter longer.
 _ABOUT = 1.01
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A plan and its prediction."""
-
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.step_seconds
-
-    @property
-    def bound(self) -> float:
-        return self.prediction.lower_bound
-
-    def above(self, bound: float, stopped: bool) -> _Planned:
-        """Return the plan with another lower bound, and whether a search ended at its budget."""
-        prediction = replace(self.prediction, lower_bound=min(bound, self.seconds), stopped=stopped)
-        return _Planned(replace(self.plan, prediction=prediction), prediction)
 
 
 @dataclass(frozen=True)
@@ -130,12 +109,12 @@ class PlanByCost:
 
     def _best(self, program: Program) -> Plan:
         here = self._on(program)
-        if not all(on_one_link(here.costs, ways_of(program, phase)) for phase in program.phases.values()):
+        if not all(on_one_link(here.costs, axes_of(program, phase)) for phase in program.phases.values()):
             return self._unplanned(program)
         settings = here._settings(program)
         search = here._worthwhile if self.worth or self.worth_seconds else here._shortest
         found = search(program, settings)
-        return (found if program.bound is None else found.above(program.bound, found.prediction.stopped)).plan
+        return found if program.bound is None else _above(found, program.bound)
 
     def _on(self, program: Program) -> PlanByCost:
         # Which ranks share a node is the program's mesh to say.
@@ -177,9 +156,9 @@ class PlanByCost:
         exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
-    def _shortest(self, program: Program, settings: Settings) -> _Planned:
+    def _shortest(self, program: Program, settings: Settings) -> Plan:
         """Return the best plan of all, or of those by units: a search may be better at fewer buckets."""
-        found: dict[Settings, _Planned] = {}
+        found: dict[Settings, Plan] = {}
         refused: list[InfeasibleError] = []
         built = {attempt: build(program, self.costs, attempt) for attempt in (settings, settings.by_units)}
         for attempt in built:
@@ -189,45 +168,50 @@ class PlanByCost:
                 refused.append(error)
         if not found:
             raise min(refused, key=lambda error: error.smallest)
-        shortest = min(found.values(), key=lambda planned: planned.seconds)
-        bound = found[settings].bound if settings in found else lower_bound(built[settings].problem, limit=self._limit)
-        return shortest.above(bound, any(planned.prediction.stopped for planned in found.values()))
+        predicted = {attempt: _predicted(plan) for attempt, plan in found.items()}
+        shortest = min(found, key=lambda attempt: predicted[attempt].step_seconds)
+        bound = lower_bound(built[settings].problem, limit=self._limit)
+        if settings in found:
+            bound = predicted[settings].lower_bound
+        return _above(found[shortest], bound, stopped=any(each.stopped for each in predicted.values()))
 
-    def _worthwhile(self, program: Program, settings: Settings) -> _Planned:
+    def _worthwhile(self, program: Program, settings: Settings) -> Plan:
         """Return FSDP2's order, or the best of its buckets, or the best of all, each if it gains enough."""
         by_units = settings.by_units
         ahead = functools.partial(fsdp2_solution, limit=0 if self.memory_limit is None else self.memory_limit)
         built = {attempt: build(program, self.costs, attempt) for attempt in (by_units, settings)}
         best = self._planned(program, built[by_units], by_units, ahead)
+        predicted = _predicted(best)
         # Without a limit it is about what FSDP2's order takes.
-        limit = self._limit if self.memory_limit is not None else _ABOUT * best.prediction.peak_bytes
-        problems, first = {attempt: each.problem for attempt, each in built.items()}, best.seconds
-        bound = min(best.bound, lower_bound(problems[settings], limit=limit))
-        fits = best.prediction.peak_bytes <= limit
-        bound_by_units, stopped = best.bound, False
+        limit = self._limit if self.memory_limit is not None else _ABOUT * predicted.peak_bytes
+        problems, first = {attempt: each.problem for attempt, each in built.items()}, predicted.step_seconds
+        bound_by_units, stopped = predicted.lower_bound, False
+        bound = min(bound_by_units, lower_bound(problems[settings], limit=limit))
+        fits = predicted.peak_bytes <= limit
         change = self.worth_seconds * len(program.all_params.units)
         refused: list[InfeasibleError] = []
         for attempt in built:
-            below = min(best.seconds / (1 + self.worth), best.seconds - change) if fits else math.inf
+            seconds = predicted.step_seconds
+            below = min(seconds / (1 + self.worth), seconds - change) if fits else math.inf
             if bound >= below:
                 break
             solver = Solver(limit, exact_kept=0, steps=self.steps, below=below)
             try:
-                close = fits and best.seconds <= _CLOSE * bound
+                close = fits and seconds <= _CLOSE * bound
                 if close and not _may_gain(problems[attempt], problems[by_units], first - below, solver):
                     continue
                 found = self._planned(program, built[attempt], attempt, solver)
             except InfeasibleError as error:
                 refused.append(error)
                 continue
-            stopped |= found.prediction.stopped
+            stopped |= _predicted(found).stopped
             if attempt == settings:  # what is proven of all plans there, or by any of units
-                bound = max(bound, min(found.bound, bound_by_units))
-            if found.seconds < below:
-                best, fits = found, True
+                bound = max(bound, min(_predicted(found).lower_bound, bound_by_units))
+            if _predicted(found).step_seconds < below:
+                best, predicted, fits = found, _predicted(found), True
         if not fits:
             raise min(refused, key=lambda error: error.smallest)
-        return best.above(bound, stopped)
+        return _above(best, bound, stopped=stopped)
 
     @property
     def _limit(self) -> float:
@@ -235,7 +219,7 @@ class PlanByCost:
 
     def _planned(
         self, program: Program, built: Built, settings: Settings, solver: Callable[[Problem], Solution]
-    ) -> _Planned:
+    ) -> Plan:
         solution = solver(built.problem)
         bound, kept = solution.lower_bound, built.kept(solution.schedule.kept)
         if kept:
@@ -252,7 +236,7 @@ class PlanByCost:
         profile, found = self.costs.profile, (solution.step_seconds, bound, solution.peak)
         prediction = Prediction(*found, profile.name, profile.hash, self.costs.network, solution.stopped)
         plan = self._plan(program, built, solution.schedule, settings)
-        return _Planned(replace(plan, kept=kept, prediction=prediction), prediction)
+        return replace(plan, kept=kept, prediction=prediction)
 
     def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
         axis = program.mesh.shard
@@ -271,6 +255,18 @@ class PlanByCost:
                 events[chain.name] = tuple(heapq.merge(placed, of_scalars, key=lambda event: event.at))
         plan = Plan(tuple(buckets), events)
         return plan if program.few is not None else replace(plan, gathered_bytes=gathered_of(plan, program))
+
+
+def _predicted(plan: Plan) -> Prediction:
+    assert plan.prediction is not None, "a plan by cost has a prediction"
+    return plan.prediction
+
+
+def _above(plan: Plan, bound: float, *, stopped: bool | None = None) -> Plan:
+    """Return the plan with another lower bound, and whether a search ended at its budget."""
+    given = _predicted(plan)
+    stopped = given.stopped if stopped is None else stopped
+    return replace(plan, prediction=replace(given, lower_bound=min(bound, given.step_seconds), stopped=stopped))
 
 
 def _may_gain(problem: Problem, by_units: Problem, seconds: float, solver: Solver) -> bool:
@@ -312,8 +308,8 @@ def _to_buckets(
         packed = tuple(small) if bucket.packed else ()
         units = list(dict.fromkeys(atom.unit or "(root)" for atom in atoms))
         where = f"{' to '.join(dict.fromkeys((units[0], units[-1])))} in {chain.name}"
-        ways = mapped.ways.of(rows[0])
-        kind = ways.reduction if bucket.kind == "reduce" else bucket.kind
+        axes = mapped.axes.of(rows[0])
+        kind = axes.reduction if bucket.kind == "reduce" else bucket.kind
         num_bytes = sum(t.num_bytes for t in transfers)
         alone = len(rows) - len(packed) + bool(packed) == 1
         made = Bucket(
@@ -322,15 +318,15 @@ def _to_buckets(
             phase=chain.name,
             params=tuple(row.name for row in rows if row.name not in packed),
             packed=packed,
-            axis=ways.axis(kind).name,
+            axis=axes.axis(kind).name,
             num_bytes=num_bytes,
             exchanged=kind == "reduce" and alone and not rows[0].expert and exchange(num_bytes),
         )
         first.append(made)
         second.append(made)
-        if kind == "reduce" and ways.replicas is not None:
+        if kind == "reduce" and axes.replicas is not None:
             shards = sum(row.sent_bytes("all_reduce") for row in rows)
-            axis, name = ways.replicas.name, named("all_reduce", where)
+            axis, name = axes.replicas.name, named("all_reduce", where)
             second[-1] = replace(made, name=name, kind="all_reduce", axis=axis, num_bytes=shards, exchanged=False)
     events: list[Event] = []
     for event in placement.events:

@@ -21,14 +21,14 @@ position, queues for its channel like everything else, and holds compute up at t
 Memory of an item: `base`, gathered tensors from their start to the last item that reads them, gradients from the item
 that makes them to their wait. Between two items the smaller base counts. A packed bucket is copied into one buffer when
 it starts and out of it when it is waited for; both are alive while they are copied: a gather's at its wait, a
-reduction's at its start (`bucketing.py`).
+reduction's at its start.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -40,22 +40,14 @@ KINDS: tuple[CollectiveKind, ...] = ("gather", "reduce")
 
 
 @dataclass(frozen=True)
-class Own:
-    """A collective of the model's own, which no schedule moves.
+class FixedCollective:
+    """A collective of the model, which no schedule moves."""
 
-    Attributes:
-        at: the item that it starts with.
-        until: the item that waits for it; `at` itself if compute waits at once.
-        seconds: on its channel.
-        channel: index of that.
-        name: shown in timelines.
-    """
-
-    at: int
-    until: int
-    seconds: float
+    at: int  # item that it starts with
+    until: int  # item that waits for it; `at` if compute waits at once
+    seconds: float  # on its channel
     channel: int = 0
-    name: str = ""
+    name: str = ""  # shown in timelines
 
     @property
     def at_once(self) -> bool:
@@ -64,54 +56,31 @@ class Own:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors that always travel together.
+    """Tensors that always travel together."""
 
-    Attributes:
-        name: unique among the transfers of its kind in a chain.
-        num_bytes: of the full tensors.
-        at: for a gather the first item that reads it, for a reduction the position at which it is ready.
-        last: for a gather the last item that reads it.
-        group: only transfers of the same group may share a bucket.
-        num_tensors: how many tensors they are.
-        num_small: how many of them are worth packing into one buffer.
-        small_bytes: bytes of those in full.
-        packed: whether the small ones are packed; None leaves it to the planner.
-        start: the only position at which it may start; None leaves it to the planner.
-        way: index of its costs, see `Link.others`; transfers of a group have the same.
-    """
-
-    name: str
-    num_bytes: int
-    at: int
-    last: int = -1
-    group: str = ""
+    name: str  # unique among the transfers of its kind in a chain
+    num_bytes: int  # of the full tensors
+    at: int  # for a gather the first item that reads it, for a reduction the position at which it is ready
+    last: int = -1  # for a gather the last item that reads it
+    group: str = ""  # only transfers of the same group may share a bucket
     num_tensors: int = 1
-    num_small: int = 0
-    small_bytes: int = 0
-    packed: bool | None = None
-    start: int | None = None
-    way: int = 0
+    num_small: int = 0  # tensors that are worth packing into one buffer
+    small_bytes: int = 0  # bytes of these in full
+    packed: bool | None = None  # whether the small ones are packed; None leaves it to the planner
+    start: int | None = None  # the only position at which it may start; None leaves it to the planner
+    link_index: int = 0  # of its costs, see `Link.others`; transfers of a group have the same
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One phase: items in order, and the transfers that gate and follow them, each kind in the order of `at`.
+    """One phase: items in order, and the transfers that gate and follow them, each kind in the order of `at`."""
 
-    Attributes:
-        name: "forward", "backward", "optimizer".
-        seconds: per item.
-        base: bytes alive during each item, apart from gathered tensors and gradients that wait for their reduction.
-        gathers: by first use.
-        reductions: by position at which they are ready.
-        own: the model's own collectives, by their start.
-    """
-
-    name: str
-    seconds: tuple[float, ...]
-    base: tuple[int, ...]
+    name: str  # "forward", "backward", "optimizer"
+    seconds: tuple[float, ...]  # per item
+    base: tuple[int, ...]  # bytes alive during each item, apart from gathered tensors and gradients to be reduced
     gathers: tuple[Transfer, ...] = ()
     reductions: tuple[Transfer, ...] = ()
-    own: tuple[Own, ...] = ()
+    fixed: tuple[FixedCollective, ...] = ()
 
     def __post_init__(self) -> None:
         end = len(self.seconds)
@@ -119,27 +88,25 @@ class Chain:
         assert len(self.base) == end, f"{self.name}: one base per item"
         assert all(0 <= g.at <= g.last < end for g in self.gathers), f"{self.name}: a gather is read by an item"
         assert all(0 < r.at <= end for r in self.reductions), f"{self.name}: a gradient comes out of an item"
-        assert all(0 <= o.at <= o.until < end for o in self.own), f"{self.name}: a collective is waited for by an item"
-        for ordered in (self.gathers, self.reductions):
-            assert all(a.at <= b.at for a, b in itertools.pairwise(ordered)), f"{self.name}: transfers out of order"
-        assert all(a.at <= b.at for a, b in itertools.pairwise(self.own)), f"{self.name}: collectives out of order"
+        assert all(0 <= f.at <= f.until < end for f in self.fixed), f"{self.name}: an item waits for a collective"
+        starts = ([each.at for each in of] for of in (self.gathers, self.reductions, self.fixed))
+        assert all(at == sorted(at) for at in starts), f"{self.name}: transfers out of order"
 
     @cached_property
     def elapsed(self) -> tuple[float, ...]:
         """Seconds before each position of compute, and of the model's collectives that it waits for at once."""
-        at_once = [sum(own.seconds for _, own in starting if own.at_once) for starting, _ in self.own_of]
+        at_once = [sum(fixed.seconds for _, fixed in starting if fixed.at_once) for starting, _ in self.fixed_at]
         return (0.0, *itertools.accumulate(a + b for a, b in zip(self.seconds, at_once)))
 
     @cached_property
-    def own_of(self) -> tuple[tuple[tuple[tuple[int, Own], ...], tuple[int, ...]], ...]:
+    def fixed_at(self) -> list[tuple[list[tuple[int, FixedCollective]], list[int]]]:
         """By item, the model's collectives that start with it, and the indices of earlier ones that it waits for."""
-        starts: list[list[tuple[int, Own]]] = [[] for _ in self.seconds]
-        waits: list[list[int]] = [[] for _ in self.seconds]
-        for index, own in enumerate(self.own):
-            starts[own.at].append((index, own))
-            if not own.at_once:
-                waits[own.until].append(index)
-        return tuple((tuple(started), tuple(waited)) for started, waited in zip(starts, waits))
+        found: list[tuple[list[tuple[int, FixedCollective]], list[int]]] = [([], []) for _ in self.seconds]
+        for index, fixed in enumerate(self.fixed):
+            found[fixed.at][0].append((index, fixed))
+            if not fixed.at_once:
+                found[fixed.until][1].append(index)
+        return found
 
     @cached_property
     def boundary(self) -> tuple[int, ...]:
@@ -148,17 +115,21 @@ class Chain:
         return (self.base[0], *pairs, self.base[-1])
 
     @cached_property
+    def made(self) -> list[int]:
+        """Bytes of the gradients that each item makes."""
+        found = [0] * len(self.seconds)
+        for reduction in self.reductions:
+            found[reduction.at - 1] += reduction.num_bytes
+        return found
+
+    @cached_property
     def least_memory(self) -> tuple[int, ...]:
         """Bytes that every schedule needs during each item: its base, what it reads, and the gradients it makes."""
         change = [0] * (len(self.seconds) + 1)
         for gather in self.gathers:
             change[gather.at] += gather.num_bytes
             change[gather.last + 1] -= gather.num_bytes
-        for reduction in self.reductions:
-            # The item that makes a gradient holds it; after it, a schedule may wait for the reduction at once.
-            change[reduction.at - 1] += reduction.num_bytes
-            change[reduction.at] -= reduction.num_bytes
-        return tuple(base + held for base, held in zip(self.base, itertools.accumulate(change)))
+        return tuple(map(sum, zip(self.base, self.made, itertools.accumulate(change))))
 
     def transfers(self, kind: CollectiveKind) -> tuple[Transfer, ...]:
         """Return all transfers of a kind, in order."""
@@ -169,48 +140,45 @@ class Chain:
         return self.transfers(bucket.kind)[bucket.first : bucket.end]
 
 
-class Passed(NamedTuple):
-    """A collective of the model that an item starts or waits for.
-
-    Attributes:
-        number: index in `Chain.own`.
-        begin: when it begins on its channel; None if an earlier item has started it.
-        before, after: clocks of compute before and after the start or wait.
-    """
-
-    number: int
-    begin: float | None
-    before: float
-    after: float
-
-
 @dataclass
 class Clocks:
-    """Clocks of compute and of both channels; `pending` has ends of the model's collectives not yet waited for."""
+    """Clocks of compute and of the channels."""
 
     compute: float = 0.0
     channels: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    pending: dict[int, float] = field(default_factory=dict)
+    pending: dict[int, float] = field(default_factory=dict)  # ends of the model's collectives not yet waited for
 
-    def begin_item(self, chain: Chain, item: int, contention: float = 0.0) -> list[Passed]:
-        """Wait for and start the model's own collectives at an item."""
-        starting, waited = chain.own_of[item]
-        passed = []
+    def launch(self, channel: int, seconds: float) -> tuple[float, float]:
+        """Start a transfer, which begins when its channel has ended what came before; return its begin and end."""
+        begin = max(self.compute, self.channels[channel])
+        end = self.channels[channel] = begin + seconds
+        return begin, end
+
+    def wait(self, end: float) -> None:
+        """Hold compute up until a transfer has ended."""
+        self.compute = max(self.compute, end)
+
+    def advance(self, seconds: float, contention: float) -> None:
+        """Compute, which is slower while a channel is busy."""
+        self.compute += slowed(seconds, max(self.channels) - self.compute, contention) if contention else seconds
+
+    def begin_item(self, chain: Chain, item: int, contention: float = 0.0) -> dict[int, float]:
+        """Wait for and start the model's own collectives at an item; return by index when those started begin."""
+        starting, waited = chain.fixed_at[item]
         for index in waited:
-            before, self.compute = self.compute, max(self.compute, self.pending.pop(index))
-            passed.append(Passed(index, None, before, self.compute))
-        for index, own in starting:
-            before, begin = self.compute, max(self.compute, self.channels[own.channel])
-            seconds = own.seconds
-            if own.at_once:  # like compute, it is slower next to transfers on the other channel
-                seconds = slowed(seconds, self.channels[1 - own.channel] - begin, contention)
-            end = self.channels[own.channel] = begin + seconds
-            if own.at_once:
-                self.compute = max(self.compute, end)
+            self.wait(self.pending.pop(index))
+        begins = {}
+        for index, fixed in starting:
+            seconds = fixed.seconds
+            if fixed.at_once:  # like compute, it is slower next to transfers on the other channel
+                begin = max(self.compute, self.channels[fixed.channel])
+                seconds = slowed(seconds, self.channels[1 - fixed.channel] - begin, contention)
+            begins[index], end = self.launch(fixed.channel, seconds)
+            if fixed.at_once:
+                self.wait(end)
             else:
                 self.pending[index] = end
-            passed.append(Passed(index, begin, before, self.compute))
-        return passed
+        return begins
 
 
 @dataclass(frozen=True)
@@ -226,43 +194,29 @@ class Rate:
         return self.latency + num_bytes * self.per_byte + (num_tensors - 1) * self.per_tensor
 
 
-# Seconds of a collective, for bytes of the full tensors and their number.
+# Seconds of a collective, for bytes of the full tensors and their number; they must not fall with either.
 Cost = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
 class Link:
-    """Costs of transfers.
-
-    Attributes:
-        gather, reduce: seconds for (bytes in full, number of tensors); they must not fall with either.
-        copy: seconds for a copy of a number of bytes within device memory.
-        num_shards: a shard is that part of a full tensor.
-        separate: gathers and reductions do not share a channel.
-        contention: share of the compute that is lost while a channel is busy.
-        num_pieces: each rank gives that part of a full tensor to a gather; 0 means a shard.
-        all_reduce: seconds of the second leg of a reduction for the same arguments (bytes of the full tensors); None if
-            there is none.
-        all_reduce_on: index of its channel.
-        lead: for bounds, seconds for the same arguments that pass before a reduction starts, wherever they are spent.
-        others: costs over other axes on the same channels, for transfers with the ways 1, 2 and so on.
-    """
+    """Costs of transfers."""
 
     gather: Cost
     reduce: Cost
-    copy: Callable[[int], float]
-    num_shards: int
-    separate: bool = False
-    contention: float = 0.0
-    num_pieces: int = 0
-    all_reduce: Cost | None = None
-    all_reduce_on: int = 0
-    lead: Cost | None = None
-    others: tuple[Link, ...] = ()
+    copy: Callable[[int], float]  # seconds for a copy of a number of bytes within device memory
+    num_shards: int  # a shard is that part of a full tensor
+    separate: bool = False  # gathers and reductions do not share a channel
+    contention: float = 0.0  # share of the compute that is lost while a channel is busy
+    num_pieces: int = 0  # each rank gives that part of a full tensor to a gather; 0 means a shard
+    all_reduce: Cost | None = None  # of the second leg of a reduction, for bytes of the full tensors
+    all_reduce_on: int = 0  # index of its channel
+    lead: Cost | None = None  # for bounds, seconds that pass before a reduction starts, wherever they are spent
+    others: tuple[Link, ...] = ()  # over other axes on the same channels, for transfers with a `link_index` from 1 on
 
-    def of(self, way: int) -> Link:
-        """Return the costs of transfers that have a way."""
-        return self.others[way - 1] if way else self
+    def of(self, link_index: int) -> Link:
+        """Return the costs of transfers that have an index."""
+        return self.others[link_index - 1] if link_index else self
 
     def seconds(self, kind: CollectiveKind, num_bytes: int, num_tensors: int) -> float:
         """Return the seconds of one collective."""
@@ -274,43 +228,39 @@ class Link:
         """Return the index of the channel that a kind uses, 0 or 1."""
         return self.all_reduce_on if kind == "all_reduce" else int(self.separate and kind == "reduce")
 
+    def _reducing(self, cost: Callable[[Link], Cost | None], *, lead: bool = False, separate: bool) -> Link:
+        """Return the link on which reductions have one leg with other costs, led by the first one or by nothing."""
+        first, *others = (
+            replace(one, reduce=cost(one) or one.reduce, all_reduce=None, lead=one.reduce if lead else None, others=())
+            for one in (self, *self.others)
+        )
+        return replace(first, separate=separate, others=tuple(others))
+
     @cached_property
     def first_legs(self) -> Link:
         """The link without second legs: no schedule takes longer."""
-        return replace(self, all_reduce=None, others=tuple(other.first_legs for other in self.others))
+        return self._reducing(lambda link: link.reduce, separate=self.separate)
 
     @cached_property
     def second_legs(self) -> Link:
         """The link on which reductions are their second legs, and first legs use no channel: no schedule is longer."""
-        assert self.all_reduce is not None
-        others = tuple(other.second_legs for other in self.others)
-        separate, lead = self.all_reduce_on != 0, self.reduce
-        return replace(self, reduce=self.all_reduce, separate=separate, all_reduce=None, lead=lead, others=others)
+        return self._reducing(lambda link: link.all_reduce, lead=True, separate=self.all_reduce_on != 0)
 
     @cached_property
     def leading(self) -> Link | None:
         """The link on which reductions are what must have passed before they start."""
-        if self.lead is None:
-            return None
-        others = tuple(other.leading or other for other in self.others)
-        return replace(self, reduce=self.lead, lead=None, others=others)
+        return None if self.lead is None else self._reducing(lambda link: link.lead, separate=self.separate)
 
     @cached_property
     def both_legs(self) -> Link:
         """The link on which reductions take as long as both legs; the same work if these share a channel."""
-        first, second, others = self.reduce, self.all_reduce, tuple(other.both_legs for other in self.others)
-        assert second is not None
-        if isinstance(first, Rate) and isinstance(second, Rate):
-            summed: Cost = Rate(
-                first.latency + second.latency,
-                first.per_byte + second.per_byte,
-                first.per_tensor + second.per_tensor,
-            )
-        else:
-            summed = functools.cache(
-                lambda num_bytes, num_tensors: first(num_bytes, num_tensors) + second(num_bytes, num_tensors)
-            )
-        return replace(self, reduce=summed, all_reduce=None, others=others)
+        return self._reducing(_sum_of_legs, separate=self.separate)
+
+
+def _sum_of_legs(link: Link) -> Cost:
+    first, second = link.reduce, link.all_reduce
+    assert second is not None
+    return functools.cache(lambda *of: first(*of) + second(*of))
 
 
 @dataclass(frozen=True)
@@ -323,11 +273,13 @@ class Bucketed:
     packed: bool = False
 
 
-@dataclass(frozen=True)
-class Occurrence:
+Action = Literal["start", "continue", "wait"]
+
+
+class Occurrence(NamedTuple):
     """Start, second leg, or wait of bucket `bucket` of a placement, at a position."""
 
-    action: Literal["start", "continue", "wait"]
+    action: Action
     bucket: int
     at: int
 
@@ -350,20 +302,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Problem:
-    """One training step. Phases follow each other; the next step follows the last phase.
+    """One training step: forward, backward and optimizer, or fewer, which follow each other.
 
-    Attributes:
-        chains: forward, backward and optimizer, or fewer.
-        link: costs of transfers.
-        links: costs of chains that have others, by name.
-        keepable: names of forward gathers that may stay gathered until backward has read them, which then does not
-            gather them again; each is the name of one gather in both chains.
+    Parameters that are `keepable` may stay gathered until backward has read them, which then does not gather them
+    again; each is the name of one gather in both chains.
     """
 
     chains: tuple[Chain, ...]
     link: Link
     keepable: frozenset[str] = frozenset()
-    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)  # of chains that have others, by name
 
     def link_of(self, chain: Chain) -> Link:
         """Return the costs of a chain's transfers."""
@@ -388,13 +336,9 @@ class Problem:
 
 @dataclass
 class Budget:
-    """Steps that a search may still take, about a microsecond each; the same on every machine.
+    """Steps that a search may still take, about a microsecond each; the same on every machine."""
 
-    Attributes:
-        left: steps; below zero if the last ones were more than there were.
-    """
-
-    left: float
+    left: float  # below zero if the last ones were more than there were
 
     def spend(self, steps: float) -> None:
         """Count steps that are taken."""
@@ -413,3 +357,75 @@ class Budget:
     def take(self, rest: Budget) -> None:
         """Add what is left of a part."""
         self.left += rest.left
+
+
+class Load(NamedTuple):
+    """Costs of a bucket."""
+
+    seconds: float  # on its channel
+    copy_in: float  # seconds of copies on the compute stream
+    copy_out: float
+    transient: int  # bytes while it is copied
+    second: float = 0.0  # seconds of its second leg on the channel of that
+    twice: int = 0  # bytes of scattered gradients that exist twice while the second leg is under way
+
+
+class Contents(NamedTuple):
+    """Sums over the transfers of a bucket; `must` and `must_not` count the transfers that are packed or not by rule."""
+
+    num_bytes: int
+    num_tensors: int
+    num_small: int
+    small_bytes: int
+    must: int
+    must_not: int
+
+    @staticmethod
+    def of(transfer: Transfer) -> Contents:
+        """Return the contents of one transfer."""
+        t = transfer
+        return Contents(t.num_bytes, t.num_tensors, t.num_small, t.small_bytes, t.packed is True, t.packed is False)
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """The values of `Bucketed.packed` that a bucket may have."""
+        if self.must or self.must_not:
+            return () if self.must and self.must_not else (self.must > 0,)
+        return (False, True) if self.num_small > 1 else (False,)
+
+    def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
+        """Return the costs as a bucket; `link` is the link of the transfers' way."""
+        num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
+        seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
+        copy = link.copy(self.small_bytes) if packed else 0.0
+        if kind == "gather":
+            copy_in = link.copy(self.small_bytes // (link.num_pieces or link.num_shards)) if packed else 0.0
+            return Load(seconds, copy_in, copy, transient)
+        if link.all_reduce is None:
+            return Load(seconds, copy, 0.0, transient)
+        second = link.all_reduce(self.num_bytes, num_tensors)
+        return Load(seconds, copy, 0.0, transient, second, self.num_bytes // link.num_shards)
+
+
+def contents_of(members: Sequence[Transfer]) -> Contents:
+    """Return the contents of a bucket of transfers."""
+    return Contents(*(sum(column) for column in zip(*map(Contents.of, members))))
+
+
+def load(chain: Chain, link: Link, bucket: Bucketed) -> Load:
+    """Return the costs of a chain's bucket."""
+    members = chain.members(bucket)
+    return contents_of(members).load(link.of(members[0].link_index), bucket.kind, bucket.packed)
+
+
+def modes(members: Sequence[Transfer]) -> tuple[bool, ...]:
+    """Return the values of `Bucketed.packed` that a bucket of these transfers may have."""
+    return contents_of(members).modes
+
+
+def startable(members: Sequence[Transfer], kind: CollectiveKind, at: int) -> bool:
+    """Return whether a bucket may start at a position: ready, not yet needed, and where the user wants it."""
+    pinned = {m.start for m in members} - {None}
+    if pinned and pinned != {at}:
+        return False
+    return at <= members[0].at if kind == "gather" else at >= members[-1].at

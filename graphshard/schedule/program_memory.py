@@ -29,15 +29,10 @@ from graphshard.ir.program import LASTING, Phase, Program, Region, Slot
 
 @dataclass(frozen=True)
 class Saved:
-    """Memory of values that forward saves.
+    """Memory of values that forward saves."""
 
-    Attributes:
-        slot: the first of their slots.
-        num_bytes: of the whole memory, 0 if an input of forward has it, which is there anyway.
-    """
-
-    slot: Slot
-    num_bytes: Scalar
+    slot: Slot  # the first of their slots
+    num_bytes: Scalar  # of the whole memory, 0 if an input of forward has it, which is there anyway
 
 
 def saved_memory(program: Program) -> dict[Slot, Saved]:

@@ -15,14 +15,13 @@ So under a memory limit each rank says what it takes with the plan, and the firs
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch.fx import Node
@@ -33,17 +32,19 @@ from graphshard.ir.collective_regions import Collective, CollectiveRegions, last
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, even_pieces
-from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.plan import CollectiveKind, Event, Plan
+from graphshard.ir.program import Phase, Planner, Program
 from graphshard.ir.repeats import TEMPLATE, BlocksDifferError
 from graphshard.passes import MakePlan, Pass
 from graphshard.passes.keep_gathered import keep_gathered
-from graphshard.schedule.axis_links import own_collectives
+from graphshard.schedule.axis_links import model_collectives
 from graphshard.schedule.build_problem import Left, host_copies, seconds_between
 from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, gathered_of, is_scalar, last_input
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
 from graphshard.schedule.planner import PlanByCost
+from graphshard.schedule.problem import Action, Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
 from graphshard.schedule.program_memory import base_bytes, lasting_beside, saved_memory
+from graphshard.schedule.simulator import ChainRun
 from graphshard.schedule.template_schedule import planned_in_short, unfolded_positions
 from graphshard.utils.text import format_bytes
 
@@ -69,20 +70,14 @@ Outline = Mapping[str, tuple[int, Mapping[str, int]]]
 
 @dataclass
 class AgreedPlanner:
-    """A planner that makes the plan of the mesh's first rank.
+    """A planner that makes the plan of the mesh's first rank."""
 
-    Attributes:
-        planner: plans on that rank.
-        share: returns the data that the first rank makes for a program, on all ranks, which call it together.
-        most: the largest number of all ranks.
-        known: plans and the outlines they were made for, by the collectives that they serve.
-        decided: decisions of the first rank before the plan, by the parameters that are trained.
-    """
-
-    planner: PlanByCost
-    share: Share
-    most: Most = int
+    planner: PlanByCost  # plans on that rank
+    share: Share  # returns the data that the first rank makes for a program, on all ranks, which call it together
+    most: Most = int  # the largest number of all ranks
+    # Plans and the outlines they were made for, by the collectives that they serve.
     known: dict[str, tuple[Plan, Outline]] = field(default_factory=dict)
+    # Decisions of the first rank before the plan, by the parameters that are trained.
     decided: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def decide_once(self, program: Program, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -104,49 +99,42 @@ class AgreedPlanner:
                 that have smaller pieces of parameters are within it, too.
         """
         if even_pieces(program.mesh, program.all_params):
-            return planned_in_short(program, self._plan, self._plan)
+            plan = functools.partial(self._of_first_rank, fallback=self.planner)
+            return planned_in_short(program, plan, plan)
         program = program if program.few is None else instantiate_all_blocks(program)
         limit, mine = self.planner.memory_limit, communication(program)
         if limit is None or mine in self.known:
-            return _warn_if_over(self._of_pieces(program), program, self.planner)
+            return self._of_first_rank(program, PlanByUnit(), together=True)
         found, peak = within(limit, lambda at: self._fitting(program, at), lambda found: found[1])
         assert found.prediction is not None, "a plan by cost has a prediction"
         found = replace(found, prediction=replace(found.prediction, peak_bytes=peak))
         self.known[mine] = found, outline(program, found.kept)
         return found
 
-    def _plan(self, program: Program) -> Plan:
+    def _of_first_rank(self, program: Program, fallback: Planner, *, together: bool = False) -> Plan:
         """Return the first rank's plan for the first program that communicates so, moved to this one.
 
         One rank may meet another size alone, and ranks meet different sizes in one step, so there is one plan for all
         sizes, also under a memory limit.
+
+        Args:
+            fallback: plans where that plan does not serve; the check that follows says how this rank's program differs.
+            together: all ranks fall back if one does, as torch may compute a size in another way, and gather other
+                parameters again.
         """
         mine = communication(program)
         first = mine not in self.known
         if first:
             shared = self._shared(program, mine, self.planner)
-            if shared is None:  # a plan of this rank's: the check that follows says what differs
-                plan = self.planner(program)
+            if together and self.most(int(shared is None or fit(*shared, program) is None)):
+                log.info("ranks with pieces of different sizes communicate differently: planned by unit, not by cost")
+                shared = None
+            if shared is None:
+                plan = fallback(program)
                 shared = plan, outline(program, plan.kept)
             self.known[mine] = shared
-        plan = fit(*self.known[mine], program) or self.planner(program)
+        plan = fit(*self.known[mine], program) or fallback(program)
         return plan if first else _warn_if_over(plan, program, self.planner)
-
-    def _of_pieces(self, program: Program) -> Plan:
-        """Return the first rank's plan, or the plan by units where it does not serve all ranks.
-
-        Torch may compute a size in another way, and gather other parameters again.
-        """
-        mine = communication(program)
-        if mine not in self.known:
-            shared = self._shared(program, mine, self.planner)
-            if self.most(int(shared is None or fit(*shared, program) is None)):
-                log.info("ranks with pieces of different sizes communicate differently: planned by unit, not by cost")
-                plan = PlanByUnit()(program)
-                shared = plan, outline(program)
-            assert shared is not None
-            self.known[mine] = shared
-        return fit(*self.known[mine], program) or PlanByUnit()(program)
 
     def _fitting(self, program: Program, limit: int) -> tuple[Plan, int]:
         """Return the first rank's plan under a limit, and bytes of the rank that takes most with it.
@@ -252,7 +240,7 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
 def _own_positions(layout: CollectiveRegions) -> dict[str, int]:
     """Return where the model's own collectives are; planned events stay on the same side of each on every rank."""
     found: dict[str, int] = {}
-    for index, sent in enumerate(own_collectives(layout)):
+    for index, sent in enumerate(model_collectives(layout)):
         found |= {f"before own {index}": sent.at, f"after own {index}": sent.at + 1, f"own {index}": sent.until}
     return found
 
@@ -406,87 +394,66 @@ def peak_of(plan: Plan, program: Program, costs: Costs, optimizer_states: int) -
     state = optimizer_states * sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
     most = 0
     left: Left = ()
-    for name, phase in program.phases.items():
-        counted = _PhaseMemory(program, phase, plan, name, costs, left)
-        most, left = max(most, *counted.bytes()), counted.left
+    for name in program.phases:
+        peak, left = _peak_of_phase(plan, program, name, costs, left)
+        most = max(most, peak)
     return int(state + most)
 
 
-class _PhaseMemory:
-    """Memory of one phase, of which each operator is an item."""
-
-    def __init__(self, program: Program, phase: Phase, plan: Plan, name: str, costs: Costs, left: Left) -> None:
-        self.program, self.layout = program, layout_of(phase)
-        self.position = {**self.layout.index, phase.module.graph.output_node(): len(self.layout.compute)}
-        self.of = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase) if not is_scalar(program, c)}
-        buckets = (b for b in plan.buckets if b.phase == name and (b.kind, b.axis, b.members[0]) in self.of)
-        self.buckets = {bucket.name: bucket for bucket in buckets}
-        self.events = [event for event in plan.events[name] if event.bucket in self.buckets]
-        reduced = {param for b in self.buckets.values() if b.kind == "reduce" for param in b.members}
-        self.second = {b.name for b in self.buckets.values() if b.kind == "all_reduce" and b.members[0] in reduced}
-        # By launch of a first leg where it is started, and the bytes of its gradient, which are the plan's from there.
-        self.started: dict[Node, int] = {}
-        self.sent: dict[Node, int] = {}
-        launches = []
-        for event in self.events:
-            bucket = self.buckets[event.bucket]
-            if event.action == "start" and bucket.kind != "gather" and bucket.name not in self.second:
-                members = self._collectives(bucket)
-                launches += members
-                self.started |= dict.fromkeys((c.node for c in members), max(event.at, 1))
-                self.sent |= {c.node: self._bytes(c) for c in members}
-        self.end = max(len(self.layout.compute), 1)
-        cuts = range(self.end + 1)
-        seconds = [seconds_between(phase.module.graph, self.layout, *item, costs) for item in pairwise(cuts)]
-        copies = host_copies(self.layout, cuts, seconds, costs, left)
-        self.left = copies.left
-        saved = saved_memory(program)
-        alive = base_bytes(phase, self.layout, cuts, launches, self.started, self.sent, copies.until, saved)
-        beside = lasting_beside(program, phase)
-        self.base = [beside + a + b for a, b in zip(alive, copies.beside)]
-        self.held = 0
-        self.dies: defaultdict[int, int] = defaultdict(int)  # bytes of gathered tensors by the position they die at
-
-    def bytes(self) -> Iterator[int]:
-        """Yield the bytes that are alive whenever they may be most, in order."""
-        due: defaultdict[int, list[Event]] = defaultdict(list)
-        for event in self.events:
-            due[event.at].append(event)
-        made: defaultdict[int, int] = defaultdict(int)
-        for node, position in self.started.items():
-            made[position - 1] += self.sent[node]
-        for position in range(self.end + 1):
-            self.held -= self.dies.pop(position, 0)
-            between = min(self.base[max(position - 1, 0)], self.base[min(position, self.end - 1)])
-            for event in due[position]:
-                yield between + self._event(event, self.buckets[event.bucket])
-            if position < self.end:
-                self.held += made[position]
-                yield self.base[position] + self.held
-
-    def _event(self, event: Event, bucket: Bucket) -> int:
-        """Return the plan's bytes when something is started or waited for; packed tensors exist twice meanwhile."""
-        members = self._collectives(bucket)
-        packed = sum(self._bytes(self.of[bucket.kind, bucket.axis, param]) for param in bucket.packed)
-        num_bytes = sum(map(self._bytes, members))
-        if bucket.kind == "gather":
-            if event.action == "wait":
-                return self.held + packed
-            for member in members:
-                last = max(first_use([member], self.layout), last_use(member.waits, self.layout, self.position))
-                self.dies[min(last, self.end - 1) + 1] += self._bytes(member)
-            self.held += num_bytes
-            return self.held
-        if event.action == "wait":  # frees gradients, or their scattered copies
-            self.held -= num_bytes
-            return self.held
-        if bucket.name in self.second:  # scattered gradients exist twice meanwhile
-            self.held += num_bytes
-            return self.held
-        return self.held + packed
-
-    def _collectives(self, bucket: Bucket) -> list[Collective]:
-        return [self.of[bucket.kind, bucket.axis, param] for param in bucket.members]
-
-    def _bytes(self, collective: Collective) -> int:
-        return self.program.params[collective.params[0]].sent_bytes(collective.kind)
+def _peak_of_phase(plan: Plan, program: Program, name: str, costs: Costs, left: Left) -> tuple[int, Left]:
+    """Return the most bytes alive in a phase of which each operator is an item, and the copies that it leaves."""
+    phase = program.phases[name]
+    graph, layout = phase.module.graph, layout_of(phase)
+    end = max(len(layout.compute), 1)
+    position = {**layout.index, graph.output_node(): len(layout.compute)}
+    of = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase) if not is_scalar(program, c)}
+    buckets = {b.name: b for b in plan.buckets if b.phase == name and (b.kind, b.axis, b.members[0]) in of}
+    reduced = {param for b in buckets.values() if b.kind == "reduce" for param in b.members}
+    second = {b.name for b in buckets.values() if b.kind == "all_reduce" and b.members[0] in reduced}
+    gathers: list[Transfer] = []
+    reductions: list[Transfer] = []
+    placed: list[Bucketed] = []
+    numbers: dict[str, int] = {}  # by bucket, and of a reduction by its first parameter
+    events: list[Occurrence] = []
+    # By launch of a reduction where it is started, and the bytes of its gradient, which are the plan's from there.
+    started: dict[Node, int] = {}
+    sent: dict[Node, int] = {}
+    for event in plan.events[name]:
+        if event.bucket not in buckets:
+            continue
+        bucket = buckets[event.bucket]
+        if bucket.name in second:
+            action: Action = "continue" if event.action == "start" else "wait"
+            events.append(Occurrence(action, numbers[bucket.members[0]], event.at))
+        elif event.action == "wait":
+            if bucket.kind == "gather" or not second:  # a first leg ends where the second one starts
+                events.append(Occurrence("wait", numbers[bucket.name], event.at))
+        else:
+            kind: CollectiveKind = "gather" if bucket.kind == "gather" else "reduce"
+            transfers = gathers if kind == "gather" else reductions
+            numbers[bucket.name] = len(placed)
+            events.append(Occurrence("start", len(placed), event.at))
+            placed.append(Bucketed(kind, len(transfers), len(transfers) + len(bucket.members), bool(bucket.packed)))
+            for param in bucket.members:
+                member = of[bucket.kind, bucket.axis, param]
+                size = program.params[member.params[0]].sent_bytes(member.kind)
+                at, last = max(event.at, 1), -1
+                if kind == "gather":  # all that counts is where it dies
+                    last = max(first_use([member], layout), last_use(member.waits, layout, position))
+                    at, last = 0, min(last, end - 1)
+                else:
+                    numbers.setdefault(param, numbers[bucket.name])
+                    started[member.node], sent[member.node] = at, size
+                small = size if param in bucket.packed else 0
+                transfers.append(Transfer(param, size, at, last, num_small=int(small > 0), small_bytes=small))
+    cuts = range(end + 1)
+    seconds = [seconds_between(graph, layout, *item, costs) for item in itertools.pairwise(cuts)]
+    copies = host_copies(layout, cuts, seconds, costs, left)
+    launches = [c for c in of.values() if c.node in started]
+    alive = base_bytes(phase, layout, cuts, launches, started, sent, copies.until, saved_memory(program))
+    beside = lasting_beside(program, phase)
+    base = tuple(beside + a + b for a, b in zip(alive, copies.beside))
+    free = Rate(0.0, 0.0)
+    link = Link(free, free, lambda _: 0.0, program.mesh.shard.size, all_reduce=free if second else None)
+    chain = Chain(name, tuple(seconds), base, tuple(gathers), tuple(reductions))
+    return ChainRun(chain, link, Placement(tuple(placed), tuple(events))).peak, copies.left

@@ -21,11 +21,13 @@ Effects stay in place:
 
 from __future__ import annotations
 
+import bisect
 import builtins
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,24 +162,16 @@ _MOVEMENT = frozenset(
 
 @dataclass(frozen=True)
 class Window:
-    """Positions at which a message may start and must be there.
+    """Positions at which a message may start and must be there."""
 
-    Attributes:
-        first, last: between which it may start.
-        due: by wait, the position at which it must be waited for; the number of compute nodes for the end.
-        not_before: by wait, the position before which it must not be.
-        after: indices of messages that it is made of.
-        start: position in the graph.
-        waited: by wait, its position in the graph.
-    """
-
-    first: int
+    first: int  # between which it may start
     last: int
+    # By wait, the position at which it must be waited for; the number of compute nodes for the end.
     due: dict[Node, int]
-    not_before: dict[Node, int]
-    after: tuple[int, ...]
-    start: int
-    waited: dict[Node, int]
+    not_before: dict[Node, int]  # by wait, the position before which it must not be
+    after: tuple[int, ...]  # indices of messages that it is made of
+    start: int  # position in the graph
+    waited: dict[Node, int]  # by wait, its position in the graph
 
     @property
     def needed(self) -> int:
@@ -187,22 +181,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """A graph's nodes by role, and the windows of its messages.
+    """A graph's nodes by role, and the windows of its messages."""
 
-    Attributes:
-        compute: in order; positions count these. Parts of a node's result come right after it.
-        light: nodes that run when they are first asked for.
-        of: by message.
-    """
-
-    compute: list[Node]
-    light: set[Node]
-    of: list[Window]
-
-
-def windows(graph: Graph, found: list[Message]) -> Windows:
-    """Return the windows of all messages; each holds the position in the graph."""
-    return _Finder(graph, found).find()
+    compute: list[Node]  # in order; positions count these. Parts of a node's result come right after it.
+    light: set[Node]  # nodes that run when they are first asked for
+    of: list[Window]  # by message
 
 
 def parts(node: Node) -> list[Node]:
@@ -211,9 +194,14 @@ def parts(node: Node) -> list[Node]:
     return [part for user in picked for part in (user, *parts(user))]
 
 
+def windows(graph: Graph, found: list[Message]) -> Windows:
+    """Return the windows of all messages; each holds the position in the graph."""
+    return _Finder(graph, found).find()
+
+
 class _Finder:
     def __init__(self, graph: Graph, found: list[Message]) -> None:
-        self.graph, self.messages = graph, found
+        self.messages = found
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         self.message_of = {wait: m for m in found for wait in m.waits}
         ours = {m.node for m in found} | {node for m in found for arrived in m.arrivals for node in arrived}
@@ -225,20 +213,20 @@ class _Finder:
     def find(self) -> Windows:
         self._find_light()
         while True:
-            compute = self._compute()
-            heavy = self._misplaced(compute)
+            apart = self.light | self.ours | self.attached
+            heavy = self._misplaced()
             if not heavy:
-                break
+                compute = [node for node in self.nodes if node not in apart]
+                return Windows(compute, self.light, self._windows(compute))
             self.light -= heavy
             self._settle()
-        return Windows(compute, self.light, self._windows(compute))
 
     def _find_light(self) -> None:
-        """What is made of inputs and waits, what goes to collectives alone, and what goes to outputs alone."""
+        """Find nodes that are made of inputs and waits, or go to collectives or outputs alone."""
         launches = {m.node for m in self.messages}
         pure = {node for node in self.nodes if node not in self.ours and is_pure(node)}
         free = {node for node in self.nodes if node.op == "get_attr"}
-        movement = {node for node in pure if _moves(node)}
+        movement = {node for node in pure if is_view(node) or node.target in _MOVEMENT or is_size(node)}
         for node in self.nodes:
             if node in movement and all(self._given(source, free) for source in node.all_input_nodes):
                 free.add(node)
@@ -266,33 +254,23 @@ class _Finder:
         return source.op == "placeholder" or source in light or source in self.message_of
 
     def _settle(self) -> None:
-        """Selections belong to the node whose results they are; of what is not light they are not."""
+        """Attach selections to the node whose results they are; they are light only if that is."""
         self.attached = set()
         for node in self.nodes:
             if node.target is not operator.getitem or node in self.ours:
                 continue
             source = node.args[0]
-            if (
-                isinstance(source, Node)
-                and source.op != "placeholder"
-                and source not in self.light | self.message_of.keys()
-            ):
+            if isinstance(source, Node) and not self._given(source, self.light):
                 self.attached.add(node)
                 self.light.discard(node)
 
-    def _compute(self) -> list[Node]:
-        apart = self.light | self.ours | self.attached
-        return [node for node in self.nodes if node not in apart]
-
-    def _misplaced(self, compute: list[Node]) -> set[Node]:
-        """What is light, but reads memory that is written before all that asks for it has run."""
-        writes = self._writes({node: i for i, node in enumerate(self.nodes)})
-        if not writes:
-            return set()
+    def _misplaced(self) -> set[Node]:
+        """Return light nodes that read memory which is written before all that asks for them has run."""
         place = {node: i for i, node in enumerate(self.nodes)}
+        writes = self._writes(place)
         last: dict[Node, int] = {}
         found = set()
-        for node in reversed(self.nodes):
+        for node in reversed(self.nodes) if writes else ():
             if node not in self.light:
                 continue
             asked = [last[user] if user in self.light else place.get(user, len(place)) for user in node.users]
@@ -303,7 +281,7 @@ class _Finder:
         return found
 
     def _writes(self, place: dict[Node, int]) -> dict[Node, list[int]]:
-        """By memory, the places of the calls that write it, in order."""
+        """Return by memory the places of the calls that write it, in order."""
         found: dict[Node, list[int]] = {}
         for node in self.nodes:
             for memory in dict.fromkeys(map(self.memory.of, written(node))):
@@ -313,13 +291,15 @@ class _Finder:
     def _windows(self, compute: list[Node]) -> list[Window]:
         end = len(compute)
         index = {n: i for i, node in enumerate(compute) for n in (node, *parts(node))}
-        before = self._counted(index)
+        # By node, how much compute the graph has before it.
+        counts = itertools.accumulate((node in index and node not in self.attached for node in self.nodes), initial=0)
+        before = dict(zip(self.nodes, counts))
         asked = self._asked(index, end)
         barriers = [index[node] for node in compute if is_barrier(node)]
         writes = self._writes(index)
         found: list[Window] = []
         for message in self.messages:
-            reach = self._reach(message.node)
+            reach = asked_for(message.node.all_input_nodes, self.light.__contains__)
             sources = [source for node in (message.node, *reach) for source in node.all_input_nodes]
             touched = {self.memory.of(node) for node in (*sources, *reach, *message.waits)}
             fences = sorted({*barriers, *(at for memory in touched for at in writes.get(memory, ()))})
@@ -336,36 +316,19 @@ class _Finder:
             not_before = {wait: fence[0] for wait, fence in fenced.items()}
             last = min(last, *due.values())
             found.append(Window(first, last, due, not_before, tuple(after), before[message.node], waited))
-        return self._in_time(found)
-
-    def _in_time(self, found: list[Window]) -> list[Window]:
-        """What others are made of must be there when these must start."""
-        for index in reversed(range(len(found))):
-            for earlier in found[index].after:
-                window, last = found[earlier], min(found[earlier].last, found[index].last)
-                found[earlier] = Window(**{**vars(window), "last": last})
-        return found
-
-    def _counted(self, index: dict[Node, int]) -> dict[Node, int]:
-        """By node, how much compute the graph has before it."""
-        found, count = {}, 0
-        for node in self.nodes:
-            found[node] = count
-            count += node in index and node not in self.attached
+        # What others are made of must be there when these must start.
+        for number in reversed(range(len(found))):
+            for source in found[number].after:
+                found[source] = replace(found[source], last=min(found[source].last, found[number].last))
         return found
 
     def _asked(self, index: dict[Node, int], end: int) -> dict[Node, int]:
-        """By wait and light node, the first position of compute that asks for it, directly or through light nodes."""
+        """Return by wait and light node the first position of compute that asks for it, also through light nodes."""
         found: dict[Node, int] = {}
         for node in reversed(self.nodes):
             if node in self.light or node in self.message_of:
-                users = (index.get(user, found.get(user, end)) for user in node.users)
-                found[node] = min(users, default=end)
+                found[node] = min((index.get(user, found.get(user, end)) for user in node.users), default=end)
         return found
-
-    def _reach(self, launch: Node) -> list[Node]:
-        """The light nodes that a launch asks for."""
-        return asked_for(launch.all_input_nodes, lambda node: node in self.light)
 
 
 def asked_for(nodes: Iterable[Node], known: Callable[[Node], bool]) -> list[Node]:
@@ -383,11 +346,6 @@ def asked_for(nodes: Iterable[Node], known: Callable[[Node], bool]) -> list[Node
 
 
 def _between(fences: list[int], at: int) -> tuple[int, int]:
-    """The positions between the fences around one; fences are indices of compute."""
-    before = [fence + 1 for fence in fences if fence < at]
-    behind = [fence for fence in fences if fence >= at]
-    return max(before, default=0), min(behind, default=1 << 60)
-
-
-def _moves(node: Node) -> bool:
-    return is_view(node) or node.target in _MOVEMENT or is_size(node)
+    """Return the positions between the fences around one; fences are sorted indices of compute."""
+    place = bisect.bisect_left(fences, at)
+    return fences[place - 1] + 1 if place else 0, fences[place] if place < len(fences) else 1 << 60

@@ -16,10 +16,17 @@ from torch.fx import GraphModule, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.schedule.foreign_graph import Course, Itinerary, ItineraryRun, course_of, cuts_of, run
-from graphshard.schedule.foreign_search import course_bound, frugal, search
-from graphshard.schedule.graph_collectives import Group, GroupsLike, Wire, bytes_of, check_groups, messages
-from graphshard.schedule.graph_rewrite import Writer
+from graphshard.schedule.graph_collectives import Group, GroupCosts, GroupsLike, bytes_of, check_groups, messages
+from graphshard.schedule.graph_problem import (
+    GraphProblem,
+    GraphRun,
+    GraphSchedule,
+    Writer,
+    cuts_of,
+    graph_problem_of,
+    run,
+)
+from graphshard.schedule.graph_search import frugal, graph_bound, search
 from graphshard.schedule.problem import Budget
 from graphshard.schedule.reordering_windows import windows
 from graphshard.schedule.solver import STEPS
@@ -151,20 +158,14 @@ def schedule_graph(
 
 @dataclass(frozen=True)
 class _Task:
-    """A copy of a graph, and its course.
-
-    Attributes:
-        groups: that its collectives run over.
-        memory_limit: bytes; None is what the graph takes as it is.
-        reread: reads a module as this one was read.
-    """
+    """A copy of a graph, and its problem."""
 
     module: GraphModule
-    groups: Mapping[str, Group]
+    groups: Mapping[str, Group]  # that its collectives run over
     writer: Writer
-    course: Course
-    memory_limit: float | None
-    reread: Callable[[], _Task]
+    problem: GraphProblem
+    memory_limit: float | None  # bytes; None is what the graph takes as it is
+    reread: Callable[[], _Task]  # reads a module as this one was read
 
     @staticmethod
     def of(
@@ -172,17 +173,17 @@ class _Task:
     ) -> _Task:
         """Read the graph."""
         found, groups = messages(module.graph, given)
-        wires = {name: Wire(group, profile, network) for name, group in groups.items()}
+        group_costs = {name: GroupCosts(group, profile, network) for name, group in groups.items()}
         placed = windows(module.graph, found)
         cuts = cuts_of(placed)
-        course = course_of(module.graph, found, placed, cuts, Costs(profile, network), wires)
+        problem = graph_problem_of(module.graph, found, placed, cuts, Costs(profile, network), group_costs)
         reread = functools.partial(_Task.of, module, given, profile, network, memory_limit)
-        return _Task(module, groups, Writer(module.graph, found, placed, cuts), course, memory_limit, reread)
+        return _Task(module, groups, Writer(module.graph, found, placed, cuts), problem, memory_limit, reread)
 
     @functools.cached_property
-    def given(self) -> ItineraryRun:
+    def given(self) -> GraphRun:
         """Outcome of the graph as it is."""
-        outcome = run(self.course, self.course.as_given(), as_given=True)
+        outcome = run(self.problem, self.problem.as_given(), as_given=True)
         assert outcome is not None, "the graph's own order is one"
         return outcome
 
@@ -197,28 +198,29 @@ class _Task:
         return self.peak if self.memory_limit is None else self.memory_limit
 
     @property
-    def _within_limit(self) -> Course:
-        """The course in which nothing starts where it fits in no order."""
+    def _within_limit(self) -> GraphProblem:
+        """The problem in which nothing starts where it fits in no order."""
         if self.limit == math.inf:
-            return self.course
+            return self.problem
         firsts = [bisect.bisect_left(self.writer.cuts, count) for count in self.writer.earliest(self.limit)]
-        legs = (replace(leg, first=max(leg.first, min(at, leg.last))) for leg, at in zip(self.course.legs, firsts))
-        return replace(self.course, legs=tuple(legs))
+        pairs = zip(self.problem.transfers, firsts)
+        transfers = (replace(one, first=max(one.first, min(at, one.last))) for one, at in pairs)
+        return replace(self.problem, transfers=tuple(transfers))
 
     @property
     def _names(self) -> dict[Node, tuple[str, ...]]:
         return {message.node: (message.node.name,) for message in self.writer.messages}
 
     def solve(self, steps: int) -> ScheduledGraph:
-        """Search, and write the itinerary into the module if it is shorter, or if the graph does not fit as it is."""
+        """Search, and write the schedule into the module if it is shorter, or if the graph does not fit as it is."""
         names = self._names
         before, given = self.given, list(self.writer.given)
-        bound, peak = course_bound(self._within_limit), self.peak
-        course, itinerary, outcome = self._found(steps)
+        bound, peak = graph_bound(self._within_limit), self.peak
+        problem, schedule, outcome = self._found(steps)
         after = self
         if outcome is not None and (outcome.seconds < before.seconds or peak > self.limit):
             kept = GraphModule(self.module, copy.deepcopy(self.module.graph), type(self.module).__name__)
-            names = self.writer.write(self.writer.order(course, itinerary, outcome), itinerary)
+            names = self.writer.write(self.writer.order(problem, schedule, outcome), schedule)
             # The report is about the graph that is returned.
             after = self.reread()
             if peak <= self.limit < after.peak or (peak <= self.limit and after.given.seconds > before.seconds):
@@ -226,7 +228,7 @@ class _Task:
                 after = self.reread()
                 names = after._names
             self.module.recompile()
-        log.info("%d nodes, %d collectives in %d buckets", len(given), len(self.course.legs), len(names))
+        log.info("%d nodes, %d collectives in %d buckets", len(given), len(self.problem.transfers), len(names))
         return ScheduledGraph(
             module=self.module,
             seconds_before=before.seconds,
@@ -240,52 +242,42 @@ class _Task:
             groups=dict(self.groups),
         )
 
-    def _found(self, steps: int) -> tuple[Course, Itinerary, ItineraryRun | None]:
-        """Return the best itinerary that fits, from the graph's own or from the one that takes least."""
+    def _found(self, steps: int) -> tuple[GraphProblem, GraphSchedule, GraphRun | None]:
+        """Return the best schedule that fits, from the graph's own or from the one that takes least."""
         budget = Budget(steps)
         peaks = [self.peak]
-        for course, start in self._starts(self.peak):
-            outcome = None if start is None else run(course, start)
+        prompt, least = replace(self.problem, prompt=True), frugal(self.problem, self._grows)
+        starts = [(self.problem, least), (prompt, least), (prompt, self.problem.as_given())]
+        if self.peak <= self.limit:
+            starts.insert(0, (self.problem, self.problem.as_given()))
+        for problem, start in starts:
+            outcome = None if start is None else run(problem, start)
             if start is None or outcome is None:
                 continue
-            peaks.append(self._peak(course, start))
+            peaks.append(self.writer.peak_of(problem, start, outcome))
             if peaks[-1] <= self.limit:
-                best = search(course, start, functools.partial(self._fits, course, budget), budget)
-                return best.course, best.itinerary, best.outcome
+                best = search(problem, start, functools.partial(self._fits, problem, budget), budget)
+                return best.problem, best.schedule, best.outcome
         if self.peak <= self.limit:
-            return self.course, self.course.as_given(), None
+            return self.problem, self.problem.as_given(), None
         smallest = min(peaks)
+        inputs = sum(bytes_of(node.meta.get("val")) for node in self.module.graph.find_nodes(op="placeholder"))
         raise InfeasibleError(
             f"no order that was found fits in a memory_limit of {self.limit:,.0f} bytes. The least is {smallest:,} "
-            f"bytes, of which {self._lasting():,} are the graph's inputs. Give that much, or use smaller inputs.",
+            f"bytes, of which {inputs:,} are the graph's inputs. Give that much, or use smaller inputs.",
             smallest,
         )
-
-    def _starts(self, peak: int) -> list[tuple[Course, Itinerary | None]]:
-        prompt = replace(self.course, prompt=True)
-        least = frugal(self.course, self._grows)
-        own = [(self.course, self.course.as_given())] if peak <= self.limit else []
-        return [*own, (self.course, least), (prompt, least), (prompt, self.course.as_given())]
 
     def _grows(self, index: int) -> bool:
         """Return whether the results of a message are larger than its inputs."""
         message = self.writer.messages[index]
         return bytes_of(message.node.meta["val"]) > sum(bytes_of(tensor.meta["val"]) for tensor in message.tensors)
 
-    def _peak(self, course: Course, itinerary: Itinerary) -> int:
-        outcome = run(course, itinerary)
-        assert outcome is not None
-        return self.writer.peak(self.writer.order(course, itinerary, outcome), itinerary)
-
-    def _fits(self, course: Course, budget: Budget, itinerary: Itinerary) -> bool:
+    def _fits(self, problem: GraphProblem, budget: Budget, schedule: GraphSchedule, outcome: GraphRun) -> bool:
         if self.limit == math.inf:
             return True
         budget.spend(10 * len(self.writer.given))
-        return self._peak(course, itinerary) <= self.limit
-
-    def _lasting(self) -> int:
-        nodes = self.module.graph.find_nodes(op="placeholder")
-        return sum(bytes_of(node.meta.get("val")) for node in nodes)
+        return self.writer.peak_of(problem, schedule, outcome) <= self.limit
 
     def bucket(self, number: int, names: Mapping[Node, tuple[str, ...]]) -> GraphBucket:
         """Return one launch of the graph as it is, with its prediction."""
@@ -293,7 +285,7 @@ class _Task:
         return GraphBucket(
             kind=message.kind,
             group=message.group,
-            link=self.course.links[self.course.legs[number].wire],
+            link=self.problem.links[self.problem.transfers[number].group],
             members=names[message.node],
             num_bytes=message.num_bytes,
             start=start,

@@ -1,18 +1,29 @@
-"""Run a schedule through the clocks, event by event: its time, and the most bytes alive.
+"""The one simulation of schedules of the abstract problem: clocks and memory of a phase, event by event.
 
-One compute stream and one or two channels. It runs schedules of the abstract problem, before there is a program;
-`clock.py` runs the events of lowered programs and of external graphs, and says what is exposed and why.
+`ChainState` is a phase after some events. `ChainRun` runs all events of a schedule, `placement.py` decides on the next
+one as it goes, and `exact_search.py` branches from copies. `clock.py` runs the events of lowered programs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from graphshard.cost.scalars import slowed
 from graphshard.ir.plan import CollectiveKind
-from graphshard.schedule.bucketing import load
-from graphshard.schedule.problem import Chain, Clocks, Link, Occurrence, Placement, Problem, Schedule
+from graphshard.schedule.problem import (
+    Action,
+    Bucketed,
+    Chain,
+    Clocks,
+    Link,
+    Load,
+    Occurrence,
+    Placement,
+    Problem,
+    Schedule,
+    load,
+)
 
 
 @dataclass(frozen=True)
@@ -30,128 +41,182 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     return Simulation(sum(run.seconds for run in runs), max(run.peak for run in runs))
 
 
-class ChainRun:
-    """One phase run through the clocks.
+class ChainState:
+    """A phase after some events: its clocks, what is under way, and bytes alive."""
 
-    Attributes:
-        seconds: until everything has ended.
-        peak: most bytes alive.
-        alive: bytes by name at the peak, "" for the chain's base; {} unless asked for.
-        loads: costs by bucket.
-        arrivals: by position, when compute comes to it.
-        starts, continued: by bucket, when its first and its second leg begin on their channel.
-        waited: by bucket, when compute comes to its wait.
-        own_starts: when the model's own collectives begin.
-        items: begin and end of each item.
-    """
-
-    def __init__(self, chain: Chain, link: Link, placement: Placement, *, explain: bool = False) -> None:
-        self.chain, self.link, self.placement = chain, link, placement
+    def __init__(self, chain: Chain, link: Link) -> None:
+        self.chain, self.link = chain, link
+        self.at = 0  # items that have run
         self.clocks = Clocks()
-        self.loads = [load(chain, link, bucket) for bucket in placement.buckets]
-        self.peak = 0
-        self.alive: dict[str, int] = {}
-        self.arrivals: list[float] = []
-        self.starts: dict[int, float] = {}
-        self.continued: dict[int, float] = {}
-        self.waited: dict[int, float] = {}
-        self.own_starts: dict[int, float] = {}
-        self.items: list[tuple[float, float]] = []
-        self._ends: dict[int, float] = {}  # by bucket: when its last leg ends
-        self._dies: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # by position, gathered tensors
-        self._born: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # by item, gradients that it makes
-        for reduction in chain.reductions:
-            self._born[reduction.at - 1].append((f"gradient {reduction.name}", reduction.num_bytes))
-        self._held: dict[str, int] | None = {} if explain else None
-        self._bytes = 0
-        self._run()
+        # By number of a bucket, which is that of its start unless a number is given; `ends` are of the last leg.
+        self.buckets: dict[int, Bucketed] = {}
+        self.loads: dict[int, Load] = {}
+        self.ends: dict[int, float] = {}
+        self.events: list[Occurrence] = []
+        self.issued = {"gather": 0, "reduce": 0}  # transfers that were started
+        # Under way, oldest first: gathers, reductions of which no leg was waited for, and second legs.
+        self.gathers: deque[int] = deque()
+        self.reductions: deque[int] = deque()
+        self.second_legs: deque[int] = deque()
+        self.gathered = 0  # bytes
+        self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
+        self.peak = 0  # most bytes alive
+        self._dies: defaultdict[int, int] = defaultdict(int)  # by position, bytes of gathered tensors
+
+    def copy(self) -> ChainState:
+        """Return a state from which other events may follow."""
+        other = copy.copy(self)
+        other.clocks = Clocks(self.clocks.compute, [*self.clocks.channels], {**self.clocks.pending})
+        for name in ("buckets", "loads", "ends", "events", "issued", "gathers", "reductions", "second_legs", "_dies"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        return other
 
     @property
     def seconds(self) -> float:
         return self.clocks.compute
 
-    def _run(self) -> None:
-        actions = {"start": self._start, "continue": self._continue, "wait": self._wait}
-        due: defaultdict[int, list[Occurrence]] = defaultdict(list)
-        for event in self.placement.events:
-            due[event.at].append(event)
-        for position in range(len(self.chain.seconds) + 1):
-            self.arrivals.append(self.clocks.compute)
-            for name, size in self._dies.pop(position, ()):
-                self._hold(name, -size)
-            for event in due[position]:
-                actions[event.action](event.bucket, position)
-            if position < len(self.chain.seconds):
-                self._item(position)
-        assert len(self._ends) == len(self.placement.buckets), "a bucket was never started"
+    @property
+    def placement(self) -> Placement:
+        """The schedule that leads to the state."""
+        return Placement(tuple(self.buckets.values()), tuple(self.events))
 
-    def _item(self, index: int) -> None:
-        clocks, contention = self.clocks, self.link.contention
-        if self.chain.own:
-            passed = clocks.begin_item(self.chain, index, contention)
-            self.own_starts.update({each.number: each.begin for each in passed if each.begin is not None})
-        for name, size in self._born.pop(index, ()):
-            self._hold(name, size)
-        self._observe(self.chain.base[index])
-        # Starts come between items, so everything that will be under way next to this item is known when it begins.
-        begin, seconds, busy = clocks.compute, self.chain.seconds[index], max(clocks.channels) - clocks.compute
-        clocks.compute += slowed(seconds, busy, contention) if busy > 0 else seconds
-        self.items.append((begin, clocks.compute))
+    @property
+    def alive(self) -> int:
+        """Bytes at the position."""
+        return self.chain.boundary[self.at] + self.gathered + self.unreduced
 
-    def _start(self, index: int, position: int) -> None:
-        bucket, cost = self.placement.buckets[index], self.loads[index]
+    def start(self, bucket: Bucketed, cost: Load, number: int | None = None) -> float:
+        """Start a bucket; return when it begins on its channel."""
+        number = len(self.buckets) if number is None else number
+        self.buckets[number], self.loads[number], self.issued[bucket.kind] = bucket, cost, bucket.end
         if bucket.kind == "gather":
             for member in self.chain.members(bucket):
-                name = f"gathered {member.name}"
-                self._hold(name, member.num_bytes)
-                self._dies[member.last + 1].append((name, member.num_bytes))
-        self._observe(self.chain.boundary[position], cost.transient if bucket.kind == "reduce" else 0)
-        self.clocks.compute += cost.copy_in
-        self.starts[index] = self._launch(bucket.kind, index, cost.seconds)
-
-    def _launch(self, kind: CollectiveKind, index: int, seconds: float) -> float:
-        # Two clocks: it is launched when compute is here, and begins when the channel has ended what came before.
-        channel, channels = self.link.channel(kind), self.clocks.channels
-        start = max(self.clocks.compute, channels[channel])
-        channels[channel] = self._ends[index] = start + seconds
-        return start
-
-    def _continue(self, index: int, position: int) -> None:
-        """End the first leg, and start the second."""
-        self.clocks.compute = max(self.clocks.compute, self._ends[index])
-        self._free_gradients(index)
-        self._hold(f"all-reduce {index}", self.loads[index].twice)
-        self._observe(self.chain.boundary[position])
-        self.continued[index] = self._launch("all_reduce", index, self.loads[index].second)
-
-    def _wait(self, index: int, position: int) -> None:
-        self.waited[index] = self.clocks.compute
-        self.clocks.compute = max(self.clocks.compute, self._ends[index])
-        cost, boundary = self.loads[index], self.chain.boundary[position]
-        if self.placement.buckets[index].kind == "gather":
-            self._observe(boundary, cost.transient)
-            self.clocks.compute += cost.copy_out
-            return
-        if self.link.all_reduce is None:
-            self._free_gradients(index)
+                self.gathered += member.num_bytes
+                self._dies[member.last + 1] += member.num_bytes
+            self._observe(self.chain.boundary[self.at])
+            self.gathers.append(number)
         else:
-            self._hold(f"all-reduce {index}", -cost.twice)
-        self._observe(boundary)
+            self._observe(self.chain.boundary[self.at], cost.transient)
+            self.reductions.append(number)
+        self.clocks.compute += cost.copy_in
+        return self._launch("start", number, bucket.kind, cost.seconds)
 
-    def _free_gradients(self, index: int) -> None:
-        for member in self.chain.members(self.placement.buckets[index]):
-            self._hold(f"gradient {member.name}", -member.num_bytes)
+    def proceed(self, number: int) -> float:
+        """End the first leg of a reduction, and start the second; return when that begins."""
+        self.clocks.wait(self.ends[number])
+        self.reductions.remove(number)
+        self.second_legs.append(number)
+        self.unreduced += self.loads[number].twice - self._bytes(number)
+        self._observe(self.chain.boundary[self.at])
+        return self._launch("continue", number, "all_reduce", self.loads[number].second)
 
-    def _hold(self, name: str, size: int) -> None:
-        """Hold more bytes, or fewer, under a name."""
-        self._bytes += size
-        if self._held is not None:
-            self._held[name] = self._held.get(name, 0) + size
+    def wait(self, number: int) -> None:
+        """Wait for a bucket."""
+        self.clocks.wait(self.ends[number])
+        cost = self.loads[number]
+        if self.buckets[number].kind == "gather":
+            self.gathers.remove(number)
+            self._observe(self.chain.boundary[self.at], cost.transient)
+            self.clocks.compute += cost.copy_out
+        elif self.link.all_reduce is None:
+            self.reductions.remove(number)
+            self.unreduced -= self._bytes(number)
+        else:
+            self.second_legs.remove(number)
+            self.unreduced -= cost.twice
+        self.events.append(Occurrence("wait", number, self.at))
 
-    def _observe(self, base: int, transient: int = 0) -> None:
-        total = base + self._bytes + transient
-        if total > self.peak:
-            self.peak = total
-            if self._held is not None:
-                found = {"": base, **self._held, "packing": transient}
-                self.alive = {name: size for name, size in found.items() if size}
+    def pass_on(self) -> None:
+        """Wait for the oldest first leg of a reduction, and start the second one if there is one."""
+        if self.link.all_reduce is None:
+            self.wait(self.reductions[0])
+        else:
+            self.proceed(self.reductions[0])
+
+    def settle(self, *, second_legs: bool = True) -> None:
+        """Wait for reductions that have ended, the oldest first; `second_legs` says whether second ones start then."""
+        while second_legs and self.reductions and self.ends[self.reductions[0]] <= self.seconds:
+            self.pass_on()
+        while self.second_legs and self.ends[self.second_legs[0]] <= self.seconds:
+            self.wait(self.second_legs[0])
+
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        while self.reductions:
+            self.pass_on()
+        while self.second_legs:
+            self.wait(self.second_legs[0])
+
+    def item(self) -> dict[int, float]:
+        """Run the next item; return by index when the model's collectives that start with it begin."""
+        fixed = self.clocks.begin_item(self.chain, self.at, self.link.contention) if self.chain.fixed else {}
+        self.unreduced += self.chain.made[self.at]
+        self._observe(self.chain.base[self.at], in_item=True)
+        # Starts come between items, so everything that will be under way next to this item is known when it begins.
+        self.clocks.advance(self.chain.seconds[self.at], self.link.contention)
+        self.at += 1
+        self.gathered -= self._dies.pop(self.at, 0)
+        return fixed
+
+    def _bytes(self, number: int) -> int:
+        return sum(member.num_bytes for member in self.chain.members(self.buckets[number]))
+
+    def _launch(self, action: Action, number: int, kind: CollectiveKind, seconds: float) -> float:
+        begin, self.ends[number] = self.clocks.launch(self.link.channel(kind), seconds)
+        self.events.append(Occurrence(action, number, self.at))
+        return begin
+
+    def _observe(self, base: int, transient: int = 0, *, in_item: bool = False) -> None:
+        self.peak = max(self.peak, base + self.gathered + self.unreduced + transient)
+
+
+class ChainRun(ChainState):
+    """One phase after all events of a schedule."""
+
+    def __init__(self, chain: Chain, link: Link, placement: Placement) -> None:
+        super().__init__(chain, link)
+        self.arrivals: list[float] = []  # by position, when compute comes to it
+        self.starts: dict[int, float] = {}  # by bucket, when its first leg begins on its channel
+        self.continued: dict[int, float] = {}  # the same of the second leg
+        self.waited: dict[int, float] = {}  # by bucket, when compute comes to its wait
+        self.fixed_starts: dict[int, float] = {}  # when the model's own collectives begin
+        due: defaultdict[int, list[Occurrence]] = defaultdict(list)
+        for event in placement.events:
+            due[event.at].append(event)
+        for position in range(len(chain.seconds) + 1):
+            self.arrivals.append(self.clocks.compute)
+            for action, number, _ in due[position]:
+                if action == "start":
+                    bucket = placement.buckets[number]
+                    self.starts[number] = self.start(bucket, load(chain, link, bucket), number)
+                elif action == "continue":
+                    self.continued[number] = self.proceed(number)
+                else:
+                    self.waited[number] = self.clocks.compute
+                    self.wait(number)
+            if position < len(chain.seconds):
+                self.fixed_starts |= self.item()
+        assert len(self.ends) == len(placement.buckets), "a bucket was never started"
+
+
+class ExplainedRun(ChainRun):
+    """A run that tells what is alive at the peak: bytes by name, "" for the chain's base."""
+
+    at_peak: dict[str, int]
+
+    def _observe(self, base: int, transient: int = 0, *, in_item: bool = False) -> None:
+        before = self.peak
+        super()._observe(base, transient, in_item=in_item)
+        if self.peak == before:
+            return
+        chain, at = self.chain, self.at
+        held = [t for number in self.reductions for t in chain.members(self.buckets[number])]
+        held += [r for r in chain.reductions[self.issued["reduce"] :] if r.at <= at + in_item]
+        gathers = [bucket for bucket in self.buckets.values() if bucket.kind == "gather"]
+        self.at_peak = {
+            "": base,
+            "packing": transient,
+            **{f"gradient {r.name}": r.num_bytes for r in held},
+            **{f"gathered {m.name}": m.num_bytes for b in gathers for m in chain.members(b) if m.last >= at},
+            **{f"all-reduce {number}": self.loads[number].twice for number in self.second_legs},
+        }

@@ -16,6 +16,7 @@ cost of contention, and the simulator all of it.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,24 @@ from dataclasses import dataclass, replace
 
 from graphshard.errors import InfeasibleError
 from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
-from graphshard.schedule.bucketing import contents_of, modes
 from graphshard.schedule.coarsening import Coarse, cuts_around, even_cuts
 from graphshard.schedule.dynamic_program import ANY, Effort, channel_order, shortest_order
 from graphshard.schedule.exact_search import search_exactly
 from graphshard.schedule.placement import delay, laziest, one_ahead, place, singles
-from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Link, Placement, Problem, Schedule, Transfer
-from graphshard.schedule.simulator import ChainRun, simulate
+from graphshard.schedule.problem import (
+    KINDS,
+    Bucketed,
+    Budget,
+    Chain,
+    Link,
+    Placement,
+    Problem,
+    Schedule,
+    Transfer,
+    contents_of,
+    modes,
+)
+from graphshard.schedule.simulator import ChainRun, ExplainedRun, simulate
 
 # Steps of a solver: some seconds.
 STEPS = 2_000_000
@@ -51,21 +63,13 @@ _PLACED = 10
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule and its simulation.
+    """A schedule and its simulation."""
 
-    Attributes:
-        schedule: placements and what stays gathered.
-        step_seconds: of one step.
-        lower_bound: seconds that no schedule of the problem beats.
-        peak: most bytes alive.
-        stopped: the budget ended a search; schedules it had not looked at may be shorter.
-    """
-
-    schedule: Schedule
-    step_seconds: float
-    lower_bound: float
-    peak: int
-    stopped: bool = False
+    schedule: Schedule  # placements and what stays gathered
+    step_seconds: float  # of one step
+    lower_bound: float  # seconds that no schedule of the problem beats
+    peak: int  # most bytes alive
+    stopped: bool = False  # the budget ended a search; schedules it had not looked at may be shorter
 
     @property
     def gap(self) -> float:
@@ -75,23 +79,14 @@ class Solution:
 
 @dataclass(frozen=True)
 class Solver:
-    """Solver of problems.
+    """Solver of problems."""
 
-    Attributes:
-        limit: bytes that may be alive at any time.
-        exact_kept: with at most this many parameters that may stay gathered, every choice is tried.
-        margin: gathers end this many times their own length before they are needed, where that costs nothing.
-        steps: shared by all searches, see `Budget`.
-        exact_transfers: phases with at most this many transfers are searched exactly.
-        below: seconds; longer steps are not looked for, except the first ones of a search.
-    """
-
-    limit: float = math.inf
-    exact_kept: int = 6
-    margin: float = 1.0
-    steps: int = STEPS
-    exact_transfers: int = 12
-    below: float = math.inf
+    limit: float = math.inf  # bytes that may be alive at any time
+    exact_kept: int = 6  # with at most this many parameters that may stay gathered, every choice is tried
+    margin: float = 1.0  # gathers end this many times their own length before they are needed, where that costs nothing
+    steps: int = STEPS  # shared by all searches, see `Budget`
+    exact_transfers: int = 12  # phases with at most this many transfers are searched exactly
+    below: float = math.inf  # seconds; longer steps are not looked for, except the first ones of a search
 
     def __call__(self, problem: Problem) -> Solution:
         """Return the best schedule found.
@@ -130,20 +125,13 @@ class Solver:
         run = simulate(problem, best[1])
         return Solution(best[1], run.step_seconds, min(bound, run.step_seconds), run.peak, stopped)
 
-    def _phases(self, problem: Problem, budget: Budget) -> Iterator[PhaseSolution]:
+    def _phases(self, problem: Problem, budget: Budget) -> Iterator[PhaseSearch]:
         bounds = [chain_bound(chain, problem.link_of(chain)) for chain in problem.chains]
         room = self.below - sum(bounds)  # seconds that phases may take beyond their bounds
         for index, (chain, bound) in enumerate(zip(problem.chains, bounds)):
-            part, link = budget.part(len(problem.chains) - index), problem.link_of(chain)
-            found = solve_phase(
-                chain,
-                link,
-                part,
-                limit=self.limit,
-                margin=self.margin,
-                exact_transfers=self.exact_transfers,
-                below=bound + room,
-            )
+            part = budget.part(len(problem.chains) - index)
+            found = PhaseSearch(chain, problem.link_of(chain), replace(self, below=bound + room))
+            found.run(part)
             yield found
             budget.take(part)
             room -= found.seconds - bound
@@ -181,15 +169,8 @@ def fsdp2_solution(problem: Problem, limit: float = 0) -> Solution:
         run = simulate(problem, Schedule(placements, kept))
         return Solution(Schedule(placements, kept), run.step_seconds, lower_bound(problem), run.peak)
 
-    names, most = _to_keep(problem), 0
-    above = len(names) + 1
-    while above - most > 1:
-        middle = (most + above) // 2
-        if keeping(middle).peak <= limit:
-            most = middle
-        else:
-            above = middle
-    return keeping(most)
+    names = _to_keep(problem)
+    return keeping(bisect.bisect_right(range(1, len(names) + 1), limit, key=lambda number: keeping(number).peak))
 
 
 def smallest_of(problem: Problem) -> int:
@@ -205,93 +186,59 @@ def _explain(problem: Problem, smallest: int) -> str:
     """Return where the least memory is needed and for what."""
     chain = next(chain for chain in problem.chains if _smallest_peak(chain, problem.link_of(chain)) == smallest)
     link = problem.link_of(chain)
-    alive = ChainRun(chain, link, laziest(chain, link), explain=True).alive
+    alive = ExplainedRun(chain, link, laziest(chain, link)).at_peak
     largest = sorted(alive.items(), key=lambda pair: -pair[1])[:3]
-    what = ", ".join(f"{size:,} {name or 'activations, shards and inputs'}" for name, size in largest)
+    what = ", ".join(f"{size:,} {name or 'activations, shards and inputs'}" for name, size in largest if size)
     return (
         f"it is needed in {chain.name}: {what}. Use smaller units, a smaller batch, more ranks, or activation "
         "checkpointing."
     )
 
 
-@dataclass(frozen=True)
-class PhaseSolution:
-    """A schedule of a phase.
+class PhaseSearch:
+    """A search for the shortest schedule of a phase, in whose limit `placement.laziest` must fit, and the best so far.
 
-    Attributes:
-        seconds, peak: as the simulator says.
-        bound: seconds that no schedule beats.
-        stopped: the budget ended the search.
+    Longer schedules than `solver.below` are not looked for, beyond those at the start, which cost no steps.
     """
 
-    seconds: float
-    peak: int
-    placement: Placement
-    bound: float
-    stopped: bool
-
-
-def solve_phase(
-    chain: Chain,
-    link: Link,
-    budget: Budget,
-    *,
-    limit: float = math.inf,
-    margin: float = 1.0,
-    exact_transfers: int = 12,
-    below: float = math.inf,
-) -> PhaseSolution:
-    """Return the shortest schedule found that keeps to `limit` bytes, in which `placement.laziest` must fit.
-
-    Args:
-        budget: is spent; the schedules at the start cost nothing of it.
-        margin: gathers end this many times their own length before they are needed, where that costs nothing.
-        exact_transfers: phases with at most this many transfers are searched exactly.
-        below: seconds; longer schedules are not looked for, beyond those at the start.
-    """
-    return _PhaseSearch(chain, link, budget, limit, margin, below).run(exact_transfers)
-
-
-class _PhaseSearch:
-    def __init__(self, chain: Chain, link: Link, budget: Budget, limit: float, margin: float, below: float) -> None:
-        self.chain, self.link, self.budget, self.limit, self.margin = chain, link, budget, limit, margin
-        self.below = below
-        self.bound = chain_bound(chain, link)
+    def __init__(self, chain: Chain, link: Link, solver: Solver) -> None:
+        self.chain, self.link, self.solver, self.limit = chain, link, solver, solver.limit
+        self.bound = chain_bound(chain, link)  # seconds that no schedule beats
+        self.stopped = False  # whether the budget ended the search
+        self.seconds, self.peak, self.placement = math.inf, 0, Placement()
         self.two_legs = link.all_reduce is not None and bool(chain.reductions)
         # Links that the search for buckets and their order assumes.
         self.looks = [link.first_legs, *([link.second_legs, link.both_legs] if self.two_legs else [])]
-        self.seconds, self.peak, self.placement = math.inf, 0, Placement()
         sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
         self.typical = float(sizes[len(sizes) * 9 // 10]) if sizes else 0.0
 
-    def run(self, exact_transfers: int) -> PhaseSolution:
+    def run(self, budget: Budget) -> None:
         """Search until the bound is met or the budget ends."""
         self._consider(laziest(self.chain, self.link))
         if all(g.start is None for g in self.chain.gathers):
             self._consider(one_ahead(self.chain, self.link))
         self._order(Budget(0), singles(self.chain))
-        stopped = False
         num = len(self.chain.gathers) + len(self.chain.reductions)
         searches = [self._rough, self._proof] if num else []
-        if 0 < num <= exact_transfers:
+        if 0 < num <= self.solver.exact_transfers:
             searches.append(self._exact)
         for index, search in enumerate(searches):
             if not self._met:
-                part = self.budget.part(len(searches) - index)
+                part = budget.part(len(searches) - index)
                 search(part)
-                stopped |= part.ended
-                self.budget.take(part)
-        bound = min(self.bound, self.seconds)
-        return PhaseSolution(self.seconds, self.peak, self.placement, bound, stopped and not self._met)
+                self.stopped |= part.ended
+                budget.take(part)
+        self.bound = min(self.bound, self.seconds)
+        self.stopped &= not self._met
 
     @property
     def _met(self) -> bool:
-        return self.bound >= self.below or self.seconds <= self.bound * (1 + _EQUAL)
+        return self.bound >= self.solver.below or self.seconds <= self.bound * (1 + _EQUAL)
 
     @property
     def _to_beat(self) -> float:
         """Seconds below which a schedule is of interest."""
-        return min(self.seconds, self.below)
+        return min(self.seconds, self.solver.below)
 
     def _rough(self, budget: Budget) -> None:
         cuts = [even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS]
@@ -357,7 +304,7 @@ class _PhaseSearch:
     def _with_copies(self, bucket: Bucketed) -> Bucketed:
         """Return the bucket packed or not, as it may be, and as takes less time in all."""
         members = self.chain.members(bucket)
-        contents, link = contents_of(members), self.link.of(members[0].way)
+        contents, link = contents_of(members), self.link.of(members[0].link_index)
 
         def seconds(packed: bool) -> float:
             cost = contents.load(link, bucket.kind, packed)
@@ -375,8 +322,8 @@ class _PhaseSearch:
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
         lates = (False, True) if self.two_legs else (False,)
-        asides = (False, True) if any(own.at_once for own in self.chain.own) else (False,)
-        for margin, late, aside in itertools.product((math.inf, self.margin), lates, asides):
+        asides = (False, True) if any(fixed.at_once for fixed in self.chain.fixed) else (False,)
+        for margin, late, aside in itertools.product((math.inf, self.solver.margin), lates, asides):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
             placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
             if placement is not None:
@@ -386,7 +333,7 @@ class _PhaseSearch:
         """Consider a placement with starts as late as they may be, which is no slower without contention."""
         if self.link.contention:
             self._consider(placement)
-        self._consider(delay(self.chain, self.link, placement, self.margin))
+        self._consider(delay(self.chain, self.link, placement, self.solver.margin))
 
     def _consider(self, placement: Placement) -> None:
         run = ChainRun(self.chain, self.link, placement)

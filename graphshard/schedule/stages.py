@@ -35,19 +35,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a stage; each is a number, or an array of samples.
+    """Seconds of a stage; each is a number, or an array of samples."""
 
-    Attributes:
-        first_forward: with the gathers of its parameters.
-        last_backward: with the reductions of its gradients.
-        added: to every backward but the first: full gradients are added to the ones of earlier microbatches.
-    """
-
-    first_forward: Scalar
+    first_forward: Scalar  # with the gathers of its parameters
     forward: Scalar
     backward: Scalar
-    last_backward: Scalar
-    added: Scalar = 0.0
+    last_backward: Scalar  # with the reductions of its gradients
+    added: Scalar = 0.0  # to every backward but the first: full gradients are added to the ones of earlier microbatches
 
     def of(self, turn: Turn, microbatches: int) -> Scalar:
         """Return the seconds of a turn."""
@@ -105,15 +99,10 @@ def _sequence(
 
 @dataclass(frozen=True)
 class StageTimes:
-    """When turns end.
+    """When turns end."""
 
-    Attributes:
-        ends: by turn.
-        finish: by rank, the end of its last turn.
-    """
-
-    ends: Mapping[Turn, Scalar]
-    finish: tuple[Scalar, ...]
+    ends: Mapping[Turn, Scalar]  # by turn
+    finish: tuple[Scalar, ...]  # by rank, the end of its last turn
 
 
 def run_stages(

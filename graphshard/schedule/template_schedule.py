@@ -83,7 +83,7 @@ def unfolded_chain(
     Raises:
         BlocksDifferError: the blocks differ.
     """
-    if chain.own:
+    if chain.fixed:
         raise BlocksDifferError("the model communicates")
     among = unfolding_of(program, chain.name)
     items = _items(chain, cuts, among)

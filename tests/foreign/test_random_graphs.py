@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from graphshard import schedule_graph
 from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
-from graphshard.schedule.foreign_search import course_bound
 from graphshard.schedule.graph_collectives import Group, check_groups
+from graphshard.schedule.graph_search import graph_bound
 from graphshard.schedule.schedule_graph import _Task
 from tests.foreign import random_graphs
 from tests.foreign.emulation import results, same
@@ -64,4 +64,4 @@ def test_no_feasible_schedule_beats_the_bound(chosen: list[Step], share: float, 
         limit = error.smallest
         found = schedule_graph(gm, groups, memory_limit=limit, steps=50_000)
     task = _Task.of(gm, check_groups(groups), load_profile("h100"), "isolated", limit)
-    assert course_bound(task._within_limit) <= found.seconds_after * (1 + 1e-9)
+    assert graph_bound(task._within_limit) <= found.seconds_after * (1 + 1e-9)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
 from graphshard import ArgumentError, Group, InfeasibleError, UnsupportedError, schedule_graph
-from graphshard.schedule.graph_collectives import Wire
+from graphshard.schedule.graph_collectives import GroupCosts
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from tests.foreign.emulation import results, same
 from tests.foreign.planes import planes
@@ -115,10 +115,10 @@ def test_groups_on_separate_links_do_not_queue() -> None:
 
 def test_the_link_of_a_group_follows_from_its_ranks() -> None:
     profile = graphshard.load_profile("h100")
-    assert Wire(Group(8), profile, "isolated").link == "node"
-    assert Wire(Group(2, apart=8), profile, "isolated").link == "network"
-    assert Wire(Group(2, apart=4), profile, "isolated").link == "node"
-    near, far = (Wire(Group(2, apart=apart), profile, "isolated") for apart in (1, 8))
+    assert GroupCosts(Group(8), profile, "isolated").link == "node"
+    assert GroupCosts(Group(2, apart=8), profile, "isolated").link == "network"
+    assert GroupCosts(Group(2, apart=4), profile, "isolated").link == "node"
+    near, far = (GroupCosts(Group(2, apart=apart), profile, "isolated") for apart in (1, 8))
     assert far.seconds("gather", 1 << 20, 1) > near.seconds("gather", 1 << 20, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from graphshard.schedule import Bucketed, Chain, Link, Occurrence, Own, Placement, Rate, Transfer
+from graphshard.schedule import Bucketed, Chain, FixedCollective, Link, Occurrence, Placement, Rate, Transfer
 
 
 def halves(num_bytes: int) -> float:
@@ -74,7 +74,9 @@ def of_experts(draw: st.DrawFn, *, legs: bool = False, **options: Any) -> tuple[
     """Draw a chain with some transfers over other axes, at other costs on the same channels."""
     chain, link = draw(chains(**options)), draw(links(legs=legs))
     other = draw(links(separate=link.separate, legs=legs))
-    ways = [tuple(replace(t, way=int(t.group == "b")) for t in each) for each in (chain.gathers, chain.reductions)]
+    ways = [
+        tuple(replace(t, link_index=int(t.group == "b")) for t in each) for each in (chain.gathers, chain.reductions)
+    ]
     others = (replace(other, all_reduce_on=link.all_reduce_on),)
     return replace(chain, gathers=ways[0], reductions=ways[1]), replace(link, others=others)
 
@@ -85,10 +87,11 @@ def communicating(draw: st.DrawFn, **options: Any) -> Chain:
     chain = draw(chains(**options))
     items = st.integers(0, len(chain.seconds) - 1)
     starts = sorted(draw(st.lists(items, min_size=1, max_size=3)))
-    own = (
-        Own(at, max(at, draw(items)), float(draw(st.integers(1, 6))), draw(st.integers(0, 1)), "sent") for at in starts
+    fixed = (
+        FixedCollective(at, max(at, draw(items)), float(draw(st.integers(1, 6))), draw(st.integers(0, 1)), "sent")
+        for at in starts
     )
-    return replace(chain, own=tuple(own))
+    return replace(chain, fixed=tuple(fixed))
 
 
 @st.composite
@@ -131,10 +134,10 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
     program: list[tuple[str, int]] = []
     for position in range(len(chain.seconds) + 1):
         program += [(e.action, e.bucket) for e in placement.events if e.at == position]
-        program += [("settle", -1 - i) for i, own in enumerate(chain.own) if own.at < own.until == position]
-        for i, own in enumerate(chain.own):
-            program += [("send", -1 - i)] if own.at == position else []
-            program += [("settle", -1 - i)] if own.at == own.until == position else []
+        program += [("settle", -1 - i) for i, fixed in enumerate(chain.fixed) if fixed.at < fixed.until == position]
+        for i, fixed in enumerate(chain.fixed):
+            program += [("send", -1 - i)] if fixed.at == position else []
+            program += [("settle", -1 - i)] if fixed.at == fixed.until == position else []
         program += [("item", position)] if position < len(chain.seconds) else []
     queues: list[list[list[int]]] = [[], []]
     finished: set[int] = set()
@@ -146,8 +149,8 @@ def ticks(chain: Chain, link: Link, placement: Placement) -> tuple[int, int]:
         while not busy and (todo or pending):
             action, index = pending or todo.pop(0)
             if action == "send":  # a collective of the model, with a negative number; it needs no memory here
-                own = chain.own[-1 - index]
-                queues[own.channel].append([index, int(own.seconds)])
+                fixed = chain.fixed[-1 - index]
+                queues[fixed.channel].append([index, int(fixed.seconds)])
                 continue
             if action == "settle":
                 if index not in finished:
@@ -202,7 +205,7 @@ def _members(chain: Chain, bucket: Bucketed) -> tuple[Transfer, ...]:
 def _length(chain: Chain, link: Link, bucket: Bucketed, *, second: bool = False) -> int:
     members = _members(chain, bucket)
     tensors = sum(m.num_tensors - m.num_small * bucket.packed for m in members) + bucket.packed
-    link = link.others[0] if members[0].way else link
+    link = link.others[0] if members[0].link_index else link
     rate = link.all_reduce if second else link.gather if bucket.kind == "gather" else link.reduce
     return int(rate(sum(m.num_bytes for m in members), tensors))
 
@@ -317,19 +320,19 @@ def exhaustive(chain: Chain, link: Link, limit: float = math.inf) -> float:
         if at < end and not gated:
             making = sum(t.num_bytes for t in chain.reductions[freed:] if t.at == at + 1)
             if chain.base[at] + alive + ready + making <= limit:
-                for own, end_of_own in sent:
-                    compute = max(compute, end_of_own) if chain.own[own].until == at else compute
-                left_to_wait = [pair for pair in sent if chain.own[pair[0]].until != at]
-                for index, own in enumerate(chain.own):
-                    if own.at != at:
+                for fixed, end_of_own in sent:
+                    compute = max(compute, end_of_own) if chain.fixed[fixed].until == at else compute
+                left_to_wait = [pair for pair in sent if chain.fixed[pair[0]].until != at]
+                for index, fixed in enumerate(chain.fixed):
+                    if fixed.at != at:
                         continue
-                    began = max(compute, channels[own.channel])
-                    others = max(channels[1 - own.channel] - began, 0.0)
+                    began = max(compute, channels[fixed.channel])
+                    others = max(channels[1 - fixed.channel] - began, 0.0)
                     # A blocking one is like compute: slower while the other channel is busy.
-                    slower = min(own.seconds / (1 - link.contention), others) * link.contention
-                    stop = began + own.seconds + (slower if own.until == at else 0.0)
-                    channels = (stop, channels[1]) if own.channel == 0 else (channels[0], stop)
-                    if own.until == at:
+                    slower = min(fixed.seconds / (1 - link.contention), others) * link.contention
+                    stop = began + fixed.seconds + (slower if fixed.until == at else 0.0)
+                    channels = (stop, channels[1]) if fixed.channel == 0 else (channels[0], stop)
+                    if fixed.until == at:
                         compute = stop
                     else:
                         left_to_wait.append((index, stop))

@@ -10,8 +10,7 @@ import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.ir.graph import WAIT, kind_of, launch_of
 from graphshard.ir.program import Program
-from graphshard.schedule.memory import MemoryTimeline, memory_of, tensors
-from graphshard.schedule.timeline import estimate
+from graphshard.schedule.timeline import MemoryTimeline, estimate, memory_of, tensors
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 

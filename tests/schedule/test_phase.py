@@ -18,13 +18,12 @@ from graphshard.ir.mesh import Axis
 from graphshard.schedule import Chain, Link, Placement, Problem, Rate, Schedule, Solution, Solver, Transfer
 from graphshard.schedule.axis_links import make_link
 from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
-from graphshard.schedule.bucketing import modes, startable
 from graphshard.schedule.dynamic_program import shortest_order
 from graphshard.schedule.exact_search import search_exactly
 from graphshard.schedule.placement import one_ahead
-from graphshard.schedule.problem import KINDS, Budget
+from graphshard.schedule.problem import KINDS, Budget, modes, startable
 from graphshard.schedule.simulator import simulate
-from graphshard.schedule.solver import STEPS, solve_phase
+from graphshard.schedule.solver import STEPS, PhaseSearch
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))
@@ -86,7 +85,8 @@ def test_a_large_search_ends_within_its_budget() -> None:
     problem = twelve()
     (chain,) = problem.chains
     budget = Budget(STEPS)
-    found = solve_phase(chain, problem.link, budget)
+    found = PhaseSearch(chain, problem.link, Solver())
+    found.run(budget)
     assert budget.left > -0.05 * STEPS
     assert found.seconds <= found.bound * 1.01
     assert Solver()(problem) == planned()

@@ -20,10 +20,24 @@ from graphshard.schedule import (
     Transfer,
 )
 from graphshard.schedule.bounds import chain_bound
-from graphshard.schedule.simulator import ChainRun, simulate
+from graphshard.schedule.simulator import ChainRun, ExplainedRun, simulate
 from tests.schedule.oracles import chains, communicating, halves, links, placements, ticks
 
 LINK = Link(Rate(1.0, 1.0), Rate(1.0, 1.0), halves, num_shards=2)
+
+
+class TimedRun(ChainRun):
+    """A run that notes when items begin and end."""
+
+    def __init__(self, chain: Chain, link: Link, placement: Placement) -> None:
+        self.items: list[tuple[float, float]] = []
+        super().__init__(chain, link, placement)
+
+    def item(self) -> dict[int, float]:
+        begin = self.clocks.compute
+        found = super().item()
+        self.items.append((begin, self.clocks.compute))
+        return found
 
 
 def one(chain: Chain, link: Link, placement: Placement) -> tuple[Problem, Schedule]:
@@ -47,7 +61,7 @@ def test_contention_slows_compute(data: st.DataObject) -> None:
     """An item advances slower by its contention while a channel is busy, and no bound is above the result."""
     chain, contention = data.draw(chains()), data.draw(st.sampled_from((0.25, 0.5, 0.75)))
     link = replace(data.draw(links()), contention=contention)
-    run = ChainRun(chain, link, data.draw(placements(chain)))
+    run = TimedRun(chain, link, data.draw(placements(chain)))
     sent = sorted((start, start + run.loads[bucket].seconds) for bucket, start in run.starts.items())
     for seconds, (begin, done) in zip(chain.seconds, run.items, strict=True):
         overlapped, until = 0.0, begin
@@ -79,14 +93,15 @@ def test_compute_waits_for_what_it_needs() -> None:
     link     aaaaa bbbbbbbbbb cc            dddd
     compute        00         11 22
     """
-    run = ChainRun(three_layers(), LINK, eager())
+    run = TimedRun(three_layers(), LINK, eager())
     assert run.items == [(5.0, 7.0), (15.0, 17.0), (17.0, 19.0)]
     assert run.seconds == 23.0
 
 
 def test_live_tensors_at_the_peak() -> None:
-    run = ChainRun(three_layers(), LINK, eager(), explain=True)
-    assert run.alive == {"": 10, "gathered w0": 4, "gathered w1": 9, "gathered w2": 1}
+    run = ExplainedRun(three_layers(), LINK, eager())
+    found = {name: size for name, size in run.at_peak.items() if size}
+    assert found == {"": 10, "gathered w0": 4, "gathered w1": 9, "gathered w2": 1}
     assert run.peak == 24
 
 

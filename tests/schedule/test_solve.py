@@ -10,7 +10,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.schedule import Bucketed, Chain, Link, Own, Problem, Rate, Schedule, Solution, Solver, Transfer
+from graphshard.schedule import (
+    Bucketed,
+    Chain,
+    FixedCollective,
+    Link,
+    Problem,
+    Rate,
+    Schedule,
+    Solution,
+    Solver,
+    Transfer,
+)
 from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.placement import place
 from graphshard.schedule.simulator import simulate
@@ -85,7 +96,7 @@ def test_with_collectives_of_the_model_and_contention(chain: Chain, link: Link, 
 
 
 def test_a_phase_with_only_collectives_of_the_model() -> None:
-    chain = Chain("forward", (1.0, 0.0), (0, 0), own=(Own(0, 1, 1.0, 0, "sent"),))
+    chain = Chain("forward", (1.0, 0.0), (0, 0), fixed=(FixedCollective(0, 1, 1.0, 0, "sent"),))
     rate = Rate(latency=0, per_byte=0)
     link = Link(rate, rate, lambda _: 0.0, 2, contention=0.125)
     assert Solver()(Problem((chain,), link)).step_seconds == exhaustive(chain, link)
@@ -114,14 +125,15 @@ def test_transfers_over_other_axes(both: tuple[Chain, Link], limit: float) -> No
 def test_a_gather_follows_an_all_reduce_that_it_would_delay() -> None:
     """A gather that is needed late must not be launched just before the model's collective on the same link."""
     gathers = (Transfer("a", 1, at=0, last=0), Transfer("b", 10, at=3, last=3))
-    chain = Chain("forward", (2.0, 0.0, 12.0, 1.0), (0,) * 4, gathers, own=(Own(1, 1, 3.0, name="reduced over tp"),))
+    reduced = FixedCollective(1, 1, 3.0, name="reduced over tp")
+    chain = Chain("forward", (2.0, 0.0, 12.0, 1.0), (0,) * 4, gathers, fixed=(reduced,))
     link = Link(Rate(0, 1), Rate(0, 1), halves, num_shards=2)
     found = Solver()(Problem((chain,), link))
     # 1 for the first gather, 2 and 3 until the all-reduce ends, then 12 next to the second gather, and 1.
     assert found.step_seconds == found.lower_bound == exhaustive(chain, link) == 19
     ((start,),) = ([e.at for e in p.events if (e.action, e.bucket) == ("start", 1)] for p in found.schedule.placements)
     assert start == 2
-    other = replace(chain, own=(Own(1, 1, 3.0, channel=1),))
+    other = replace(chain, fixed=(FixedCollective(1, 1, 3.0, channel=1),))
     early = Schedule((place(other, link, found.schedule.placements[0].buckets),))
     assert simulate(Problem((other,), link), early).step_seconds == 19
     late = simulate(Problem((chain,), link), early)
@@ -288,7 +300,7 @@ def test_gathers_start_late_if_compute_is_the_limit() -> None:
     (placement,) = found.schedule.placements
     starts = [e for e in placement.events if e.action == "start" and placement.buckets[e.bucket].kind == "gather"]
     others = [event for event in placement.events if event not in starts]
-    early = (*(replace(event, at=0) for event in starts), *others)
+    early = (*(event._replace(at=0) for event in starts), *others)
     eager = simulate(problem, Schedule((replace(placement, events=early),)))
     assert found.step_seconds == pytest.approx(found.lower_bound)
     assert found.step_seconds <= eager.step_seconds
