@@ -1,4 +1,4 @@
-"""Float32 matrix products by MKL and by oneDNN, interleaved; the basis of `lower/onednn_products.py`.
+"""Float32 matrix products by MKL and by oneDNN, interleaved; the basis of `lower/inductor.py`.
 
     python -m benchmarks.products                             all of these sizes with each other, on one thread
     python -m benchmarks.products --sizes 64 256 --threads 2

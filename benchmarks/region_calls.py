@@ -27,8 +27,9 @@ from torch.fx import Graph
 
 import graphshard
 from graphshard.ir.graph import c10d
+from graphshard.lower.batch_compile import Batch
 from graphshard.lower.eager import compile_operators
-from graphshard.lower.inductor import compile_inductor
+from graphshard.lower.inductor import generate
 from graphshard.lower.regions import RegionCall, executor
 from graphshard.torch_compat.dtensor import fake_world
 from tests.helpers import Blocks
@@ -59,7 +60,10 @@ def measured(calls: int, rounds: int) -> list[tuple[str, float]]:
     lines, graph = 100, _lines(100)
     one, several = _regions()
     alone = compile_operators(one)
-    compiled: Any = compile_inductor(several, "region")
+    with Batch(1) as batch:
+        finish = generate(several, "region", batch)
+        batch.submit()
+        compiled: Any = finish()
     inputs = [torch.empty_strided(fake.shape, fake.stride()).fill_(1.0) for fake in _inputs(several)]
     return [
         ("line of the executor", seconds(lambda: graph.forward([x]), lines)),

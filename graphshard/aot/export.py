@@ -2,14 +2,21 @@
 
 One process, no process group, no weights. For each mesh every call is captured, scheduled and lowered as `compile`
 would; regions are compiled once for all of them. The result is one file for all ranks, see `store/artifact_file.py`.
+
+On axes along which the model communicates (tensor, context, expert), a program belongs to a rank's place: the rows of
+an embedding that it owns are written in it, and the positions of a sequence, and shards may have different sizes. So
+the model is made and captured once for each place, on a pretended mesh. These axes are the inner ones, so the place is
+the rest of a rank's number. The number of places is known after the capture at the first one, which shows among which
+neighbors the model communicates.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,8 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from graphshard.aot.exporter import Call, Exporter, compiler_for_file, with_threads
-from graphshard.aot.model_axes import merged, num_places, sharing, tracer_at
+from graphshard.aot.exporter import Call, Exporter, compiler_for_file, export_pt2, in_mode, with_threads
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.cross.driver import stand_in
@@ -28,15 +34,18 @@ from graphshard.debug.dump import dump_directory, recorder
 from graphshard.errors import ArgumentError
 from graphshard.frontend.inputs import apart
 from graphshard.ir.gpus import CAPABILITIES, USUAL, Capability
-from graphshard.ir.mesh import Mesh, MeshLike
+from graphshard.ir.mesh import CONTEXT, EXPERT, TENSOR, Mesh, MeshLike
+from graphshard.ir.param_table import even_pieces
+from graphshard.ir.program import Program
 from graphshard.lower.regions import RegionCall
 from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer
-from graphshard.options.mesh_axes import MeshAxes
+from graphshard.options.mesh_axes import MeshAxes, dims_of
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
-from graphshard.options.resolve import example_of, request_for, resolve_model
-from graphshard.options.simulated_mesh import Parallelize, shape_of
+from graphshard.options.resolve import example_of, find_axes, request_for, resolve_model
+from graphshard.options.simulated_mesh import Parallelize, options_for, shape_of, simulated_mesh
 from graphshard.options.validate import ModelContents, check_examples, check_model
+from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.schedule.rank_consistent_planner import Share
 from graphshard.store.artifact_file import ArtifactWriter, MeshPrograms
 from graphshard.store.fingerprint import describe_options, environment, model_facts
@@ -140,7 +149,8 @@ def export(
         check_bool("compile_regions", compile_regions)
     machine = load_profile(chosen.hardware or ("h100" if kind.type == "cuda" else "cpu-gloo"))
     if target.suffix == ".pt2":
-        return _export_pt2(contents, meshes, wanted, kind, target, chosen)
+        export_pt2(contents, meshes, wanted, kind, target, chosen)
+        return target
     wanted = [each for call in wanted for each in _one_and_several(call)]
     records = recorder(dump_directory(None, 0))
     compiler, later = compiler_for_file(chosen.backend, kind, compile_regions, targets)
@@ -163,7 +173,11 @@ def export(
                 show(f"{ranks} ranks: {text}")
 
             exporter = Exporter(tracer, made, compiler, costs, later, accumulate, writer, tell, records, share)
-            return MeshPrograms(item, shape, described, tracer.spec.params, tuple(map(exporter.capture, wanted)))
+            programs = []
+            for call in wanted:
+                with in_mode(made, call.training):
+                    programs.append(exporter.capture(call))
+            return MeshPrograms(item, shape, described, tracer.spec.params, tuple(programs))
 
         for item in meshes:
             tracer = make_tracer(request_for(contents, MeshAxes(item), chosen, kind))
@@ -172,37 +186,18 @@ def export(
             assert parallelize is not None
             places: list[MeshPrograms] = []
             plans: list[dict[str, Any]] = []
-            while len(places) < num_places(shape, places):
-                with tracer_at(model, shape, parallelize, chosen, kind, len(places)) as (made, tracer):
-                    places.append(programs_of(made, tracer, shape, sharing(plans, len(places))))
-            for found in merged(places):
-                writer.add_mesh(found)
+            # On axes for models, and on those along which the captured programs communicate.
+            count = math.prod(size for name, size in shape.items() if name in (*CONTEXT, *EXPERT, *TENSOR))
+            while len(places) < math.lcm(count, *(each.period for found in places for each in found.programs)):
+                with _tracer_at(model, shape, parallelize, chosen, kind, len(places)) as (made, tracer):
+                    places.append(programs_of(made, tracer, shape, _sharing(plans, len(places))))
+            differ = any(found != places[0] for found in places)
+            for place, found in enumerate(places if differ else places[:1]):
+                writer.add_mesh(replace(found, place=place if differ else None))
         native = any(region.code == "native" for region in writer.regions.values())
         here = environment(kind, native=native)
     writer.write(target, here, model_facts(model), sign=signer)
     return target
-
-
-def _export_pt2(
-    contents: ModelContents,
-    meshes: list[Mesh],
-    calls: list[Call],
-    device: torch.device,
-    path: Path,
-    options: Options,
-) -> Path:
-    """Export one forward of one rank in PyTorch's own format."""
-    if [tuple(mesh.shape.values()) for mesh in meshes] != [(1,)] or len(calls) != 1 or calls[0].grad or calls[0].entry:
-        raise ArgumentError(
-            f"{path.name}: a .pt2 file holds one program for one rank, without gradients. Pass mesh=(1,) and "
-            'mode="inference", or a path that ends in .gshard.'
-        )
-    from graphshard.aot.pt2 import export_pt2
-
-    (mesh,), (call,) = meshes, calls
-    tracer = make_tracer(request_for(contents, MeshAxes(mesh), options, device))
-    export_pt2(tracer, contents.model, call.inputs, call.kwargs, path)
-    return path
 
 
 def _target(path: Any) -> Path:
@@ -286,3 +281,46 @@ def _device(device: Any, mesh: Any) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device() if here else 0)
+
+
+# --- meshes along which the model communicates -------------------------------------------------------------------
+
+
+def _sharing(plans: list[dict[str, Any]], place: int) -> Share:
+    """Return what plans at a place: the first place fills `plans`, the others take them in the same order."""
+    following = iter(plans)
+
+    def share(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if place:
+            return next(following, None) or make()
+        plans.append(make())
+        return plans[-1]
+
+    return share
+
+
+@contextlib.contextmanager
+def _tracer_at(
+    model: nn.Module,
+    shape: Mapping[str, int],
+    parallelize: Parallelize,
+    options: Options,
+    device: torch.device,
+    place: int,
+) -> Iterator[tuple[nn.Module, Tracer]]:
+    """Put this process at a place of these axes; yield the model that is made there, and its tracer for a device."""
+    with simulated_mesh(model, shape, parallelize, device.type, rank=place) as (made, mesh):
+        chosen = options_for(made, model, options)
+        contents = ModelContents.of(made)
+        axes = find_axes(contents, mesh, chosen, dims_of(shape))
+        assert axes.data is not None
+        tracer = make_tracer(request_for(contents, axes, chosen, device))
+        if chosen.memory_limit is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):
+            raise ArgumentError(
+                f"memory_limit={chosen.memory_limit} cannot be kept in a file for a mesh on which parameters are in "
+                "pieces of different sizes: what each rank takes with a plan is known when ranks plan together. Leave "
+                "it out, or call compile on the ranks."
+            )
+        groups = make_groups(tracer.spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts)
+        tracer.spec = replace(tracer.spec, groups=groups)
+        yield made, tracer

@@ -1,11 +1,16 @@
-"""One call of a module into a program for a file."""
+"""One call of a module into a program for a file; and a forward-only program for one rank as PyTorch's own
+`ExportedProgram`, in a `.pt2` that needs no graphshard.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +22,23 @@ from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
 from graphshard.cross.driver import package
 from graphshard.errors import ArgumentError
+from graphshard.exported.exported_program import place_tensor
 from graphshard.frontend.graph_breaks import raise_break
-from graphshard.frontend.inputs import count_tokens, stand_ins
+from graphshard.frontend.inputs import apart, count_tokens, stand_ins
 from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.param_table import even_pieces
+from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import runs_as_it_is
 from graphshard.lower.regions import Compiled, Compiler, lower
+from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer
-from graphshard.options.validate import check_containers
+from graphshard.options.mesh_axes import MeshAxes
+from graphshard.options.options import Options
+from graphshard.options.resolve import request_for
+from graphshard.options.validate import ModelContents, check_containers
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.instrumentation import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline
@@ -40,6 +51,7 @@ from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram
 from graphshard.store.artifact_manifest import BackwardEntry
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, is_int
+from graphshard.utils.files import replacing
 from graphshard.utils.text import brief
 
 _Backward = tuple[BackwardEntry, dict[str, Any]]
@@ -75,12 +87,10 @@ class Call:
         if self.training is not None:
             check_bool("training", self.training)
         check_bool("grad", self.grad)
-        if not isinstance(self.gradients, (list, tuple)) or not all(map(_are_indices, self.gradients)):
+        several = [self.gradients, *self.gradients] if isinstance(self.gradients, (list, tuple)) else [None]
+        listed = all(isinstance(each, (list, tuple)) for each in several)
+        if not listed or not all(is_int(index) and index >= 0 for each in self.gradients for index in each):
             raise ArgumentError(f"gradients must be a list of tuples of outputs' indices, got {brief(self.gradients)}.")
-
-
-def _are_indices(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(is_int(index) and index >= 0 for index in value)
 
 
 @dataclass
@@ -88,13 +98,9 @@ class Exporter:
     """Captures the calls of a module for one mesh.
 
     Attributes:
-        compiler: of regions.
         costs: of the machine that predictions are for.
         later: whether regions without a package are compiled on the target.
         accumulate: whether to make backwards for steps of several microbatches.
-        writer: collects the regions of all meshes.
-        show: told what is being done.
-        recorder: returns what records a program, by its name.
         share: shares plans among places with shards of different sizes; None if there is one place.
     """
 
@@ -115,15 +121,17 @@ class Exporter:
 
         Raises:
             ArgumentError: the call's `entry` is no submodule, or its `gradients` are no outputs.
-            GraphBreak: forward cannot be traced whole.
         """
-        with in_mode(self.model, call.training):
-            return self._capture(call)
-
-    def _capture(self, call: Call) -> CompiledProgram:
         tracer, module = self.tracer, self.model
         if call.entry:
-            module = self._submodule(call.entry)
+            try:
+                module = self.model.get_submodule(call.entry)
+            except AttributeError:
+                names = [name for name, _ in self.model.named_modules() if name][:5]
+                raise ArgumentError(
+                    f"entry={brief(call.entry)} is no submodule of {type(self.model).__name__}; such are "
+                    f"{', '.join(map(brief, names))}."
+                ) from None
             tracer = tracer.entry(call.entry, "forward", module)
         given, structure = pytree.tree_flatten((tuple(call.inputs), dict(call.kwargs)))
         leaves = tracer.on_device(stand_ins(given, meta_only=True), structure)
@@ -134,10 +142,6 @@ class Exporter:
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
         self.show("capture")
         digests: list[str] = []
-
-        def digest(program: Program) -> None:
-            digests.append(graph_digest(program))
-
         recorder = self.recorder(f"{tracer.label}-{self._count}")
         observer = _Watch(tracer.options.level, recorder, tracer.pipeline.passes, self.show, costs=self.costs)
         passes = tracer.pipeline
@@ -146,26 +150,42 @@ class Exporter:
         # Sizes of other calls would be symbols in a trace that comes after theirs.
         try:
             program, partitioned = replace(tracer).trace(
-                module, call_args, call_kwargs, observer, "exported", grad=call.grad, passes=passes, find=digest
+                *(module, call_args, call_kwargs, observer, "exported"),
+                grad=call.grad,
+                passes=passes,
+                find=lambda traced: digests.append(graph_digest(traced)),
             )
         except GraphBreak as error:
             raise_break(error)
         few = tracer.trace_alone(module, call_args, call_kwargs, grad=call.grad, few=True)
         if few is not None and len(few.taken) == len(program.taken):  # no block has separate inputs
-            digest(few)
+            digests.append(graph_digest(few))
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text
         self._lower(program, observer)
+        # The number of ranks after which the first place on all axes of the model's communication comes again.
+        collectives = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
+        axes = [program.mesh.named(each.axis) for each in collectives if each is not None]
+        period = math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))
         plan = program.plan.to_json() if program.plan else "null"
         data = self._encoded(program, module)
         backwards: list[_Backward] = []
         prediction, start = "", None
-        wanted = [_outputs(program, outputs) for outputs in call.gradients]
+        wanted = [frozenset(map(str, outputs)) for outputs in call.gradients]
+        for used, outputs in zip(wanted, call.gradients):
+            if not used <= set(program.tangents):
+                raise ArgumentError(
+                    f"gradients={brief(list(outputs))}: the program is differentiable through outputs "
+                    f"{', '.join(program.tangents) or '(none)'} only."
+                )
         if partitioned is not None:
             partitioned = partitioned() if callable(partitioned) else partitioned
             backwards = list(self._backwards(program, partitioned, tracer, module, wanted))
-            prediction = self._prediction(program, observer, leaves)
+            if observer.bound is not None:  # or the passes make no plan
+                tokens, training = count_tokens(leaves), Training()
+                found = explained(program, self.costs, observer.flop, observer.bound, tokens=tokens, training=training)
+                prediction = str(found)
             start = encode_partitioned(partitioned, program)
         return CompiledProgram.of(
             data,
@@ -178,18 +198,8 @@ class Exporter:
             trace=program.history[0].text,
             plan=plan,
             prediction=prediction,
-            period=_period_of(program),
+            period=period,
         )
-
-    def _submodule(self, entry: str) -> nn.Module:
-        try:
-            return self.model.get_submodule(entry)
-        except AttributeError:
-            names = [name for name, _ in self.model.named_modules() if name][:5]
-            raise ArgumentError(
-                f"entry={brief(entry)} is no submodule of {type(self.model).__name__}; such are "
-                f"{', '.join(map(brief, names))}."
-            ) from None
 
     def _lower(self, program: Program, observer: Observer) -> None:
         self.show("lower")
@@ -211,12 +221,6 @@ class Exporter:
                 self.writer.add_region(name, region, code, otherwise="later" if later else "operators")
         data = encode_lowered(program, module)
         return {**data, **{field: [names[key] for key in data[field]] for field in ("regions", "region_calls")}}
-
-    def _prediction(self, program: Program, seen: _Watch, leaves: Sequence[Any]) -> str:
-        if seen.bound is None:  # the passes make no plan
-            return ""
-        tokens, training = count_tokens(leaves), Training()
-        return str(explained(program, self.costs, seen.flop, seen.bound, tokens=tokens, training=training))
 
     def _backwards(
         self,
@@ -277,34 +281,15 @@ class _Watch(Observer):
         super().after(program, name, rewrites, seconds, exact=exact)
 
 
-def _outputs(program: Program, outputs: Sequence[int]) -> frozenset[str]:
-    """Return outputs by name that gradients come through; raise ArgumentError if the program has none through one."""
-    used = frozenset(map(str, outputs))
-    if not used <= set(program.tangents):
-        raise ArgumentError(
-            f"gradients={brief(list(outputs))}: the program is differentiable through outputs "
-            f"{', '.join(program.tangents) or '(none)'} only."
-        )
-    return used
-
-
-def _period_of(program: Program) -> int:
-    """Return the number of ranks after which the first place on all axes of the model's communication comes again."""
-    found = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
-    axes = [program.mesh.named(each.axis) for each in found if each is not None]
-    return math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))
-
-
 # --- compilers and settings --------------------------------------------------------------------------------------
 
 
 def compiler_for_file(
     backend: str, device: torch.device, compile_regions: bool | None, targets: list[Capability]
 ) -> tuple[Compiler, bool]:
-    """Return the compiler of regions, and whether regions without code are compiled on the target.
+    """Return the compiler of regions for these compute capabilities, by default the local GPU's.
 
-    Args:
-        targets: compute capabilities to compile for; none means the local GPU's.
+    The second value is whether regions without code are compiled on the target.
     """
     if not targets and device.type == "cuda" and torch.cuda.is_available():
         here = torch.cuda.get_device_capability()
@@ -359,3 +344,105 @@ def with_threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def export_pt2(
+    contents: ModelContents, meshes: list[Mesh], calls: list[Call], device: torch.device, path: Path, options: Options
+) -> None:
+    """Write the program that one rank runs in inference, with the model's weights, for `torch.export.load`.
+
+    Casts of the precision policy are in the graph; parameters and buffers keep their names and dtypes.
+
+    Raises:
+        ArgumentError: it is not for one such call on one rank, or a weight is on the meta device.
+    """
+    if [tuple(mesh.shape.values()) for mesh in meshes] != [(1,)] or len(calls) != 1 or calls[0].grad or calls[0].entry:
+        raise ArgumentError(
+            f"{path.name}: a .pt2 file holds one program for one rank, without gradients. Pass mesh=(1,) and "
+            'mode="inference", or a path that ends in .gshard.'
+        )
+    model, args, kwargs = contents.model, calls[0].inputs, calls[0].kwargs
+    tracer = make_tracer(request_for(contents, MeshAxes(meshes[0]), options, device))
+    meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if meta:
+        raise ArgumentError(
+            f"{path} is to hold the weights, and {meta[0]} is on the meta device. Load the weights first, or export a "
+            ".gshard file."
+        )
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    leaves = tracer.on_device(apart(leaves), structure)
+    call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+    with in_mode(model, False), torch.no_grad():
+        observer = Observer(tracer.options.level, None, tracer.pipeline.passes)
+        try:
+            program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+        except GraphBreak as error:
+            raise_break(error)
+        dynamic = _shapes_for_args(model, args, kwargs, tracer.options.dynamic_shapes)
+        module = _InferenceModule(program, model)
+        exported = torch.export.export(module, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        torch.export.save(exported, file)
+
+
+def _shapes_for_args(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Any) -> Any:
+    """Return `dynamic_shapes` of the model's forward for `_InferenceModule.forward`."""
+    if shapes is None:
+        return None
+    if not isinstance(shapes, Mapping):
+        return {"args": tuple(shapes)}
+    names = list(inspect.signature(type(model).forward).parameters)[1 : len(args) + 1]
+    positional = {"args": tuple(shapes.get(name) for name in names)} if args else {}
+    return {**positional, **{name: shapes.get(name) for name in kwargs}}
+
+
+class _InferenceModule(nn.Module):
+    """Forward of one rank as a module whose parameters and buffers have the model's names."""
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        super().__init__()
+        program.phases["forward"].module.recompile()  # after what passes did to the graph
+        # In lists, so that they are not submodules. Dynamo's bytecode leaves attributes on a copy of the model.
+        self._program = [program]
+        tensors = (*model.parameters(), *model.buffers())
+        self._model = [copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})]
+        self._replay = None if program.trace is None else program.trace.replay(self._run_traced)
+        for name, tensor in (*places_of(model).items(), *model.named_buffers(remove_duplicate=False)):
+            place_tensor(self, name, tensor)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._replay is not None:
+            return self._replay(self._model[0], args, kwargs)
+        # Inputs of a graph that Dynamo did not trace are the tensors of the call.
+        return self._run([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+
+    def _run_traced(self, *inputs: Any) -> Any:
+        """Run the graph on the inputs that Dynamo's bytecode reads, which makes the output from the results."""
+        taken = [inputs[index] for index in self._program[0].taken]
+        return self._run([torch.tensor(value) if isinstance(value, float) else value for value in taken])
+
+    def _run(self, tensors: list[Any]) -> Any:
+        (program,) = self._program
+        phase: Phase = program.phases["forward"]
+        sizes = {size.name: size.source for size in program.sizes}
+        inputs: list[Any] = []
+        for slot in phase.inputs:
+            if slot.kind == "param":
+                inputs.append(self.get_parameter(slot.name))
+            elif slot.kind == "input":
+                inputs.append(tensors[int(slot.name)])
+            elif slot.kind == "size":
+                given, dim = sizes[slot.name]
+                inputs.append(tensors[given] if dim < 0 else tensors[given].shape[dim])
+            else:
+                constant = program.constants.get(slot.name)
+                inputs.append(constant if constant is not None else self.get_buffer(slot.name))
+        results = []
+        for value, slot in zip(phase.module(*inputs), phase.outputs, strict=True):
+            if slot.kind == "output":
+                results.append(value)
+            elif slot.of == "buffer":
+                self.get_buffer(slot.name).copy_(value)
+        for check in reversed(program.checks):
+            check(results.pop())
+        return pytree.tree_unflatten(results, program.out_spec)

@@ -114,11 +114,7 @@ def load(
 
 
 def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) -> None:
-    """Give the programs of a file to a runner; log a warning that says why if it does not fit.
-
-    Args:
-        mesh: as it was given to `compile`.
-    """
+    """Give the programs of a file to a runner for a mesh as it was given; log a warning if the file does not fit."""
     try:
         artifact = read_artifact(path)
         spec = runner.tracer.spec
@@ -148,11 +144,7 @@ def _rank_in(mesh: DeviceMesh) -> int:
 
 @contextlib.contextmanager
 def _refusing(artifact: Artifact, *, given: bool) -> Iterator[None]:
-    """Turn errors except differences into an ArtifactError: `export` did not write the file.
-
-    Args:
-        given: the user gave options, which may be the cause.
-    """
+    """Turn errors except differences into an ArtifactError, unless options were given, which may be the cause."""
     try:
         yield
     except GraphshardError as error:
@@ -170,12 +162,7 @@ def artifact_path(name: str, path: Any) -> Path:
 
 
 def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], rank: int) -> int:
-    """Return the index of the mesh in the file; raise ArtifactError if versions, machine or mesh differ.
-
-    Args:
-        shape: of the mesh as it was given.
-        rank: number of this rank among all ranks of the mesh.
-    """
+    """Return the index of the mesh, as it was given, for a rank; raise ArtifactError if machine or mesh differ."""
     manifest, path = artifact.manifest, artifact.path
     here = environment(device, native=artifact.native)
     # The other facts describe that kind of device.
@@ -230,12 +217,7 @@ def _check_model(
 
 
 def _shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh as it was given, where several may shard as one, by name.
-
-    Args:
-        given: all axes, or only the data-parallel ones.
-        mesh: the mesh that was made from it.
-    """
+    """Return the sizes by name of the axes of a mesh as it was given, where several may shard as one."""
     names = given.mesh_dim_names
     if not names or mesh.only_replicates:
         return mesh.shape
@@ -243,15 +225,7 @@ def _shape_here(given: DeviceMesh, mesh: Mesh) -> dict[str, int]:
 
 
 def _groups_found(programs: Iterable[Program], known: Mapping[str, str], mesh: DeviceMesh) -> dict[str, str]:
-    """Return the process groups of neighbors that programs communicate in, which the model has made, by name.
-
-    Args:
-        known: groups of the mesh's axes.
-        mesh: all axes.
-
-    Raises:
-        ArtifactError: this process has no such group.
-    """
+    """Return the groups of neighbors, by name, that programs need beyond known ones; raise ArtifactError if lacking."""
     found = {}
     for program in programs:
         for axis in program.mesh.axes:

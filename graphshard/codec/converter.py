@@ -118,30 +118,14 @@ def _decode(data: Any, kind: type[T]) -> T:
 # --- sizes, graphs, kernels --------------------------------------------------------------------------------------
 
 
-def _encode_size(size: Size) -> dict[str, Any]:
-    """Name the symbol: a size stays one even where compilation has found that it is constant."""
-    return {"name": size.name, "source": list(size.source), "value": {"size": _NAMES.get()[size.symbol]}}
+def _number_reader(other: type) -> Callable[[Any, Any], Any]:
+    """Return a reader of sizes, and of ints or of floats that are inputs of a call."""
 
+    def read_number(data: Any, _: Any) -> Any:
+        value = _DECODER.get().value(data)
+        return value if type(value) is other else _decode(data, torch.SymInt)
 
-def _decode_extent(data: Any, _: Any) -> Extent:
-    value = data if type(data) is int else _DECODER.get().value(data)
-    return value if type(value) is int else _decode(data, torch.SymInt)
-
-
-def _decode_number(data: Any, _: Any) -> Any:
-    """Read a size, or a float that is an input of a call."""
-    value = _DECODER.get().value(data)
-    return value if isinstance(value, torch.SymFloat) else _decode(data, torch.SymInt)
-
-
-def _decode_module(data: Any, _: Any) -> GraphModule:
-    decoder = _DECODER.get()
-    return decoder.module_of(decoder.graph(data))
-
-
-def _empty_regions(keys: Any, _: Any) -> dict[str, Region]:
-    """Return regions by key; their content is in other members."""
-    return {key: Region(key, "", GraphModule(nn.Module(), Graph())) for key in strings(keys)}
+    return read_number
 
 
 def check_phase(phase: Phase) -> Phase:
@@ -166,12 +150,8 @@ def _decode_kernels(data: Any, _: Any) -> dict[str, Kernel]:
 # --- signatures and structures -----------------------------------------------------------------------------------
 
 
-def _encode_inputs(inputs: tuple[tuple[Any, ...], ...]) -> list[dict[str, Any]]:
-    """Return what a signature distinguishes of inputs, see `leaf_key`."""
-    return [_encode_input(*key) for key in inputs]
-
-
 def _encode_input(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
+    """Return what a signature distinguishes of an input, see `leaf_key`."""
     if not rest:
         if first not in _CONSTANTS.values():
             raise ArtifactError(
@@ -181,10 +161,6 @@ def _encode_input(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
         return {"type": first.__name__, "value": encode(second)}
     dtype, requires_grad = rest
     return {"shape": list(first), "stride": list(second), "dtype": short_name(dtype), "requires_grad": requires_grad}
-
-
-def _decode_inputs(data: Any, _: Any) -> tuple[tuple[Any, ...], ...]:
-    return tuple(map(_decode_input, typed(data, list)))
 
 
 def _decode_input(data: dict[str, Any]) -> tuple[Any, ...]:
@@ -202,13 +178,9 @@ _OF_PYTHON = frozenset({"builtins.list", "builtins.tuple", "builtins.dict", "col
 
 
 def encode_structure(spec: pytree.TreeSpec, what: str = "") -> str:
-    """Return a structure as text.
+    """Return a structure as text; raise ArtifactError if a class in it does not say how it is stored.
 
-    Args:
-        what: "inputs" or "outputs", for the message; "" writes a description of what cannot be stored.
-
-    Raises:
-        ArtifactError: a class in it does not say how it is stored.
+    `what`, "inputs" or "outputs", is for the message; "" writes a description of what cannot be stored.
     """
     if spec.type is UnknownOutput:
         return str(spec.context)
@@ -224,11 +196,7 @@ def encode_structure(spec: pytree.TreeSpec, what: str = "") -> str:
 
 
 def decode_structure(text: Any, what: str) -> pytree.TreeSpec:
-    """Inverse of `encode_structure`, for `inputs` or `outputs`.
-
-    Raises:
-        ArtifactError: it has a class that is not registered here.
-    """
+    """Inverse of `encode_structure`; raise ArtifactError if it has a class that is not registered here."""
     unknown = sorted(_types(typed(text, str)) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE))
     if unknown:
         raise ArtifactError(
@@ -262,13 +230,7 @@ def _types(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class NextPass:
-    """The pass that ran on a stage.
-
-    Attributes:
-        class_name: "package.module:ClassName".
-        step: the pass, or None if it cannot be made from the file.
-        problem: why not.
-    """
+    """The pass that ran on a stage; `step` is None if it cannot be made from the file, and `problem` says why."""
 
     name: str
     class_name: str
@@ -292,18 +254,14 @@ def decode_pass(data: dict[str, Any]) -> NextPass:
     except (KeyError, TypeError):
         raise ArgumentError('not a stage that can be read: "next" is no pass') from None
     try:
-        return NextPass(name, kind, _make_pass(kind, options))
+        if kind not in PASSES:
+            raise ArgumentError(f"{kind} is not graphshard's own")
+        for key, option in options.items() if isinstance(options, dict) else ():
+            if isinstance(option, dict) and "unsupported" in option:
+                raise ArgumentError(f"its option {key} is a {option['unsupported']}, which a file cannot hold")
+        return NextPass(name, kind, read(options, PASSES[kind]))
     except ArgumentError as error:
         return NextPass(name, kind, None, str(error))
-
-
-def _make_pass(kind: str, options: Any) -> Pass:
-    if kind not in PASSES:
-        raise ArgumentError(f"{kind} is not graphshard's own")
-    for name, option in options.items() if isinstance(options, dict) else ():
-        if isinstance(option, dict) and "unsupported" in option:
-            raise ArgumentError(f"its option {name} is a {option['unsupported']}, which a file cannot hold")
-    return read(options, PASSES[kind])
 
 
 def _encode_planner(planner: Any) -> Any:
@@ -336,7 +294,11 @@ def _decode_activation(data: Any, _: Any) -> Activation:
 _OVERRIDES: Overrides = {
     Program: {
         "lowering_seconds": override(unstruct_hook=lambda _: 0.0),
-        "regions": override(unstruct_hook=list, struct_hook=_empty_regions),
+        # Their content is in other members.
+        "regions": override(
+            unstruct_hook=list,
+            struct_hook=lambda keys, _: {k: Region(k, "", GraphModule(nn.Module(), Graph())) for k in strings(keys)},
+        ),
         "trace": override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None),  # of this process
     },
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
@@ -351,7 +313,10 @@ _OVERRIDES: Overrides = {
             unstruct_hook=lambda spec: encode_structure(spec, "inputs"),
             struct_hook=lambda text, _: decode_structure(text, "inputs"),
         ),
-        "inputs": override(unstruct_hook=_encode_inputs, struct_hook=_decode_inputs),
+        "inputs": override(
+            unstruct_hook=lambda keys: [_encode_input(*key) for key in keys],
+            struct_hook=lambda data, _: tuple(map(_decode_input, typed(data, list))),
+        ),
         "autocast": override(unstruct_hook=encode, struct_hook=lambda data, _: _DECODER.get().value(data)),
     },
 }
@@ -364,19 +329,26 @@ def _converter() -> Converter:
         torch.dtype: (short_name, lambda data, _: named("dtype", data)),
         torch.device: (str, lambda data, _: torch.device(typed(data, str))),
         torch.Tensor: (_encode, _decode),
-        torch.SymInt: (_encode, _decode_number),
+        torch.SymInt: (_encode, _number_reader(torch.SymFloat)),
         OpOverload: (_encode, _decode),
         Graph: (lambda graph: encode_graph(graph, _NAMES.get()), lambda data, _: _DECODER.get().graph(data)),
-        GraphModule: (lambda module: encode_graph(module.graph, _NAMES.get()), _decode_module),
+        GraphModule: (
+            lambda module: encode_graph(module.graph, _NAMES.get()),
+            lambda data, _: _DECODER.get().module_of(_DECODER.get().graph(data)),
+        ),
         pytree.TreeSpec: (encode_structure, _describing_structure),
         Profile: (Profile.to_json, lambda data, _: Profile.from_json(typed(data, str))),
-        Extent: (_encode, _decode_extent),
+        Extent: (_encode, _number_reader(int)),
     }
     for kind, (unstructure, structure) in hooks.items():
         converter.register_unstructure_hook(kind, unstructure)
         converter.register_structure_hook(kind, structure)
     converter.register_structure_hook(Activation, _decode_activation)
-    converter.register_unstructure_hook(Size, _encode_size)
+    # A size stays one even where compilation has found that it is constant, so its symbol is named.
+    converter.register_unstructure_hook(
+        Size,
+        lambda size: {"name": size.name, "source": list(size.source), "value": {"size": _NAMES.get()[size.symbol]}},
+    )
     converter.register_unstructure_hook_func(lambda kind: kind == Planner, _encode_planner)
     converter.register_structure_hook_func(lambda kind: kind == Planner, _decode_planner)
     read_phase = class_reader(Phase, converter, _OVERRIDES)

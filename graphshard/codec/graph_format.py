@@ -1,4 +1,4 @@
-"""Graphs as JSON, node by node, and the values of nodes. `codec/program_format.py` shows a whole program.
+"""Graphs as JSON, node by node, the values of nodes, and dynamic sizes. `program_format.py` shows a whole program.
 
     None, bools, numbers, strings, lists     themselves
     {"node": "mm"}                           value of another node
@@ -11,17 +11,24 @@
     {"graph": [...]}                         graph that a higher-order operator is given
     {"unsupported": "Generator"}             anything else: written, so that a dump never fails, but not read
 
-Reading looks names up in tables: it imports and evaluates nothing, so reading a file runs none of its code.
+Reading looks names up in tables: it imports and evaluates nothing. Of each symbol in sizes is known:
+
+    {"s0": {"hint": 128, "range": [2, null]}}    value in the example inputs; least and largest, null if open
+    {"s1": {"hint": -3, "range": [null, null]}, "s2": {"hint": 0.1, "range": null}}    numbers that are not sizes
+
+A symbol that depends on values of tensors has no hint. Conditions beyond ranges, such as "Eq(Mod(s0*s1, 8), 0)", are
+stored with lowered programs only.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import keyword
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -30,15 +37,115 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.codec.size_format import SIZE_OPERATORS, parse_size
 from graphshard.errors import ArgumentError
 from graphshard.ir.printer import print_graph
-from graphshard.ir.sizes import SymNumber, rename
+from graphshard.ir.sizes import SymNumber, numbers_in, rename
 from graphshard.ir.subgraph import HIGHER_ORDER, Subgraph, subgraph_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy, run_and_save_rng_state, run_with_rng_state
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
+from graphshard.torch_compat.symbolic_sizes import (
+    hint,
+    is_unknown,
+    new_number,
+    new_size,
+    new_unknown_float,
+    new_unknown_size,
+)
 from graphshard.torch_compat.torch_ops import OpOverload, dispatcher_operators
 from graphshard.utils.json_dataclasses import typed
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+# Operators by which graphs compute sizes.
+SIZE_OPERATORS: tuple[Callable[..., Any], ...] = (
+    *_OPERATORS.values(),
+    *(operator.truediv, operator.neg, operator.eq, operator.ne, torch.sym_max, torch.sym_min),
+)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+}
+
+
+def encode_symbols(sizes: Iterable[tuple[str, SymNumber]], graphs: Iterable[Graph]) -> dict[str, Any]:
+    """Return what is known of symbols by name: of dynamic sizes, and of those in graphs that depend on values."""
+    found: dict[str, Any] = {}
+    for name, size in sizes:
+        if isinstance(size, torch.SymFloat):
+            found[name] = {"hint": float(size.node.hint), "range": None}
+        else:
+            assert isinstance(size, torch.SymInt)
+            found[name] = {"hint": hint(size), "range": _ends(size.node.shape_env.bound_sympy(size.node.expr))}
+    numbers = [n for graph in graphs for node in graph.nodes for n in numbers_in(node.meta.get("val")) if is_unknown(n)]
+    unknown = {symbol: n.node.shape_env for n in numbers for symbol in n.node.expr.free_symbols}
+    for symbol, env in sorted(unknown.items(), key=str):
+        found[str(symbol)] = {"hint": None, "range": _ends(env.var_to_range[symbol]) if symbol.is_integer else None}
+    return found
+
+
+def _ends(known: Any) -> list[int | None]:
+    return [int(end) if end.is_Integer else None for end in (known.lower, known.upper)]
+
+
+def decode_symbols(data: Mapping[str, Any], mode: Any) -> dict[str, SymNumber]:
+    """Inverse of `encode_symbols`: sizes of a fake mode."""
+    found: dict[str, SymNumber] = {}
+    for name, item in data.items():
+        ends = item["range"] or ()
+        numbers = [number for number in (item["hint"], *ends) if number is not None]
+        is_number = item["hint"] is not None and (not ends or ends[0] is None or ends[0] < 0)
+        sized = all(type(n) is int and (n >= 0 or is_number) for n in numbers)
+        if not name.isidentifier() or not (sized or (is_number and not ends and type(item["hint"]) is float)):
+            raise ArgumentError(f"{name!r}: {item} is no size")
+        if is_number:
+            found[name] = new_number(mode, name, item["hint"])
+        elif item["hint"] is not None:
+            found[name] = new_size(mode, name, item["hint"], *ends)
+        else:
+            found[name] = new_unknown_size(mode, *ends) if ends else new_unknown_float(mode)
+    return found
+
+
+def parse_size(text: str, sizes: Mapping[str, Any]) -> Any:
+    """Return the value of an expression or comparison of sizes; raise ArgumentError for more than arithmetic."""
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.Name(id=name) if name in sizes:
+                return sizes[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]) if (
+                type(op) in _OPERATORS
+            ):
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.Call(func=ast.Name(id=name), args=[first, second], keywords=[]) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](value(first), value(second))
+        raise ArgumentError(f"{text[:60]!r} is no size")
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError):
+        raise ArgumentError(f"{text[:60]!r} is no size") from None
+
 
 # Targets of calls that are not operators of the dispatcher.
 _TARGETS: dict[str, Callable[..., Any]] = {
@@ -75,28 +182,25 @@ _NAMED: dict[str, dict[str, Any]] = {
 
 def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) -> list[dict[str, Any]]:
     """Return the nodes of a graph as JSON; `names` has the names of its dynamic sizes, by symbol."""
-    known: dict[tuple[str, ...], str] = {}
-    return [_encode_node(node, names, known) for node in graph.nodes]
-
-
-def _encode_node(node: Node, names: Mapping[Any, str], known: dict[tuple[str, ...], str]) -> dict[str, Any]:
-    """Return a node as JSON; `known` has the first node of each stack of modules, by which others refer to it."""
-    data: dict[str, Any] = {
-        "name": node.name,
-        "op": node.op,
-        "target": node.target if isinstance(node.target, str) else _NAMES.get(node.target, str(node.target)),
-        "args": [encode(arg) for arg in node.args],
-        "kwargs": {name: encode(arg) for name, arg in node.kwargs.items()},
-    }
-    if "val" in node.meta:
-        data["val"] = encode(node.meta["val"], names)
-    for key, stack in _STACKS.items():
-        if calls := node.meta.get(stack):
-            modules = {call: name for call, (name, _) in calls.items()}
-            first = known.setdefault((key, *modules, *modules.values()), node.name)
-            data[key] = first if first != node.name else modules
-    data["meta"] = encode_marks(node.meta)
-    return data
+    known: dict[tuple[str, ...], str] = {}  # the first node of each stack of modules, by which others refer to it
+    found = []
+    for node in graph.nodes:
+        data: dict[str, Any] = {
+            "name": node.name,
+            "op": node.op,
+            "target": node.target if isinstance(node.target, str) else _NAMES.get(node.target, str(node.target)),
+            "args": [encode(arg) for arg in node.args],
+            "kwargs": {name: encode(arg) for name, arg in node.kwargs.items()},
+        }
+        if "val" in node.meta:
+            data["val"] = encode(node.meta["val"], names)
+        for key, stack in _STACKS.items():
+            if calls := node.meta.get(stack):
+                modules = {call: name for call, (name, _) in calls.items()}
+                first = known.setdefault((key, *modules, *modules.values()), node.name)
+                data[key] = first if first != node.name else modules
+        found.append({**data, "meta": encode_marks(node.meta)})
+    return found
 
 
 def encode_marks(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,12 +264,8 @@ class Decoder:
     """Reads the values and graphs of one file; its fake tensors share a mode.
 
     Attributes:
-        nodes: nodes of the graph so far, by the names that references use.
-        sizes: dynamic sizes by name.
-        mode: the mode of the fake tensors.
         callees: names of the modules that a graph may call: regions, or kernels.
         device: replaces devices of its type; None keeps them as written.
-        module_of: makes the module of a graph.
         cubins: code of kernels, by its name in the file.
     """
 
@@ -183,11 +283,7 @@ class Decoder:
         return dispatcher_operators()
 
     def value(self, data: Any) -> Any:
-        """Inverse of `encode`.
-
-        Raises:
-            ArgumentError: `encode` writes no such data, or it names something that does not exist.
-        """
+        """Inverse of `encode`; raise ArgumentError for what it does not write, or what does not exist."""
         if type(data) in _THEMSELVES or type(data) is float:
             return data
         if isinstance(data, list):
@@ -219,17 +315,17 @@ class Decoder:
             case "operator":
                 return self._target(content)
             case "graph":
-                return self._subgraph(content)
+                around, self.nodes = self.nodes, {}
+                try:
+                    return subgraph_of(self.graph(content, of_call=True), print_graph)
+                finally:
+                    self.nodes = around
             case "unsupported":
                 raise ArgumentError(f"it holds a value of type {content}, which a file cannot hold")
         raise ArgumentError(f"{json.dumps(data)[:60]} is no value")
 
     def graph(self, nodes: list[dict[str, Any]], *, of_call: bool = False) -> Graph:
-        """Inverse of `encode_graph`.
-
-        Args:
-            of_call: an operator is given the graph, which may return one value instead of a list.
-        """
+        """Inverse of `encode_graph`; a graph `of_call`, which an operator is given, may return one value."""
         graph = Graph()
         self.nodes.clear()
         for item in typed(nodes, list):
@@ -258,8 +354,7 @@ class Decoder:
 
     def _add_node(self, data: dict[str, Any], graph: Graph) -> None:
         name, op, target = identifier(data["name"]), data["op"], typed(data["target"], str)
-        called = op == "call_module" and target in self.callees
-        if op not in ("placeholder", "call_function", "output") and not called:
+        if op not in ("placeholder", "call_function", "output") and (op != "call_module" or target not in self.callees):
             lowered = ": it is lowered, take a stage before" if op == "call_module" else ""
             raise ArgumentError(f"{name} is a {op}{lowered}")
         if name in self.nodes:
@@ -275,17 +370,9 @@ class Decoder:
         for key, stack in _STACKS.items():
             if key in data:
                 calls = data[key]
-                same = isinstance(calls, str)
-                node.meta[stack] = self.node(calls).meta[stack] if same else decode_stack(calls)
+                node.meta[stack] = self.node(calls).meta[stack] if isinstance(calls, str) else decode_stack(calls)
         node.meta.update(self.marks(data["meta"]))
         self.nodes[name] = node
-
-    def _subgraph(self, data: Any) -> Subgraph:
-        around, self.nodes = self.nodes, {}
-        try:
-            return subgraph_of(self.graph(data, of_call=True), print_graph)
-        finally:
-            self.nodes = around
 
     def _target(self, name: str) -> Callable[..., Any]:
         """Return the operator of a name, if the dispatcher knows it."""
@@ -302,16 +389,13 @@ class Decoder:
 
     def _tensor(self, dtype: str, shape: list[int], stride: list[int], device: str) -> torch.Tensor:
         if not all(type(size) is int and size >= 0 for size in (*shape, *stride)):
-            shape, stride = ([self._extent(size) for size in sizes] for sizes in (shape, stride))
+            shape, stride = ([self.value(size) for size in sizes] for sizes in (shape, stride))
+            for size in (*shape, *stride):
+                if not isinstance(size, torch.SymInt) and (type(size) is not int or size < 0):
+                    raise ArgumentError(f"a tensor with a size or stride of {size} cannot be made")
         if len(shape) != len(stride):
             raise ArgumentError(f"a tensor of shape {shape} and strides {stride} cannot be made")
         return fake_tensor(self.mode, shape, stride, named("dtype", dtype), self._device(device))
-
-    def _extent(self, data: Any) -> Any:
-        size = self.value(data)
-        if not isinstance(size, torch.SymInt) and (type(size) is not int or size < 0):
-            raise ArgumentError(f"a tensor with a size or stride of {size} cannot be made")
-        return size
 
     def _device(self, name: str) -> torch.device:
         device = torch.device(name)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from graphshard.codec.converter import check_phase, decode_structure, encode_str
 from graphshard.codec.graph_format import Decoder, decode_stack, encode_marks, short_name
 from graphshard.errors import ArgumentError, ArtifactError, InputError, UnsupportedError
 from graphshard.exported.exported_program import OURS, facts_of, joint_of
+from graphshard.exported.program_code import qualified_name
 from graphshard.frontend.phase import lift_subgraphs
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
@@ -60,43 +61,26 @@ _PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tange
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
-@dataclass(frozen=True)
-class CapturedGraph:
-    """A program as it was captured, for `Program.exported`, while passes rewrite the graph in place.
+def captured_graph(program: Program) -> Callable[[], ExportedProgram]:
+    """Record a program that no pass has changed, for `Program.exported`, while passes rewrite the graph in place.
 
-    Nodes replace their arguments and never change them, so a list of them is enough: no graph is copied until it is
-    asked for.
-
-    Attributes:
-        program: without its graph.
-        nodes: each node with its operation, target, arguments and marks at the time.
-        returned: structure of the module's output, with the results as its leaves; None if unknown.
+    Nodes replace their arguments and never change them, so a list of nodes with their operation, target, arguments and
+    marks at the time is enough: no graph is copied until it is asked for.
     """
+    ((name, phase),) = program.phases.items()
+    nodes = tuple((n, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in phase.module.graph.nodes)
+    returned = None if program.trace is None else program.trace.returned
+    slots, bare = (phase.inputs, phase.outputs), replace(program, phases={}, trace=None)
 
-    program: Program
-    phase: str
-    nodes: tuple[tuple[Node, str, Any, Any, Any, dict[str, Any]], ...]
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    returned: pytree.TreeSpec | None
-
-    @classmethod
-    def of(cls, program: Program) -> CapturedGraph:
-        """Record a program that no pass has changed."""
-        ((name, phase),) = program.phases.items()
-        nodes = tuple((n, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in phase.module.graph.nodes)
-        returned = None if program.trace is None else program.trace.returned
-        return cls(replace(program, phases={}, trace=None), name, nodes, phase.inputs, phase.outputs, returned)
-
-    def exported(self) -> ExportedProgram:
-        """Return the captured program as torch's."""
+    def exported() -> ExportedProgram:
         graph, known = Graph(), dict[Node, Node]()
-        for node, op, target, args, kwargs, meta in self.nodes:
+        for node, op, target, args, kwargs, meta in nodes:
             args, kwargs = map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__)
             known[node] = graph.create_node(op, target, args, kwargs, name=node.name)
             known[node].meta = dict(meta)
-        phase = Phase(GraphModule(nn.Module(), graph), self.inputs, self.outputs)
-        return to_exported(replace(self.program, phases={self.phase: phase}), self.returned)
+        return to_exported(replace(bare, phases={name: Phase(GraphModule(nn.Module(), graph), *slots)}), returned)
+
+    return exported
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -155,16 +139,11 @@ def to_exported(program: Program, returned: pytree.TreeSpec | None = None) -> Ex
 
 
 def _check_supported(program: Program, phase: Phase) -> None:
-    problem = ""
-    for slot in phase.inputs:
-        if slot.kind not in _PREFIXES and slot.kind != "size":
-            problem = f"takes {slot}, which an ExportedProgram has no name for"
-    for slot in phase.outputs:
-        if (slot.kind, slot.of) not in _OUTPUT_KINDS:
-            problem = f"returns {slot} (of {slot.of}), which an ExportedProgram has no name for"
-    if phase.module.graph.find_nodes(op="get_attr") or phase.module.graph.find_nodes(op="call_module"):
-        problem = "has graphs within its graph"
-    if problem:
+    lacks = "which an ExportedProgram has no name for"
+    taken = [f"takes {s}, {lacks}" for s in phase.inputs if s.kind not in _PREFIXES and s.kind != "size"]
+    made = [f"returns {s} (of {s.of}), {lacks}" for s in phase.outputs if (s.kind, s.of) not in _OUTPUT_KINDS]
+    inner = [*phase.module.graph.find_nodes(op="get_attr"), *phase.module.graph.find_nodes(op="call_module")]
+    for problem in (["has graphs within its graph"] if inner else []) + made + taken:
         raise UnsupportedError(
             f"exported: the program of {program.model} {problem}. Look at program.history[0].text instead."
         )
@@ -177,14 +156,10 @@ def _input(graph: Graph, known: dict[Node, Node], node: Node, slot: Slot, progra
     made.meta["val"] = node.meta["val"]
     if slot.kind == "size":
         return InputSpec(InputKind.USER_INPUT, SymIntArgument(made.name), None)
-    argument = TensorArgument(made.name)
-    if slot.kind == "param":
-        return InputSpec(InputKind.PARAMETER, argument, slot.name)
-    if constant:
-        return InputSpec(InputKind.CONSTANT_TENSOR, argument, slot.name)
-    if slot.kind == "buffer":
-        return InputSpec(InputKind.BUFFER, argument, slot.name, persistent=True)
-    return InputSpec(InputKind.USER_INPUT, argument, None)
+    kinds = {"param": InputKind.PARAMETER, "buffer": InputKind.CONSTANT_TENSOR if constant else InputKind.BUFFER}
+    kind = kinds.get(slot.kind, InputKind.CONSTANT_TENSOR if constant else InputKind.USER_INPUT)
+    name = None if kind is InputKind.USER_INPUT else slot.name
+    return InputSpec(kind, TensorArgument(made.name), name, persistent=True if kind is InputKind.BUFFER else None)
 
 
 def _output(value: Any, slot: Slot, kind: OutputKind, targets: Mapping[Slot, str]) -> OutputSpec:
@@ -207,13 +182,9 @@ def _meta(node: Node) -> dict[str, Any]:
         if calls := node.meta.get(key):
             own[key] = {call: path for call, (path, _) in calls.items()}
             if key == "nn_module_stack":
-                meta[key] = {call: (path, _class_name(kind)) for call, (path, kind) in calls.items()}
+                meta[key] = {call: (path, qualified_name(kind)) for call, (path, kind) in calls.items()}
     meta["custom"] = {OURS: own}
     return meta
-
-
-def _class_name(kind: Any) -> str:
-    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _state(program: Program, slots: Mapping[Node, Slot]) -> dict[str, torch.Tensor]:
@@ -240,13 +211,12 @@ def _facts(
     returned: pytree.TreeSpec | None,
 ) -> dict[str, Any]:
     """Return what the signature lacks; `why_not` says why the program cannot be compiled again."""
-    why_not = ""
-    if program.sizes:
-        why_not = "it has dynamic sizes"
-    elif program.checks:
-        why_not = "it checks values after each call"
-    elif any(axis.role in ("inner", "tensor") for axis in program.mesh.axes) or program.mesh.experts is not None:
-        why_not = "the model communicates itself"
+    communicates = any(axis.role in ("inner", "tensor") for axis in program.mesh.axes)
+    problems = {
+        "it has dynamic sizes": bool(program.sizes),
+        "it checks values after each call": bool(program.checks),
+        "the model communicates itself": communicates or program.mesh.experts is not None,
+    }
     structure = encode_structure(program.out_spec, "outputs")
     if returned is not None:
         with contextlib.suppress(ArtifactError):  # a file names no user classes: a list of results
@@ -262,7 +232,7 @@ def _facts(
         "stored": {r.name: short_name(r.dtype) for r in program.params if r.dtype != r.compute_dtype},
         "ties": [list(row.names) for row in program.params if len(row.names) > 1],
         "rewritten": {buffer: list(outputs) for buffer, outputs in program.rewritten.items()},
-        "why_not": why_not,
+        "why_not": next((why for why, holds in problems.items() if holds), ""),
     }
 
 
@@ -321,10 +291,7 @@ def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves:
 
 
 def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device: torch.device) -> Program:
-    """Inverse of `to_exported`: return the program that capture would return.
-
-    Args:
-        params: table of the model that is compiled from it.
+    """Inverse of `to_exported`: return the program that capture would return, for a model with these parameters.
 
     Raises:
         ArgumentError: `to_exported` did not write it, or it does not fit the parameters.
@@ -397,12 +364,9 @@ def _phase(exported: ExportedProgram, facts: dict[str, Any]) -> Phase:
 
 def _value_in_mode(node: Node, decoder: Decoder) -> dict[str, Any]:
     """Return the value of a node in the decoder's fake mode: the program's may be in another one."""
-    if "val" not in node.meta:
-        return {}
+
+    def again(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+
     with decoder.mode:
-        value = pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device),
-            node.meta["val"],
-        )
-    return {"val": value}
+        return {"val": pytree.tree_map_only(torch.Tensor, again, node.meta["val"])} if "val" in node.meta else {}

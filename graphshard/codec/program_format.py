@@ -53,8 +53,16 @@ from graphshard.codec.converter import (
     read,
     write,
 )
-from graphshard.codec.graph_format import Decoder, named, short_name, strings, to_json
-from graphshard.codec.size_format import decode_symbols, encode_symbols, parse_size
+from graphshard.codec.graph_format import (
+    Decoder,
+    decode_symbols,
+    encode_symbols,
+    named,
+    parse_size,
+    short_name,
+    strings,
+    to_json,
+)
 from graphshard.cross.gpu_kernels import GpuCode
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.plan import Plan
@@ -76,8 +84,7 @@ _LEVELS = {"phases": 3, "plan": 2, "params": 2}
 def graph_digest(program: Program) -> str:
     """Return a hash of what a traced program computes: its graph, parameters, constants and results.
 
-    One program can serve two calls with equal digests. Dynamic sizes are hashed with their ranges, without the values
-    of the call that was traced.
+    Dynamic sizes are hashed with their ranges, without the values of the call that was traced.
     """
     data = _encode(replace(program, reason="", capture=0, history=[], taken=()))
     data["symbols"] = {name: {**known, "hint": None} for name, known in data["symbols"].items()}
@@ -182,31 +189,28 @@ def _lines(value: Any, levels: int) -> str:
 
 
 def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
-    """Return a lowered program as JSON.
-
-    Args:
-        module: the captured module; tensors that are its attributes are not stored.
-
-    Raises:
-        ArtifactError: some of the program cannot be stored.
-    """
-    own = _own_tensors(module)
-    return {
-        **_encode(program),
-        "out_spec": encode_structure(program.out_spec, "outputs"),
-        "conditions": _conditions(program.sizes),
-        "values": {name: _encode_tensor(value, name) for name, value in program.constants.items() if name not in own},
-    }
+    """Return a lowered program as JSON, without tensors of the captured module; raise ArtifactError if it cannot be."""
+    values, own = {}, _own_tensors(module)
+    for name, tensor in program.constants.items():
+        if name not in own:
+            if tensor.is_meta:
+                raise ArtifactError(
+                    f"the constant {name} that forward makes is on the meta device, so its values are unknown."
+                )
+            values[name] = {
+                "dtype": short_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "data": base64.b64encode(_bytes_of(tensor)).decode(),
+            }
+    structure, conditions = encode_structure(program.out_spec, "outputs"), _conditions(program.sizes)
+    return {**_encode(program), "out_spec": structure, "conditions": conditions, "values": values}
 
 
 def decode_lowered(
     data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module | None, device: torch.device
 ) -> Program:
-    """Inverse of `encode_lowered`, for a device.
-
-    Args:
-        compiled: regions by key.
-        module: the module that the program will run for, which has the tensors that were not stored; None only checks.
+    """Inverse of `encode_lowered`, for a device, with regions by key, and for a module; None only checks.
 
     Raises:
         ArtifactError: it is not such a program, or does not fit the module.
@@ -258,14 +262,7 @@ def encode_region(region: Region) -> dict[str, Any]:
 
 
 def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Region:
-    """Inverse of `encode_region`, for a device.
-
-    Args:
-        key: name of its file, where one region is compiled under several conditions.
-
-    Raises:
-        ArtifactError: it is not a region.
-    """
+    """Inverse of `encode_region`, for a device; raise ArtifactError if it is none. The key may have a suffix."""
     with _reading(f"region {key} cannot"):
         decoder = Decoder(device=device)
         decoder.sizes.update(decode_symbols(data["symbols"], decoder.mode))
@@ -274,47 +271,26 @@ def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Regio
 
 
 def decode_gpu_code(name: str, data: dict[str, Any], cubins: Mapping[str, bytes], device: torch.device) -> GpuCode:
-    """Return a region's code for GPUs that `write` made JSON of.
-
-    Args:
-        name: of the code, in messages.
-        cubins: by their names in the file.
-
-    Raises:
-        ArtifactError: it is not such code.
-    """
+    """Return a region's code for GPUs; raise ArtifactError with `name` if it is none. `cubins` are by their names."""
     with _reading(f"{name} cannot"):
         decoder = Decoder(device=device, callees=frozenset(data["kernels"]), cubins=cubins)
         return read(data, GpuCode, decoder)
 
 
 def encode_partitioned(partitioned: Partitioned, program: Program) -> dict[str, Any]:
-    """Return the start of another backward as JSON: the partitioner's graph, and the number of passes that follow.
-
-    {"backward": {...}, "established": ["reduced_once"], "rest": 7}
-    """
+    """Return the start of another backward as JSON: the partitioner's graph, and the number of passes that follow."""
     names = {size.symbol: size.name for size in program.sizes}
     return {**write(replace(partitioned, rest=()), names), "rest": len(partitioned.rest)}
 
 
 def decode_partitioned(data: dict[str, Any], program: Program, pipeline: Pipeline, device: torch.device) -> Partitioned:
-    """Inverse of `encode_partitioned`.
-
-    Args:
-        program: the stored program, whose dynamic sizes it shares.
-        pipeline: the passes that made the program; its last ones follow.
-
-    Raises:
-        ArtifactError: it is not such a start.
-    """
+    """Inverse of `encode_partitioned`, for the stored program and the pipeline that made it."""
     with _reading("a backward cannot"):
         env = program.sizes[0].value.node.shape_env if program.sizes else None
         sizes = {size.name: size.value for size in program.sizes}
-        count = typed(data["rest"], int)
-        partitioned = read(
-            {**data, "rest": []}, Partitioned, Decoder(mode=new_fake_mode(env), sizes=sizes, device=device)
-        )
-        return replace(partitioned, rest=pipeline.passes[len(pipeline.passes) - count :])
+        decoder = Decoder(mode=new_fake_mode(env), sizes=sizes, device=device)
+        rest = pipeline.passes[len(pipeline.passes) - typed(data["rest"], int) :]
+        return replace(read({**data, "rest": []}, Partitioned, decoder), rest=rest)
 
 
 # --- constants ---------------------------------------------------------------------------------------------------
@@ -330,28 +306,15 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _encode_tensor(tensor: torch.Tensor, name: str) -> dict[str, Any]:
-    if tensor.is_meta:
-        raise ArtifactError(f"the constant {name} that forward makes is on the meta device, so its values are unknown.")
-    return {
-        "dtype": short_name(tensor.dtype),
-        "shape": list(tensor.shape),
-        "stride": list(tensor.stride()),
-        "data": base64.b64encode(_bytes_of(tensor)).decode(),
-    }
-
-
 def _decode_tensor(data: dict[str, Any], device: torch.device) -> torch.Tensor:
     raw = np.frombuffer(base64.b64decode(data["data"], validate=True), np.uint8)
-    dtype = named("dtype", data["dtype"])
     shape, stride = ([typed(each, int) for each in data[key]] for key in ("shape", "stride"))
-    span = _span(shape, stride)
-    count = min(span, math.prod(shape))
-    if raw.size != count * dtype.itemsize:
+    dtype, span, count = named("dtype", data["dtype"]), _span(shape, stride), math.prod(shape)
+    if raw.size != min(span, count) * dtype.itemsize:
         raise ValueError(f"{raw.size} bytes are not those of a tensor of shape {shape} and strides {stride}")
-    flat = torch.empty(count, dtype=dtype)
+    flat = torch.empty(min(span, count), dtype=dtype)
     flat.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
-    if span < math.prod(shape):
+    if span < count:
         return flat.to(device).as_strided(shape, stride)
     return torch.empty_strided(shape, stride, dtype=dtype).copy_(flat.reshape(shape)).to(device)
 
@@ -359,8 +322,7 @@ def _decode_tensor(data: dict[str, Any], device: torch.device) -> torch.Tensor:
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor; of one whose elements share memory, such as an expanded one, the memory."""
     flat, span = tensor.detach().cpu(), _span(tensor.shape, tensor.stride())
-    shares_memory = span < flat.numel()
-    flat = flat.as_strided((span,), (1,)) if shares_memory else flat.reshape(-1)
+    flat = flat.as_strided((span,), (1,)) if span < flat.numel() else flat.reshape(-1)
     return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 

@@ -3,19 +3,24 @@
     with stand_in((9, 0)):
         ...                          fake CUDA tensors are differentiated, `torch.cuda` answers as on an H100
 
-Nothing outlives the block. What else torch's builds for CPUs lack is in `cuda_library.py`. Three questions need a
-driver otherwise.
+Nothing outlives the block.
 
 * **Queries**: `torch.cuda`, Inductor's device interface and Triton's driver say what GPU there is.
 * **Streams of autograd.** For each node it asks the device guard of the tensor's kind of device for a stream, and torch
   built for CPUs has no guard for CUDA. c10 keeps guards in a table (`device_guard_impl_registry`): in the block CUDA's
   entry is the meta device's, but for `getStream`, which answers with the default stream of the device it is asked for.
-* **Whether there is CUDA at all**: the engine asks `CUDAHooksInterface`. In the block two of its methods are replaced,
-  the one by which torch finds an accelerator and the one that tells whether a device is in use.
+* **Whether there is CUDA at all**, and cuDNN: torch asks `CUDAHooksInterface`, of which some methods are replaced.
+* **Operators with kernels.** Torch takes others apart, and its builds differ:
 
-The last two are tables of C++ functions. Where in a table a function is, is read from torch's own headers
-(`getStream`) or found by trying (the hooks), and the effect is checked before the block is entered. `cffi` makes the
-function that returns a struct, which ctypes cannot.
+      the gradient of silu           built for CUDA   silu_backward, which has a kernel
+                                     built for CPUs   sigmoid, mul, add, ...: there is none
+      a convolution, channels last   built for CUDA   its result is channels last, as cuDNN leaves it
+                                     built for CPUs   its result is contiguous
+
+  In the block both decide alike: kernels are registered that only say that they are there.
+
+Guards and hooks are tables of C++ functions. Where in a table a function is, is read from torch's own headers, and the
+effect is checked. `cffi` makes the function that returns a struct, which ctypes cannot.
 """
 
 from __future__ import annotations
@@ -23,27 +28,156 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphshard.cross.cuda_library import (
-    as_built_for_cuda,
-    hooks_replaced,
-    library,
-    table_at,
-    unknown_build,
-    virtual_functions,
-)
 from graphshard.errors import ArgumentError
 from graphshard.ir.gpus import PRETENDED, Capability, OfSeveral, differs, properties_of
-from graphshard.torch_compat.cuda import accelerator, without_stream
+from graphshard.torch_compat.cuda import accelerator, convolution_backend, without_stream
 from graphshard.torch_compat.dynamo import CudaInterface
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_tensor_module
-from graphshard.torch_compat.torch_ops import replaced
+from graphshard.torch_compat.torch_ops import DispatchKey, OpOverload, replaced
+
+# ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
+# Which there are says native_functions.yaml; tests/cross/test_cuda_library.py compares.
+KERNELS = (
+    "_fused_rms_norm",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "mish_backward",
+    "native_batch_norm",
+    "silu_backward",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+)
+
+# Answers to torch about cuDNN on a GPU from compute capability 8.0 on.
+_CUDNN: dict[str, tuple[Any, Any]] = {
+    "hasCuDNN": (ctypes.c_bool, True),
+    "compiledWithCuDNN": (ctypes.c_bool, True),
+    "supportsDilatedConvolutionWithCuDNN": (ctypes.c_bool, True),
+    "supportsDepthwiseConvolutionWithCuDNN": (ctypes.c_bool, True),
+    "supportsBFloat16ConvolutionWithCuDNNv8": (ctypes.c_bool, True),
+    "supportsBFloat16RNNWithCuDNN": (ctypes.c_bool, True),
+}
+# And where there is none. The version is the one that torch 2.12 for CUDA 13 asks for in its metadata, 9.20.0, as
+# cudnnGetVersion() writes it; the least epsilon is CUDNN_BN_MIN_EPSILON of its headers.
+_VERSIONS: dict[str, tuple[Any, Any]] = {
+    "versionCuDNN": (ctypes.c_long, 92000),
+    "versionRuntimeCuDNN": (ctypes.c_long, 92000),
+    "batchnormMinEpsilonCuDNN": (ctypes.c_double, 0.0),
+}
+
+# More than any table here has; what follows is copied with it, and not used.
+_ENTRIES = 64
+
+
+@contextlib.contextmanager
+def as_built_for_cuda() -> Iterator[None]:
+    """Let tracing of CUDA tensors take the operators and layouts of torch's builds for CUDA."""
+    operators: list[OpOverload] = [getattr(torch.ops.aten, name).default for name in KERNELS]
+    lacking = [op for op in operators if not op.has_kernel_for_dispatch_key(DispatchKey.CUDA)]
+    kernels = torch.library.Library("aten", "IMPL", "CUDA")
+    # Builds for CUDA ask the GPU, too.
+    answers = _CUDNN if torch.backends.cudnn.is_available() else _CUDNN | _VERSIONS
+    try:
+        for op in lacking:
+            kernels.impl(op, _not_here)
+            op._dispatch_cache.clear()
+        with hooks_answering(answers):
+            if not _has_cudnn():
+                raise unknown_build("it does not ask CUDA's hooks for cuDNN")
+            yield
+    finally:
+        kernels._destroy()
+        for op in lacking:
+            op._dispatch_cache.clear()
+
+
+def _not_here(*_: Any) -> Any:
+    raise RuntimeError("this build of torch has no kernels for CUDA: the operator can be traced, and not run.")
+
+
+def _has_cudnn() -> bool:
+    """Return whether torch takes cuDNN for a convolution in bfloat16."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((1, 8, 5, 5), (8, 8, 3, 3)))
+        sizes = {"stride": [1, 1], "padding": [0, 0], "dilation": [2, 2], "output_padding": [0, 0]}
+        chosen = convolution_backend(x, weight, bias=None, transposed=False, groups=1, bias_sizes=None, **sizes)
+    return "Cudnn" in chosen
+
+
+@contextlib.contextmanager
+def hooks_answering(answers: Mapping[str, tuple[Any, Any]]) -> Iterator[None]:
+    """Answer torch's questions about CUDA: by the names of functions, what they return and of which type."""
+    names = hooks_functions()
+    missing = sorted(set(answers) - set(names))
+    if missing:
+        raise unknown_build(f"its hooks have no {missing[0]}")
+    try:
+        hooks_of = library("torch_cpu")._ZN2at6detail12getCUDAHooksEv
+    except (OSError, AttributeError) as error:
+        raise unknown_build(str(error)) from error
+    hooks_of.restype = ctypes.c_void_p
+    hooks = ctypes.c_void_p.from_address(hooks_of())  # they begin with the address of their table
+    kept = hooks.value
+    table = table_at(kept)
+    made = {name: ctypes.CFUNCTYPE(kind, ctypes.c_void_p)(lambda _, it=it: it) for name, (kind, it) in answers.items()}
+    for name, function in made.items():
+        table[names.index(name)] = ctypes.cast(function, ctypes.c_void_p).value
+    hooks.value = ctypes.addressof(table)
+    try:
+        yield
+    finally:
+        hooks.value = kept
+
+
+def hooks_functions() -> list[str]:
+    """List the functions in the table of CUDA's hooks, in order."""
+    base = virtual_functions("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface")
+    own = virtual_functions("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface")
+    return base + [name for name in own if name not in base]
+
+
+def virtual_functions(header: str, name: str) -> list[str]:
+    """List the functions in the table of a C++ class, in order, by its header in torch."""
+    try:
+        text = (Path(torch.__file__).parent / "include" / header).read_text()
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+        text = re.split(rf"struct \w+_API {name} [^;]*?{{", text, maxsplit=1)[1]
+    except (OSError, IndexError) as error:
+        raise unknown_build(str(error)) from error
+    found = re.findall(r"virtual\s+[\w:\*&<> ]*?(~?\w+)\(", text[: text.index("\n};")])
+    # A destructor has two places, for objects that own their memory and for others.
+    return [each for each in found for _ in range(2 if each.startswith("~") else 1)]
+
+
+def library(name: str) -> ctypes.CDLL:
+    """Load a library of torch."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"lib{name}.so"))
+
+
+def table_at(address: int | None) -> Any:
+    """Copy a table of C++ functions."""
+    assert address is not None
+    return (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(address))
+
+
+def unknown_build(why: str) -> ArgumentError:
+    """Make the error for a build of torch that this file does not know."""
+    return ArgumentError(
+        f"this build of torch ({torch.__version__}) cannot differentiate for CUDA without a GPU: {why}. Export where "
+        "there is a GPU, or with torch 2.12 or newer, for Linux, from PyPI or download.pytorch.org."
+    )
+
 
 REMEDY = "pip install 'graphshard[cross]' brings it"
 
@@ -70,7 +204,6 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_streams())
-        _check_autograd()
         yield
 
 
@@ -94,21 +227,11 @@ def _for_torch(name: str, answer: Callable[..., Any], among: Sequence[Capability
 
 def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
     """Let torch be told, while the stack is open, that there is a GPU of this compute capability."""
-    for target, answers in _answers(capability):
-        for name, answer in answers.items():
-            stack.enter_context(replaced(target, name, answer))
-    # It allocates on the GPU, for the streams of autograd; up to torch 2.11 it asks `torch.cuda` whether there is one.
-    stack.enter_context(replaced(fake_tensor_module, "init_gpu_context", lambda device: None))
-    stack.enter_context(as_built_for_cuda())
-
-
-def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
     gpu = types.SimpleNamespace(**properties_of(capability))
+    both: dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0}
     cuda: dict[str, Any] = {
-        "is_available": lambda: True,
+        **both,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: gpu.name,
@@ -121,29 +244,29 @@ def _answers(capability: Capability) -> Iterator[tuple[Any, dict[str, Any]]]:
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
     }
-    yield torch.cuda, cuda
-    number = capability[0] * 10 + capability[1]
     asked: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_compute_capability": lambda device=None: number,
-        "get_device_properties": lambda device=None: gpu,
+        **both,
+        "get_compute_capability": lambda device=None: capability[0] * 10 + capability[1],
+        "get_device_properties": cuda["get_device_properties"],
         "raise_if_triton_unavailable": lambda device=None: None,
     }
-    yield CudaInterface, {name: staticmethod(answer) for name, answer in asked.items()}
-    in_workers = ("get_device_properties", "current_device")
-    worker = {name: staticmethod(asked[name]) for name in in_workers}
-    yield CudaInterface.Worker, {**worker, "set_device": staticmethod(lambda device: None)}
-    yield without_stream()
+    in_workers = {name: staticmethod(cuda[name]) for name in ("get_device_properties", "current_device", "set_device")}
+    for target, answers in (
+        (torch.cuda, cuda),
+        (CudaInterface, {name: staticmethod(answer) for name, answer in asked.items()}),
+        (CudaInterface.Worker, in_workers),
+        without_stream(),
+    ):
+        for name, answer in answers.items():
+            stack.enter_context(replaced(target, name, answer))
+    # It allocates on the GPU, for the streams of autograd; up to torch 2.11 it asks `torch.cuda` whether there is one.
+    stack.enter_context(replaced(fake_tensor_module, "init_gpu_context", lambda device: None))
+    stack.enter_context(as_built_for_cuda())
 
 
 @contextlib.contextmanager
 def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> Iterator[None]:
-    """Within `stand_in`, let Triton compile for the GPU and load nothing.
-
-    Args:
-        loaded: called with each tuner of Inductor, instead of loading its kernels.
+    """Within `stand_in`, let Triton compile for the GPU; `loaded` is called with each tuner, and nothing is loaded.
 
     Raises:
         ArgumentError: Triton is missing.
@@ -162,9 +285,7 @@ def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> 
     )
     with contextlib.ExitStack() as stack:
         _answer(capability, stack)
-        active = triton.runtime.driver._active
-        stack.callback(setattr, triton.runtime.driver, "_active", active)
-        triton.runtime.driver._active = driver
+        stack.enter_context(replaced(triton.runtime.driver, "_active", driver))
         stack.enter_context(replaced(helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(replaced(heuristics.CachingAutotuner, "_make_launchers", loaded))
         stack.callback(_forget_devices)
@@ -212,7 +333,9 @@ def _streams() -> Iterator[None]:
         guards = (ctypes.c_void_p * len(_KINDS)).in_dll(library("c10"), "_ZN3c104impl26device_guard_impl_registryE")
     except (OSError, ValueError) as error:
         raise unknown_build(str(error)) from error
-    slot = _place_of_get_stream()
+    names = virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface")
+    if "getStream" not in names:
+        raise unknown_build("its device guards have no getStream")
     guard, meta = guards[_KINDS.index("cuda")], guards[_KINDS.index("meta")]
     ffi = package("cffi").FFI()
     ffi.cdef("typedef struct {int8_t kind, index;} Device; typedef struct {Device device; int64_t id;} Stream;")
@@ -222,14 +345,14 @@ def _streams() -> Iterator[None]:
     )
     assert meta is not None
     methods = table_at(ctypes.c_void_p.from_address(meta).value)
-    methods[slot] = int(ffi.cast("intptr_t", default_stream))
+    methods[names.index("getStream")] = int(ffi.cast("intptr_t", default_stream))
     made = (ctypes.c_void_p * 1)(ctypes.addressof(methods))
-    yes = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda this: True)
     guards[_KINDS.index("cuda")] = ctypes.addressof(made)
     try:
-        with hooks_replaced() as answers:
-            _answer_where(answers, yes, lambda: accelerator() is not None)
-            _answer_where(answers, yes, _has_context)
+        with hooks_answering(dict.fromkeys(("isBuilt", "hasPrimaryContext"), (ctypes.c_bool, True))):
+            if accelerator() is None:
+                raise unknown_build("it does not ask CUDA's hooks for an accelerator")
+            _check_autograd()
             yield
     finally:
         guards[_KINDS.index("cuda")] = guard
@@ -240,35 +363,3 @@ _KINDS = (
     *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia", "xla", "vulkan", "metal", "xpu"),
     *("mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone"),
 )
-
-
-def _answer_where(table: Any, function: Any, answered: Callable[[], bool]) -> None:
-    """Put a function into the place of a table at which it has an effect; raise ArgumentError if there is none."""
-    if answered():
-        return
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    for place in range(len(table)):
-        kept = table[place]
-        if kept != address:
-            table[place] = address
-            if answered():
-                return
-            table[place] = kept
-    raise unknown_build("nothing that it asks of CUDA's hooks can be answered")
-
-
-def _has_context() -> bool:
-    """Return whether autograd is told that a device is in use, which it asks after each backward."""
-    try:
-        _check_autograd()
-    except ArgumentError:
-        return False
-    return True
-
-
-def _place_of_get_stream() -> int:
-    """Return the place of `getStream` in the table of a device guard, by torch's header."""
-    names = virtual_functions("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface")
-    if "getStream" not in names:
-        raise unknown_build("its device guards have no getStream")
-    return names.index("getStream")

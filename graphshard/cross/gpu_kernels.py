@@ -7,69 +7,140 @@
 The code of a region is a graph of ATen's operators and launches. It is data, not Python: nothing is executed to read
 it, and the operators are looked up as in any program. A kernel is a cubin, which the CUDA driver loads; torch's
 own launcher (`torch._C._StaticCudaLauncher`, in builds for CUDA) starts it. Neither a compiler nor Triton takes part.
+
+A cubin is an ELF file of 64 bits, little-endian, for the machine 190 (EM_CUDA). Each kernel has a section
+`.text.NAME`; `.nv.info` has a kernel's registers and the bytes of a thread's local memory, where registers are spilled
+to.
 """
 
 from __future__ import annotations
 
-import os
+import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from graphshard.cross.cubin import read_cubin
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import Capability, dotted
+from graphshard.lower.inductor_cache import ELF_HEADER, elf_sections
 from graphshard.torch_compat.cuda import current_raw_stream, static_launcher
 from graphshard.torch_compat.fx_code import use_boxed_calls
 
 # Kernels are compiled for tensors that begin at multiples of this number of bytes, as torch's allocator places them.
 _ALIGNMENT = 16
 
+_MACHINE = 190
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SYMBOLS = 2
+# Format of attributes of .nv.info whose value is a symbol and a number.
+_SIZED = 4
+_FRAME_SIZE, _REGISTERS = 0x11, 0x2F
+
+
+class Resources(NamedTuple):
+    """Registers of a thread, and bytes of its local memory, to which registers are spilled."""
+
+    registers: int
+    spills: int
+
+
+class Cubin(NamedTuple):
+    """Compute capability and kernels, by name, of a cubin."""
+
+    capability: tuple[int, int]
+    kernels: dict[str, Resources]
+
+
+def read_cubin(name: str, content: bytes) -> Cubin:
+    """Read a cubin's headers; raise ArtifactError with `name` if it is not complete."""
+    try:
+        return _read(content)
+    except (struct.error, IndexError, ValueError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{name} is no cubin: {error}. It is not loaded.") from None
+
+
+def _read(content: bytes) -> Cubin:
+    ident, _, machine, _, _, _, _, flags, *_, names = ELF_HEADER.unpack_from(content)
+    if machine != _MACHINE:
+        raise ValueError("it has not the header of an ELF file for CUDA")
+    sections = elf_sections(content)
+
+    def text(table: int, offset: int) -> str:
+        start = sections[table][4] + offset
+        return content[start : content.index(b"\0", start)].decode()
+
+    parts = [(text(names, row[0]), row) for row in sections]
+    kernels = [name.removeprefix(".text.") for name, _ in parts if name.startswith(".text.")]
+    if not kernels:
+        raise ValueError("it has no kernel")
+    named: list[str] = []
+    for row in [row for row in sections if row[1] == _SYMBOLS][:1]:
+        places = range(row[4], row[4] + row[5] - _SYMBOL.size + 1, _SYMBOL.size)
+        named = [text(row[6], _SYMBOL.unpack_from(content, place)[0]) for place in places]
+    found: dict[tuple[int, str], int] = {}
+    for name, row in parts:
+        if name == ".nv.info":
+            for attribute, symbol, value in _attributes(content[row[4] : row[4] + row[5]]):
+                found[attribute, named[symbol]] = value
+    taken = {name: Resources(found.get((_REGISTERS, name), 0), found.get((_FRAME_SIZE, name), 0)) for name in kernels}
+    # The flags have 10 times the major number plus the minor one, in another byte since CUDA 13.
+    return Cubin(divmod((flags >> 8 if ident[8] >= 8 else flags) & 0xFF, 10), taken)
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield attributes of kernels: which, the kernel's symbol, and the value."""
+    offset = 0
+    while offset + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, offset)
+        offset += 4
+        if form == _SIZED:
+            if attribute in (_FRAME_SIZE, _REGISTERS):
+                symbol, value = struct.unpack_from("<II", info, offset)
+                yield attribute, symbol, value
+            offset += size
+
 
 @dataclass(frozen=True)
-class Kernel:
-    """A Triton kernel, compiled.
-
-    Attributes:
-        name: its name in the cubin.
-        types: one letter for each argument, as torch's launcher takes them: "O" for a tensor or None, "i" for an int32.
-        warps: warps of a block.
-        shared: bytes of shared memory of a block.
-        registers: of a thread.
-        spills: bytes of a thread's own memory, which registers are spilled to.
-        cubin: the code.
-        source: for people.
-    """
+class KernelFacts:
+    """A Triton kernel by its name: a block's warps and bytes of shared memory, a thread's registers and spills."""
 
     name: str
-    types: str
     warps: int
     shared: int
     registers: int
     spills: int
-    cubin: bytes = field(repr=False)
-    source: str = field(default="", repr=False)
+
+    @property
+    def taken(self) -> str:
+        """Resources, for people."""
+        spilled = f"{self.spills} bytes spilled" if self.spills else "no spills"
+        return f"{self.registers} registers, {spilled}, {self.shared} bytes of shared memory, {self.warps} warps"
 
     def __str__(self) -> str:
-        spilled = f"{self.spills} bytes spilled" if self.spills else "no spills"
-        taken = f"{self.registers} registers, {spilled}, {self.shared} bytes of shared memory, {self.warps} warps"
-        return f"{self.name}: {taken}"
+        return f"{self.name}: {self.taken}"
+
+
+@dataclass(frozen=True)
+class Kernel(KernelFacts):
+    """A compiled kernel: its cubin, and its source for people.
+
+    `types` has a letter for each argument, as torch's launcher takes them: "O" for a tensor or None, "i" for an int32.
+    """
+
+    types: str
+    cubin: bytes = field(repr=False)
+    source: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class GpuCode:
-    """A region compiled for one compute capability.
-
-    Attributes:
-        capability: of the GPUs it runs on.
-        graph: takes the region's inputs and returns its outputs; calls the kernels by name.
-        kernels: by the names that the graph calls them by.
-    """
+    """A region compiled for one compute capability: a graph that calls the kernels by their names."""
 
     capability: Capability
     graph: Graph
@@ -100,11 +171,7 @@ Launch = Callable[[list[Any], list[int]], None]
 
 
 class GpuRegion:
-    """A region's code on a device; its kernels are loaded at the first call.
-
-    Args:
-        launches: makes what starts a kernel; by default the GPU starts it.
-    """
+    """A region's code on a device; its kernels are loaded at the first call, and started by what `launches` makes."""
 
     def __init__(self, code: GpuCode, device: torch.device, launches: Callable[[Kernel], Launch] | None = None) -> None:
         self.source_code, self.codes = code.text, (code,)
@@ -112,9 +179,8 @@ class GpuRegion:
         root = nn.Module()
         for name, kernel in code.kernels.items():
             setattr(root, name, launches(kernel) if launches is not None else OnGpu(kernel, self._index))
-        graph = code.graph
-        use_boxed_calls(graph)
-        self._run: Callable[[list[Any]], Any] = GraphModule(root, graph).forward
+        use_boxed_calls(code.graph)
+        self._run: Callable[[list[Any]], Any] = GraphModule(root, code.graph).forward
         self._switches = launches is None
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -130,26 +196,23 @@ class OnGpu:
 
     def __init__(self, kernel: Kernel, index: int) -> None:
         self._kernel, self._index = kernel, index
-        self._function: Any = None
         self._module: Any = None
+        self._function: Any = None
 
     def __call__(self, args: list[Any], grid: list[int]) -> None:
         if self._function is None:
             self._load()
-        stream = current_raw_stream(self._index)
-        kernel = self._kernel
-        launcher = static_launcher()
-        launcher._launch_kernel(self._function, *grid, kernel.warps, kernel.shared, kernel.types, tuple(args), stream)
+        kernel, stream = self._kernel, current_raw_stream(self._index)
+        launch = static_launcher()._launch_kernel
+        launch(self._function, *grid, kernel.warps, kernel.shared, kernel.types, tuple(args), stream)
 
     def _load(self) -> None:
         kernel = self._kernel
         with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
-            path = os.path.join(directory, f"{kernel.name}.cubin")
-            with open(path, "wb") as file:
-                file.write(kernel.cubin)
+            path = Path(directory, f"{kernel.name}.cubin")
+            path.write_bytes(kernel.cubin)
             try:
-                launcher = static_launcher()
-                loaded = launcher._load_kernel(path, kernel.name, kernel.shared, self._index)
+                loaded = static_launcher()._load_kernel(str(path), kernel.name, kernel.shared, self._index)
             except (AttributeError, RuntimeError) as error:
                 raise ArtifactError(
                     f"kernel {kernel.name} cannot be loaded here: {str(error).splitlines()[0]}. It takes torch built "
@@ -168,11 +231,7 @@ def _aligned(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_code(name: str, code: GpuCode, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Raise ArtifactError if a region's code contradicts its cubins, or does not fit the region.
-
-    Args:
-        inputs, outputs: of the region.
-    """
+    """Raise ArtifactError if a region's code contradicts its cubins, or does not fit its inputs and outputs."""
     for key, kernel in code.kernels.items():
         cubin = read_cubin(f"{name}: kernel {kernel.name}", kernel.cubin)
         if cubin.capability != code.capability or kernel.name not in cubin.kernels:

@@ -42,8 +42,7 @@ from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.graph import OWN
 from graphshard.ir.program import Program, Region, Stage
 from graphshard.ir.recompute import RANDOM_STATE
-from graphshard.lower.executor import lines_of
-from graphshard.lower.executor_lines import print_lines
+from graphshard.lower.executor import lines_of, print_lines
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.instrumentation import Recorder

@@ -25,7 +25,7 @@ from rich.console import Console
 from graphshard.codec.program_format import next_pass_of, plan_of, program_from_json
 from graphshard.debug.dump import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
 from graphshard.errors import ArgumentError, PassError
-from graphshard.exported.pt2_reader import read_program
+from graphshard.exported.exported_program import read_program
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program

@@ -1,12 +1,8 @@
-"""Conversion of a `torch.export` program to a module that the rest of graphshard treats like any other.
+"""From a program of `torch.export` to a module, which is traced and guarded like any other.
 
-    ExportedProgram, .pt2 file -> module, which is traced like any other
+`exported_program.py` turns an `ExportedProgram`, or a `.pt2` file, into a module. `program_module.py` makes the module,
+its tensors and the checks of its inputs, with code by `program_code.py`.
 
-`exported_program.py` turns an `ExportedProgram`, or a `.pt2` file that `pt2_reader.py` reads, into a module.
-`program_module.py` makes the module and its tensors, with code by `program_code.py` and checks of inputs by
-`program_inputs.py`.
-
-* **A module, not a second path for graphs.** The tracer, guards, units, checkpoints and errors stay the same for it.
 * **Calls of submodules are restored.** FSDP2 casts and adds up gradients where a unit is entered, so a flat graph would
   not have its bits. `torch.export.unflatten` restores calls, too, but copies every parameter, renames further calls of
   a module, and runs an interpreter that capture would have to see through.

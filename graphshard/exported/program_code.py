@@ -13,20 +13,21 @@ Equal calls have equal code: values are numbered within a call, and parameters a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import keyword
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import place_of
@@ -44,14 +45,7 @@ ARITHMETIC = (operator, math)
 
 @dataclass(frozen=True)
 class Scope:
-    """A call of a module, or a region under `torch.no_grad()` or autocast.
-
-    Attributes:
-        key: distinguishes it from other calls.
-        path: name of the module.
-        kind: qualified name of its class.
-        context: of a region, the context manager as code.
-    """
+    """A call of a module of a class, or a region under a context manager such as `torch.no_grad()`, as code."""
 
     key: str
     path: str
@@ -59,8 +53,7 @@ class Scope:
     context: str = ""
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     node: Node
     scopes: tuple[Scope, ...]
 
@@ -82,45 +75,38 @@ class ProgramCode:
     casts: list[tuple[torch.dtype, str]] = field(default_factory=list)
     _items: list[_Item] = field(default_factory=list)
     _same_as: dict[Node, Any] = field(default_factory=dict)
-    _position: dict[Node, int] = field(default_factory=dict)
     _last_use: dict[Node, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: ExportedProgram, names: Mapping[str, Sequence[str]]) -> ProgramCode:
-        """Write the code of a program.
-
-        Args:
-            names: all names of each parameter, buffer and constant, by each of them.
+        """Write the code of a program; `names` are all names of each parameter, buffer and constant, by each of them.
 
         Raises:
             UnsupportedError: the graph has an operator or an order of calls that cannot be written.
         """
-        code = cls(program, names)
-        graph = program.graph
+        code, graph = cls(program, names), program.graph
         code._flatten(graph, (), program.graph_module)
-        code._position = {item.node: i for i, item in enumerate(code._items)}
-        results = list(map(code._resolved, graph.output_node().args[0]))
-        for place, item in enumerate(code._items):
-            for used in code._used(item.node):
-                code._last_use[used] = place
         end = len(code._items)
-        code._last_use |= {node: end for node in results if isinstance(node, Node)}
+        results = list(map(code._resolved, graph.output_node().args[0]))
+        uses = [(place, used) for place, item in enumerate(code._items) for used in item.node.all_input_nodes]
+        for place, used in [*uses, *((end, result) for result in results)]:
+            if isinstance(found := code._resolved(used), Node):
+                code._last_use[found] = place
         writer = CallWriter("", names, code._resolved)
         specs = zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
         writer.inputs = [node for node, spec in specs if spec.kind not in STATE]
         code._write(writer, 0, end, 0)
-        writer.finish(results)
-        code.calls[""] = [CallCode(writer.inputs, [], writer.lines, writer.places)]
+        code.calls[""] = [writer.finish(results)]
         return code
 
-    def _flatten(self, graph: Graph, outer: tuple[Scope, ...], owner: GraphModule | torch.nn.Module) -> None:
+    def _flatten(self, graph: Graph, outer: tuple[Scope, ...], owner: Any) -> None:
         """List the operators of a graph and of its regions, with the calls that they are in."""
         for node in graph.nodes:
             if node.op != "call_function" or str(node.target) == _DROPPED:
                 continue
             if isinstance(node.target, HigherOrderOperator):
                 self._enter_region(node, outer, owner)
-            elif node.target is not operator.getitem or not self._is_result_of_region(node):
+            elif node.target is not operator.getitem or node not in self._same_as:  # a result of a region
                 self._check(node)
                 if _returns_first(node.target):
                     self._same_as[node] = node.args[0]
@@ -133,8 +119,7 @@ class ProgramCode:
             context = f"torch.set_grad_enabled({bool(enabled)})"
         elif name == _AUTOCAST:
             device, dtype, enabled, cached, body, *args = node.args
-            given = ", ".join(map(literal, (device, dtype, enabled, cached)))
-            context = f"torch.autocast({given})"
+            context = f"torch.autocast({', '.join(map(literal, (device, dtype, enabled, cached)))})"
         else:
             raise UnsupportedError(
                 f"model: the program has the operator {name}{place_of(node)}, which graphshard cannot take from a "
@@ -142,42 +127,33 @@ class ProgramCode:
             )
         assert isinstance(body, Node)
         region = getattr(owner, str(body.target))
-        for placeholder, arg in zip(region.graph.find_nodes(op="placeholder"), args, strict=True):
-            self._same_as[placeholder] = arg
-        inner = [self._scopes(n) for n in region.graph.nodes if n.op == "call_function" and self._scopes(n)]
-        common = self._scopes(node)[_depth(outer) :]
-        for scopes in inner:
-            depth = _depth(outer)
-            common = tuple(a for a, b in zip(common, scopes[depth:]) if a == b)
+        self._same_as |= zip(region.graph.find_nodes(op="placeholder"), args, strict=True)
+        depth = _depth(outer)
+        common = self._scopes(node)[depth:]
+        for inner in region.graph.nodes:
+            if inner.op == "call_function" and (scopes := self._scopes(inner)):
+                common = tuple(a for a, b in zip(common, scopes[depth:]) if a == b)
         path = common[-1].path if common else outer[-1].path if outer else ""
         self._flatten(region.graph, (*outer, *common, Scope(node.name, path, context=context)), region)
         results = region.graph.output_node().args[0]
-        for user in node.users:
-            if user.target is operator.getitem:
-                self._same_as[user] = results[user.args[1]]
-
-    def _is_result_of_region(self, node: Node) -> bool:
-        return node in self._same_as
+        self._same_as |= {user: results[user.args[1]] for user in node.users if user.target is operator.getitem}
 
     def _scopes(self, node: Node) -> tuple[Scope, ...]:
-        """The calls that an operator ran in, from the outside in, while each is of a submodule of the one before."""
+        """Return the calls that an operator ran in, from the outside in, while each is in the one before."""
         found: list[Scope] = []
         for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
             path = path.partition("@")[0]
             if path == "":
-                self.kinds.setdefault("", _class_name(kind))
+                self.kinds.setdefault("", qualified_name(kind))
                 continue
             if path not in self._modules or (found and not path.startswith(f"{found[-1].path}.")):
                 break
-            found.append(Scope(key, path, _class_name(kind)))
+            found.append(Scope(key, path, qualified_name(kind)))
         return tuple(found)
 
-    @property
+    @functools.cached_property
     def _modules(self) -> frozenset[str]:
-        known = self.__dict__.get("_known")
-        if known is None:
-            known = self.__dict__["_known"] = module_names(self.program)
-        return known
+        return module_names(self.program)
 
     def _check(self, node: Node) -> None:
         """Raise UnsupportedError for a function that is neither an operator nor arithmetic of sizes."""
@@ -199,19 +175,11 @@ class ProgramCode:
             value = self._same_as[value]
         return value
 
-    def _used(self, node: Node) -> Iterator[Node]:
-        for value in node.all_input_nodes:
-            found = self._resolved(value)
-            if isinstance(found, Node):
-                yield found
-
     def _write(self, writer: CallWriter, first: int, end: int, depth: int) -> None:
         """Write operators of one call, or region, and calls within it."""
-        place = first
         for scope, begin, last in self._within(first, end, depth):
-            while place < begin:
-                writer.write(self._items[place].node)
-                place += 1
+            for item in self._items[first:begin]:
+                writer.write(item.node)
             if scope.context:
                 writer.enter(scope.context)
                 self._write(writer, begin, last + 1, depth + 1)
@@ -220,19 +188,16 @@ class ProgramCode:
                 inner = CallWriter(scope.path, self.names, self._resolved)
                 self._write(inner, begin, last + 1, depth + 1)
                 made = [item.node for item in self._items[begin : last + 1]]
-                outputs = [node for node in made if self._last_use.get(node, -1) > last]
-                inner.finish(outputs)
                 calls = self.calls.setdefault(scope.path, [])
-                calls.append(CallCode(inner.inputs, outputs, inner.lines, inner.places))
+                calls.append(inner.finish([node for node in made if self._last_use.get(node, -1) > last]))
                 self.kinds.setdefault(scope.path, scope.kind)
                 writer.call(scope.path, len(calls) - 1, calls[-1])
-            place = last + 1
-        while place < end:
-            writer.write(self._items[place].node)
-            place += 1
+            first = last + 1
+        for item in self._items[first:end]:
+            writer.write(item.node)
 
     def _within(self, first: int, end: int, depth: int) -> list[tuple[Scope, int, int]]:
-        """Calls within a call, with the places of their first and last operators."""
+        """Return calls within a call, with the places of their first and last operators."""
         spans: dict[Scope, list[int]] = {}
         for place in range(first, end):
             scopes = self._items[place].scopes
@@ -249,7 +214,7 @@ class ProgramCode:
 
 
 def module_names(program: ExportedProgram) -> frozenset[str]:
-    """Names of the modules of a program, but for the root."""
+    """Return the names of the modules of a program, but for the root."""
     names = [entry.fqn.partition("@")[0] for entry in program.module_call_graph]
     names += [name.rpartition(".")[0] for name in (*program.state_dict, *program.constants)]
     parts = [name.split(".") for name in names if name]
@@ -257,11 +222,12 @@ def module_names(program: ExportedProgram) -> frozenset[str]:
 
 
 def _depth(scopes: Sequence[Scope]) -> int:
-    """How many of them are calls of modules."""
+    """Count calls of modules."""
     return sum(not scope.context for scope in scopes)
 
 
-def _class_name(kind: Any) -> str:
+def qualified_name(kind: Any) -> str:
+    """Return the name of a class, which a program of a file holds as text."""
     return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -279,47 +245,26 @@ def _returns_first(target: Any) -> bool:
 
 @dataclass
 class CallCode:
-    """Code of one call.
-
-    Attributes:
-        inputs: the values and parameters that it is given, in order.
-        outputs: the values that it returns.
-        lines: the body, without the line of `def`.
-        places: where in the user's code each line comes from.
-    """
+    """Code of one call: a function of its inputs, and where in the user's code each line of its body comes from."""
 
     inputs: list[Node]
-    outputs: list[Node]
+    outputs: list[Any]
     lines: list[str]
     places: list[str]
 
-    @property
-    def text(self) -> str:
-        """The function that is to be compiled."""
-        return self._function(self.lines or ["pass"])
-
-    @property
-    def commented(self) -> str:
-        """The function with the lines of the model's code."""
-        lines = [f"{line}  # {place}" if place else line for line, place in zip(self.lines, self.places)]
-        return self._function(lines or ["pass"])
-
-    def _function(self, lines: Sequence[str]) -> str:
+    def text(self, *, commented: bool) -> str:
+        """Return the function, with the places of the model's code as comments or without."""
         names = "".join(f", x{i}" for i in range(len(self.inputs)))
-        return "\n".join([f"def call(self{names}):", *(f"    {line}" for line in lines), ""])
+        comments = [f"  # {place}" if place and commented else "" for place in self.places]
+        lines = [f"    {line}{comment}" for line, comment in zip(self.lines, comments)]
+        return "\n".join([f"def call(self{names}):", *(lines or ["    pass"]), ""])
 
 
 class CallWriter:
-    """Writes the code of one call.
-
-    Args:
-        path: name of the module that is called.
-        names: all names of the parameter, buffer or constant that an input of the graph is, by the name of the input.
-        resolved: returns the value that a node stands for.
-    """
+    """Writes the code of one call of the module of a path; `names` are all names of each input of the graph."""
 
     def __init__(self, path: str, names: Mapping[str, Sequence[str]], resolved: Callable[[Any], Any]) -> None:
-        self._path, self._names, self._resolved = path, names, resolved
+        self._prefix, self._names, self._resolved = f"{path}." if path else "", names, resolved
         self.inputs: list[Node] = []
         self.lines: list[str] = []
         self.places: list[str] = []
@@ -330,12 +275,18 @@ class CallWriter:
     def write(self, node: Node) -> None:
         args = [self.text(value) for value in node.args]
         args += [f"{name}={self.text(value)}" for name, value in node.kwargs.items()]
-        self._line(f"{self._new(node, _short(node.target))} = {_function(node.target)}({', '.join(args)})", node)
+        target: Any = node.target
+        if isinstance(target, OpOverload):
+            name, function = target._schema.name.rpartition("::")[2], f"torch.ops.{target}"
+        else:
+            home = next((module.__name__ for module in ARITHMETIC if target in vars(module).values()), "torch")
+            name, function = target.__name__, f"{home}.{target.__name__}"
+        self._line(f"{self._new(node, name.strip('_') or 'value')} = {function}({', '.join(args)})", node)
 
     def call(self, path: str, number: int, code: CallCode) -> None:
         """Write the call of a submodule."""
         args = [self.text(value) for value in code.inputs] + ([f"call={number}"] if number else [])
-        name = re.sub(r"\W", "_", path.removeprefix(f"{self._path}." if self._path else ""))
+        name = re.sub(r"\W", "_", path.removeprefix(self._prefix))
         results = ", ".join(self._new(node, f"of_{name}") for node in code.outputs)
         called = f"{self._attribute(path)}({', '.join(args)})"
         self._line(f"{results} = {called}" if results else called)
@@ -348,19 +299,27 @@ class CallWriter:
     def leave(self) -> None:
         self._indent -= 1
 
-    def finish(self, results: Sequence[Any]) -> None:
-        """Write what the call returns: one value, or several as a tuple."""
+    def finish(self, results: list[Any]) -> CallCode:
+        """Write what the call returns, one value, or several as a tuple, and return its code."""
         texts = list(map(self.text, results))
-        if self._path == "" or len(texts) > 1:
+        if not self._prefix or len(texts) > 1:
             self._line(f"return ({''.join(f'{text}, ' for text in texts)})")
         elif texts:
             self._line(f"return {texts[0]}")
+        return CallCode(self.inputs, results, self.lines, self.places)
 
     def text(self, value: Any) -> str:
         """Return an argument as code."""
         value = self._resolved(value)
         if isinstance(value, Node):
-            return self._name(value)
+            # A parameter has a name within this module; other values of other calls are passed in.
+            state = self._names.get(value.name, ()) if value.op == "placeholder" else ()
+            path = next((name for name in state if name.startswith(self._prefix)), None)
+            if value in self._named or path is not None:
+                return self._named[value] if value in self._named else self._attribute(path or "")
+            if value not in self.inputs:
+                self.inputs.append(value)
+            return f"x{self.inputs.index(value)}"
         if isinstance(value, (list, tuple)):
             inside = ", ".join(map(self.text, value))
             return f"[{inside}]" if isinstance(value, list) else f"({inside},)" if inside else "()"
@@ -368,23 +327,9 @@ class CallWriter:
             return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
         return literal(value)
 
-    def _name(self, node: Node) -> str:
-        if node in self._named:
-            return self._named[node]
-        if node.op == "placeholder" and (path := self._state(node)) is not None:
-            return self._attribute(path)
-        if node not in self.inputs:
-            self.inputs.append(node)
-        return f"x{self.inputs.index(node)}"
-
-    def _state(self, node: Node) -> str | None:
-        """The name of a parameter within this module; None for others, which are passed in."""
-        prefix = f"{self._path}." if self._path else ""
-        return next((name for name in self._names.get(node.name, ()) if name.startswith(prefix)), None)
-
     def _attribute(self, path: str) -> str:
         text = "self"
-        for part in path.removeprefix(f"{self._path}." if self._path else "").split("."):
+        for part in path.removeprefix(self._prefix).split("."):
             text = f"{text}.{part}" if is_name(part) else f"getattr({text}, {part!r})"
         return text
 
@@ -417,15 +362,3 @@ def literal(value: Any) -> str:
 def is_name(text: str) -> bool:
     """Return whether a text can be a name in Python code."""
     return text.isidentifier() and not keyword.iskeyword(text)
-
-
-def _short(target: Any) -> str:
-    name = target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else target.__name__
-    return name.strip("_") or "value"
-
-
-def _function(target: Any) -> str:
-    if isinstance(target, OpOverload):
-        return f"torch.ops.{target}"
-    home = next((module.__name__ for module in ARITHMETIC if target in vars(module).values()), "torch")
-    return f"{home}.{target.__name__}"

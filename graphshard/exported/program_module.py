@@ -4,6 +4,9 @@ Containers come back as such, so that repeated blocks are found: a module whose 
 called itself is an `nn.ModuleList`, and one that was an `nn.Sequential` is one. Submodules whose calls are equal share
 a class, which is how capture knows equal blocks. Parameters, buffers and constants are tied as they were, and checked
 against the graph.
+
+`torch.export` fixes what is not declared dynamic: the structure of inputs, values, sizes. A call that differs is an
+InputError: it would compute another thing.
 """
 
 from __future__ import annotations
@@ -18,16 +21,199 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import GraphModule, Node
 
 from graphshard.errors import ArgumentError, InputError, UnsupportedError
-from graphshard.exported.program_code import ProgramCode, module_names
-from graphshard.exported.program_inputs import ProgramInputs, forward_function
+from graphshard.exported.program_code import ProgramCode, is_name, module_names
 from graphshard.torch_compat.fake_tensors import FakeTensor
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.text import brief, users_class
+
+# Guards of torch.export that sizes say already: two sizes are equal, or a size is a number.
+_OF_SIZES = re.compile(r"L(\[[^\]]*\])+\.size\(\)\[\d+\] == (L(\[[^\]]*\])+\.size\(\)\[\d+\]|\d+)")
+
+
+@dataclass(frozen=True)
+class ProgramInputs:
+    """What a program takes and returns.
+
+    Attributes:
+        names: of the arguments that were given by position at export, and `keywords` of the others.
+        leaves: paths of the leaves of the inputs, and each one's fake tensor, size as a symbol, or constant.
+        ranges: smallest and largest value of each dynamic size; None is no limit.
+        guards: further conditions on the inputs, as torch.export checks them; None if there are none.
+    """
+
+    names: tuple[str, ...]
+    keywords: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+    ranges: Mapping[Any, tuple[int, int | None]]
+    guards: nn.Module | None
+
+    @classmethod
+    def of(cls, program: ExportedProgram) -> ProgramInputs:
+        """Read the signature of a program."""
+        call = program.module_call_graph[0].signature
+        in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+        positional, named = in_spec.children()
+        keywords = tuple(map(str, named.context))
+        names = tuple((call.forward_arg_names if call is not None else None) or ())
+        given = names[: positional.num_children]
+        if len(given) != positional.num_children or not all(map(is_name, (*given, *keywords))):
+            given = tuple(f"arg_{i}" for i in range(positional.num_children))
+        if not all(map(is_name, keywords)):
+            raise UnsupportedError(f"model: the program takes {brief(keywords)}, which are no names of arguments.")
+        specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+        values = [
+            spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta.get("val")
+            for node, spec in specs
+            if spec.kind is InputKind.USER_INPUT
+        ]
+        tree = pytree.tree_unflatten(list(range(len(values))), in_spec)
+        paths = [
+            "".join([name, *map(str, path)])
+            for name, part in zip((*given, *keywords), (*tree[0], *tree[1].values()))
+            for path, _ in pytree.tree_flatten_with_path(part)[0]
+        ]
+        ranges = {symbol: _range(found) for symbol, found in program.range_constraints.items()}
+        leaves = tuple(zip(paths, values, strict=True))
+        return cls(given, keywords, in_spec, out_spec, leaves, ranges, _guards_of(program))
+
+    def error(self, model: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InputError | None:
+        """Return what is wrong with the inputs of a call; None if the program is for such inputs."""
+        given, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.in_spec:
+            return InputError(
+                f"{model}: the inputs have another structure than those that the program was exported for. Given was "
+                f"{brief(str(spec))}, expected is {brief(str(self.in_spec))}."
+            )
+        sizes: dict[Any, Any] = {}
+        for (path, expected), value in zip(self.leaves, given, strict=True):
+            wrong = self._wrong(f"input {path}", expected, value, sizes)
+            if wrong:
+                return InputError(f"{model}: {wrong}")
+        try:
+            self.check_conditions(given)
+        except AssertionError as error:
+            return InputError(
+                f"{model}: the inputs break a condition that the program was exported under: {error}. Export the "
+                "module for such inputs."
+            )
+        return None
+
+    def check_conditions(self, leaves: Sequence[Any]) -> None:
+        """Raise AssertionError if the leaves of inputs break a condition that the program was exported under."""
+        if self.guards is not None:
+            self.guards(*leaves)
+
+    def _wrong(self, input_: str, expected: Any, value: Any, sizes: dict[Any, Any]) -> str:
+        """Say what is wrong with a leaf; "" if nothing is."""
+        if isinstance(expected, torch.SymInt):
+            return self._wrong_size(f"{input_} is {_shown(value)}", value, expected, sizes)
+        if not isinstance(expected, torch.Tensor):
+            if type(value) is type(expected) and value == expected:
+                return ""
+            return (
+                f"{input_} must be {brief(expected)}, which was fixed at export, got {brief(value)}. Export the module "
+                "with this value."
+            )
+        if not isinstance(value, torch.Tensor) or value.dim() != expected.dim():
+            shown = f"a tensor of {value.dim()} dims" if isinstance(value, torch.Tensor) else brief(value)
+            return f"{input_} must be a tensor of {expected.dim()} dims, as at export, got {shown}."
+        if value.dtype != expected.dtype and not (value.is_floating_point() and expected.is_floating_point()):
+            return f"{input_} must be of {expected.dtype}, as at export, got {value.dtype}."
+        found = (
+            self._wrong_size(f"{input_} has size {_shown(size)} in dim {dim}", size, wanted, sizes)
+            for dim, (size, wanted) in enumerate(zip(value.shape, expected.shape))
+        )
+        return next(filter(None, found), "")
+
+    def _wrong_size(self, what: str, size: Any, wanted: Any, sizes: dict[Any, Any]) -> str:
+        """Say what is wrong with a size; the first size that is a symbol by itself decides what the symbol is."""
+        expression = wanted.node.expr if isinstance(wanted, torch.SymInt) else wanted
+        limit = ""
+        if isinstance(expression, int) or expression.is_number:
+            limit = "" if size == int(expression) else f"and was exported for {expression}"
+        elif expression in sizes:
+            limit = "" if size == sizes[expression] else "and a dim that had the same size at export has another one"
+        elif expression.is_symbol:
+            sizes[expression] = size
+            low, high = self.ranges.get(expression, (0, None))
+            if size < low or (high is not None and size > high):
+                limit = f"and was exported for {low} to {'any' if high is None else high}"
+        elif isinstance(size, int) and expression.free_symbols <= sizes.keys():
+            known = {symbol: sizes[symbol] for symbol in expression.free_symbols}
+            if all(isinstance(value, int) for value in known.values()) and size != int(expression.subs(known)):
+                limit = f"and was exported for {expression}, which is {expression.subs(known)}"
+        return f"{what} {limit}. Export the module with dynamic_shapes that allow this size." if limit else ""
+
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """Return the sizes that may vary, in torch.export's format; None if there are none."""
+        dims: dict[Any, Any] = {}
+        entries: list[dict[int, Any]] = []
+        for _, value in self.leaves:
+            entries.append({})
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if not isinstance(size, torch.SymInt) or size.node.expr.is_number:
+                    continue
+                expr = size.node.expr
+                if expr.is_symbol and expr not in dims:
+                    low, high = self.ranges.get(expr, (0, None))
+                    dims[expr] = Dim(str(size) if is_name(str(size)) else f"size{len(dims)}", min=low, max=high)
+                # A size that derives from another is found out while the program is captured.
+                entries[-1][dim] = dims.get(expr, Dim.AUTO)
+        if not dims:
+            return None
+        args, kwargs = pytree.tree_unflatten([entry or None for entry in entries], self.in_spec)
+        return {**dict(zip(self.names, args)), **kwargs}
+
+
+def _shown(size: Any) -> str:
+    """Return a size for a message; while a program is captured it may be a symbol that the user does not know."""
+    return str(size) if isinstance(size, int) else "n"
+
+
+def _range(found: Any) -> tuple[int, int | None]:
+    low, high = (int(end) if getattr(end, "is_Integer", False) else None for end in (found.lower, found.upper))
+    return max(low or 0, 0), high if high is not None and high < 1 << 62 else None
+
+
+def _guards_of(program: ExportedProgram) -> nn.Module | None:
+    """Return the module that checks what sizes do not say, such as that one is larger than another."""
+    code = getattr(program, "_guards_code", None) or []
+    if all(_OF_SIZES.fullmatch(line) for line in code):
+        return None
+    guards = getattr(program.module(), "_guards_fn", None)
+    if guards is None:
+        raise UnsupportedError(
+            f"model: the program was exported under the condition {brief(code[0])}, which cannot be checked, as the "
+            "program has no example inputs. Export the module again, and keep them."
+        )
+    return guards
+
+
+def forward_function(inputs: ProgramInputs) -> str:
+    """Return the code of a forward with the names of the arguments that the exported module had.
+
+    Dynamo traces the conditions alone, and guards on sizes and dtypes. The rest is checked before a trace.
+    """
+    args = "".join(f"{name}, " for name in inputs.names)
+    kwargs = ", ".join(f"{name!r}: {name}" for name in inputs.keywords)
+    given = f"({args}), {{{kwargs}}}"
+    return f"""def forward({", ".join(["self", *inputs.names, *inputs.keywords])}):
+    if torch.compiler.is_dynamo_compiling():
+        self.check_conditions({given})
+    else:
+        wrong = self.wrong_inputs({given})
+        if wrong is not None:
+            raise wrong
+    return self.run_program({given})
+"""
+
 
 _SEQUENTIAL = "torch.nn.modules.container.Sequential"
 # Module of the classes that are made.
@@ -65,125 +251,83 @@ class ProgramPart(nn.Module):
 class ProgramModule(ProgramPart):
     """The root module of an exported program."""
 
-    _program_inputs: ClassVar[ProgramInputs]
-    _program_examples: ClassVar[tuple[Any, Any] | None] = None
-    _program_casts: ClassVar[Sequence[tuple[torch.dtype, str]]] = ()
-
-    @classmethod
-    def program_inputs(cls) -> ProgramInputs:
-        """Return what the program takes."""
-        return cls._program_inputs
-
-    @classmethod
-    def program_examples(cls) -> tuple[Any, Any] | None:
-        """Return args and kwargs of a call, if the program holds any."""
-        return cls._program_examples
-
-    @classmethod
-    def program_casts(cls) -> Sequence[tuple[torch.dtype, str]]:
-        """Return the floating-point dtypes that the program names, and where."""
-        return cls._program_casts
+    # What it takes, args and kwargs of an example, and the floating-point dtypes that it names, with places.
+    program_inputs: ClassVar[ProgramInputs]
+    program_examples: ClassVar[tuple[Any, Any] | None] = None
+    program_casts: ClassVar[Sequence[tuple[torch.dtype, str]]] = ()
 
     def wrong_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InputError | None:
         """Return what is wrong with the inputs of a call; None if the program is for such inputs."""
-        return type(self)._program_inputs.error(users_class(self).__name__, args, kwargs)
+        return self.program_inputs.error(users_class(self).__name__, args, kwargs)
 
     def check_conditions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise AssertionError if inputs break a condition that the program was exported under."""
-        type(self)._program_inputs.check_conditions(pytree.tree_leaves((args, kwargs)))
+        self.program_inputs.check_conditions(pytree.tree_leaves((args, kwargs)))
 
     def run_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a call whose inputs were checked."""
         results = type(self)._program_call_0(self, *pytree.tree_leaves((args, kwargs)))  # type: ignore[attr-defined]
-        return pytree.tree_unflatten(list(results), type(self)._program_inputs.out_spec)
+        return pytree.tree_unflatten(list(results), self.program_inputs.out_spec)
 
 
 def module_from(program: ExportedProgram) -> ProgramModule:
-    """Make the module of a program that was exported for training.
-
-    Raises:
-        ArgumentError: its state dict does not fit.
-        UnsupportedError: it has operators that cannot be called from a module.
-    """
+    """Make the module of a program that was exported for training; its errors are those of `module_of`."""
     state = state_of(program)
-    code = ProgramCode.of(program, state.names)
-    classes = _Classes(code, _mode_of(program))
-    root = classes.root(ProgramInputs.of(program), program.example_inputs or None)
-    modules: dict[str, nn.Module] = {"": root}
-    paths = [entry.fqn.partition("@")[0] for entry in program.module_call_graph if entry.fqn]
-    for path in dict.fromkeys((*paths, *sorted(module_names(program)))):
-        owner, _, name = path.rpartition(".")
-        modules[path] = classes.part(path)
-        modules[owner].register_module(name, modules[path])
-    for name, tensor in state.tensors.items():
-        owner, _, attribute = name.rpartition(".")
-        if isinstance(tensor, nn.Parameter):
-            modules[owner].register_parameter(attribute, tensor)
-        elif name in state.constants:
-            setattr(modules[owner], attribute, tensor)
-        else:
-            modules[owner].register_buffer(attribute, tensor, persistent=name not in state.transient)
-    for module in modules.values():
-        module.training = classes.mode is not False
-    return root
+    code, mode, names = ProgramCode.of(program, state.names), _mode_of(program), module_names(program)
+    classes: dict[Any, type[ProgramPart]] = {}  # equal code is one class
+    children: dict[str, set[str]] = {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        children.setdefault(owner, set()).add(last)
+    with_tensors = {name.rpartition(".")[0] for name in (*program.state_dict, *program.constants)}
 
-
-class _Classes:
-    """Makes classes of modules; equal code is one class."""
-
-    def __init__(self, code: ProgramCode, mode: bool | None) -> None:
-        self._code, self.mode = code, mode
-        self._made: dict[Any, type[ProgramPart]] = {}
-        names = {path.rpartition(".")[0] for path in module_names(code.program)} - {""}
-        self._lists = {
-            path for path in names - code.calls.keys() if all(map(str.isdecimal, _children(code.program, path)))
-        }
-
-    def root(self, inputs: ProgramInputs, examples: tuple[Any, Any] | None) -> ProgramModule:
-        """Make the root module."""
-        (call,) = self._code.calls[""]
-        name = _class_name(self._code.kinds.get("", ""), "ExportedProgram")
-        forward = forward_function(inputs)
-        functions = {
-            "_program_call_0": _function(call.commented, name),
-            "forward": _function(forward, f"{name}.forward"),
-        }
-        kind = self._class(name, (ProgramModule,), functions)
-        assert issubclass(kind, ProgramModule)
-        kind._program_inputs, kind._program_examples = inputs, examples
-        kind._program_casts = tuple(self._code.casts)
-        return kind()
-
-    def part(self, path: str) -> nn.Module:
+    def part(path: str) -> nn.Module:
         """Make a submodule, without its parameters and submodules."""
-        if path in self._lists:
+        calls, kind = code.calls.get(path, []), code.kinds.get(path, "")
+        if path in children and not calls and path not in with_tensors and all(map(str.isdecimal, children[path])):
             return nn.ModuleList()
-        calls = self._code.calls.get(path, ())
-        kind = self._code.kinds.get(path, "")
-        bases = (ProgramPart, nn.Sequential) if kind == _SEQUENTIAL else (ProgramPart,)
-        key = (kind, tuple(call.text for call in calls))
-        if key not in self._made:
-            name = _class_name(kind, "Module")
+        key = (kind, *(call.text(commented=False) for call in calls))
+        if key not in classes:
+            name, bases = _class_name(kind, "Module"), (ProgramPart,)
             functions = {
-                f"_program_call_{i}": _function(call.commented, f"{name} {path}{f' (call {i})' if i else ''}")
+                f"_program_call_{i}": _function(
+                    call.text(commented=True), f"{name} {path}{f' (call {i})' if i else ''}"
+                )
                 for i, call in enumerate(calls)
             }
-            self._made[key] = self._class(name, bases, functions)
-        return self._made[key]()
+            own = {**functions, "__module__": HOME, "_program_mode": mode}
+            classes[key] = type(name, (*bases, nn.Sequential) if kind == _SEQUENTIAL else bases, own)
+        return classes[key]()
 
-    def _class(self, name: str, bases: tuple[type, ...], functions: dict[str, Any]) -> type[ProgramPart]:
-        return type(name, bases, {**functions, "__module__": HOME, "_program_mode": self.mode})
-
-
-def _children(program: ExportedProgram, path: str) -> Iterator[str]:
-    for name in module_names(program):
-        owner, _, last = name.rpartition(".")
-        if owner == path:
-            yield last
-    for name in (*program.state_dict, *program.constants):
-        owner, _, last = name.rpartition(".")
-        if owner == path:
-            yield "parameter"
+    (call,) = code.calls[""]
+    name, inputs = _class_name(code.kinds.get("", ""), "ExportedProgram"), ProgramInputs.of(program)
+    own = {
+        "_program_call_0": _function(call.text(commented=True), name),
+        "forward": _function(forward_function(inputs), f"{name}.forward"),
+        "program_inputs": inputs,
+        "program_examples": program.example_inputs or None,
+        "program_casts": tuple(code.casts),
+        "__module__": HOME,
+        "_program_mode": mode,
+    }
+    root: ProgramModule = type(name, (ProgramModule,), own)()
+    modules: dict[str, nn.Module] = {"": root}
+    paths = [entry.fqn.partition("@")[0] for entry in program.module_call_graph if entry.fqn]
+    for path in dict.fromkeys((*paths, *sorted(names))):
+        owner, _, name = path.rpartition(".")
+        modules[path] = part(path)
+        modules[owner].register_module(name, modules[path])
+    for path, tensor in state.tensors.items():
+        owner, _, attribute = path.rpartition(".")
+        if isinstance(tensor, nn.Parameter):
+            modules[owner].register_parameter(attribute, tensor)
+        elif path in state.constants:
+            setattr(modules[owner], attribute, tensor)
+        else:
+            modules[owner].register_buffer(attribute, tensor, persistent=path not in state.transient)
+    for module in modules.values():
+        module.training = mode is not False
+    return root
 
 
 def _class_name(kind: str, otherwise: str) -> str:
@@ -197,16 +341,14 @@ def _function(text: str, title: str) -> Any:
     # Without a name: Dynamo would import the module that owns the globals.
     found: dict[str, Any] = {"torch": torch, "math": math, "operator": operator}
     exec(compile(text, file, "exec"), found)
-    return found["forward" if "def forward(" in text[:12] else "call"]
+    return found["forward" if text.startswith("def forward(") else "call"]
 
 
 def _mode_of(program: ExportedProgram) -> bool | None:
-    """Whether a program was exported in train() mode; None if it is the same in both."""
-    found = set()
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if isinstance(node.target, OpOverload):
-                found |= set(_flags(node))
+    """Return whether a program was exported in train() mode; None if it is the same in both."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    nodes = (node for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload))
+    found = {flag for node in nodes for flag in _flags(node)}
     return (True in found) if found else None
 
 
@@ -225,13 +367,11 @@ def _flags(node: Node) -> Iterator[bool]:
 
 @dataclass
 class ProgramState:
-    """Tensors of a program by their names.
+    """Tensors of a program by their names, in the order of the state dict; tied ones are one object.
 
     Attributes:
-        tensors: in the order of the state dict; tied ones are one object.
         names: all names of the tensor of an input of the graph, by the name of the input.
-        constants: names of tensors that are neither parameters nor buffers.
-        transient: names of buffers that are not in the state dict.
+        constants, transient: names of tensors that are no parameters nor buffers, and of buffers not in the state dict.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -241,12 +381,7 @@ class ProgramState:
 
 
 def state_of(program: ExportedProgram) -> ProgramState:
-    """Return the tensors of a program. Buffers and constants are copied, as training writes them.
-
-    Raises:
-        ArgumentError: one is missing, or not what the graph takes.
-        UnsupportedError: the program holds objects that are not tensors.
-    """
+    """Return the tensors of a program, checked against its graph. Buffers are copied, as training writes them."""
     _check(program)
     state = ProgramState()
     known: dict[Any, torch.Tensor] = {}
@@ -273,7 +408,7 @@ def state_of(program: ExportedProgram) -> ProgramState:
 
 
 def _without_fakes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the meta device, if it is one that holds no values."""
+    """Return the tensor on the meta device, if it is one that holds no values."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -281,7 +416,7 @@ def _without_fakes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one: a file has a tensor for each name of a tied parameter."""
+    """Return what is equal for tensors that are one: a file has a tensor for each name of a tied parameter."""
     if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter):  # all on meta have one address in a file
         return (id(tensor),)
     storage = tensor.untyped_storage()._cdata
@@ -293,12 +428,12 @@ def _check(program: ExportedProgram) -> None:
     held: Mapping[str, Any] = {**program.constants, **program.state_dict}
     placeholders = program.graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-        if spec.kind in (InputKind.USER_INPUT, InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-            if spec.kind is not InputKind.USER_INPUT:
-                raise UnsupportedError(
-                    f"model: the program takes {spec.target or spec.arg.name}, which is not a tensor. Compile the "
-                    "module that was exported instead."
-                )
+        if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
+            raise UnsupportedError(
+                f"model: the program takes {spec.target or spec.arg.name}, which is not a tensor. Compile the "
+                "module that was exported instead."
+            )
+        if spec.kind is InputKind.USER_INPUT:
             continue
         name, expected = spec.target, node.meta["val"]
         found = held.get(name) if name is not None else None

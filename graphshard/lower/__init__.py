@@ -1,48 +1,40 @@
 """Lowering of a scheduled graph to callables: operators, Inductor code, or AOTInductor packages.
 
 `regions.py` cuts the graph at its collectives into regions and makes the graph of the executor that calls them.
-`executor.py` reads the lines that run off that graph, `executor_lines.py` prints them, and `line_rewrites.py` changes
-them for one use. `backends.py` chooses what a region is compiled with: `eager.py` or `inductor.py`.
+`executor.py` reads the lines that run off that graph and prints them, and `line_rewrites.py` changes them for one use.
+`backends.py` chooses what a region is compiled with: `eager.py` or `inductor.py`.
 
 * **Views are made again in the region that uses them.** So regions exchange only real tensors, in the traced strides,
   and equal blocks give equal regions. The number of distinct regions does not grow with depth.
-* **The code of an executor is not what torch.fx prints of its graph.** It has few kinds of line, each of them a class
-  (`executor_lines.Line`). So the rule about frees reads lines and not text, results of regions are unpacked under their
-  names, and a parameter may have any name.
+* **The code of an executor is not what torch.fx prints of its graph.** It has few kinds of line, each of them a class.
+  So the rule about frees reads lines and not text, results of regions are unpacked under their names, and a parameter
+  may have any name.
 * **Profiler ranges are a second set of generated code**, used while a profiler runs. About 500 ranges in a step of 32
   layers would cost milliseconds otherwise.
 * **Random operators stay torch's** in Inductor's regions (`fallback_random`), so dropout draws what eager mode draws.
-* **Code is kept under the text of its region** (`region_store.py`), next to Inductor's cache, which is asked with a
-  graph in its decompositions. To import Inductor, to trace 11 regions and to hash them, lowering took 2.5 to 3.2 s of a
-  rank's CPU, and 0.2 to 0.25 s where it found them by their text (the example's model, two cores with a load of 40 to
-  70, which inflates both). The name of a file covers what else the code depends on, the lowering's source included.
-  Other regions are found in Inductor's graph cache, which wants a tracing context, as in `torch.compile`.
-* **Ranks of a machine share compilation** (`rank_work_split.py`). Each takes a share of the regions, by locks, and
+* **Code is kept under the text of its region** (`region_store.py`). Inductor's cache is asked with a graph in its
+  decompositions: to import Inductor, to trace 11 regions and to hash them took 2.5 to 3.2 s of a rank's CPU, and 0.2 s
+  by their text. Other regions are found in Inductor's cache, which wants a tracing context, as in `torch.compile`.
+* **Ranks of a machine share compilation** (`inductor_cache.py`). Each takes a share of the regions, by locks, and
   finds what others have kept. Nothing is handed from rank to rank, so ranks may have other regions, other compilers or
-  no cache in common. While the kernels of a share are compiled the code of the next is generated; all are there before
-  the rank waits for another.
+  no cache in common. While the kernels of a share are compiled the code of the next is generated.
 * **Kernels of several regions are compiled in one run** (`batch_compile.py`). Reading the header, starting the compiler
   and linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one run). The
-  text of kernels and all options stay Inductor's. The instructions of 35 of the example's kernels were compared,
-  without their operands, and are the same. Generated code gets a kernel that is pending, and the libraries are put
-  where Inductor looks for them. Kernels that fail are compiled by Inductor as if nothing had been tried. A cold launch
-  of `benchmarks.first_step` on a loaded machine took 39 CPU s, 70 with each kernel compiled alone, and FSDP2's 45.
-* **What Inductor does once begins early** (`background_warmup.py`), in a thread during the capture: it asks compiler
-  and CPU for their vector instructions. What it asks is compiled as one file, where Inductor compiles and loads seven.
-  Where code of regions is kept it begins with the first region that is not.
-* **Kernels for GPUs are compiled by Inductor's processes while code is generated** (`triton_kernels.py`), so
-  Inductor's cache is given a region when its kernels are there: it keeps both together, and the next process would
-  compile them again (10.7 s to a first step on an H100 instead of 15.5).
-* **Large products in float32 are oneDNN's where the processor is not Intel's** (`onednn_products.py`), as MKL has
-  slower kernels for those. The processor and the size decide, not a measurement, so that ranks and launches agree.
+  text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled by
+  Inductor as if nothing had been tried. A cold launch of `benchmarks.first_step` on a loaded machine took 39 CPU s, 70
+  with each kernel compiled alone, and FSDP2's 45.
+* **What Inductor does once begins early** (`background_warmup.py`), in a thread during the capture. Where code of
+  regions is kept it begins with the first region that is not.
+* **Kernels for GPUs are compiled by Inductor's processes while code is generated** (`batch_compile.py`): 10.7 s to a
+  first step on an H100 instead of 15.5.
+* **Large products in float32 are oneDNN's where the processor is not Intel's**, as MKL has slower kernels for those.
+  The processor and the size decide, not a measurement, so that ranks and launches agree.
 * **The header of kernels is read, not precompiled**, by the first three compilers that a program starts: to
   precompile it takes as long as to read it four times. A header that is there is used.
-* **Files in Inductor's cache are not trusted** (`inductor_cache.py`): Inductor does not make a library again that is
-  there, and to load one that a crash has cut short ends the process.
 * **A package for each region, called by torch's C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a file
   imports nothing of Inductor, and inputs are freed as they are used up.
 * **Packages come from `compile_fx_inner`, as code in the process does**, not from `aoti_compile_and_package`, whose
-  joint-graph passes and second trace could make other kernels. On the example's regions both forms had the same bits.
+  joint-graph passes and second trace could make other kernels.
 
 Pitfalls:
 

@@ -19,21 +19,16 @@ import torch
 from graphshard.errors import ArtifactError
 from graphshard.torch_compat.inductor_settings import load_package
 
-_MODEL = "data/aotinductor/model/"
-_FILE = re.compile(r"[\w-]+(\.[\w-]+)*")
 _FIXED = frozenset({"archive_format", "archive_version", ".data/version", "byteorder", ".data/serialization_id"})
 # Sources are for reading; the library is what runs.
-_ENDINGS = (".so", ".cpp", ".json", ".cubin")
+_FILE = re.compile(r"data/aotinductor/model/[\w-]+(\.[\w-]+)*\.(so|cpp|json|cubin)")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A region compiled for another process.
+    """A region compiled for another process: AOTInductor's package, or why there is none.
 
-    Attributes:
-        content: AOTInductor's package.
-        problem: why there is none.
-        codes: `graphshard.cross.gpu_kernels.GpuCode` for each kind of GPU that it was compiled for.
+    `codes` has `graphshard.cross.gpu_kernels.GpuCode` for each kind of GPU that it was compiled for.
     """
 
     content: bytes = b""
@@ -60,18 +55,13 @@ class PackagedRegion:
         self._run: Any = None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self._run is None:
-            self.load()
+        self.load()
         values = [value for value in inputs if isinstance(value, torch.Tensor)]  # it reads dynamic sizes off them
         inputs.clear()
         return self._run(values)
 
     def load(self) -> None:
-        """Load the library.
-
-        Raises:
-            ArtifactError: the dynamic loader refuses it; libraries that it was linked with may not be here.
-        """
+        """Load the library; raise ArtifactError if the dynamic loader refuses it."""
         if self._run is not None:
             return
         with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
@@ -99,17 +89,10 @@ def check_package(name: str, content: bytes) -> None:
         raise ArtifactError(f"{name} is not a package: {type(error).__name__}: {error}. It is not loaded.") from None
     roots = {entry.partition("/")[0] for entry in names}
     inner = [entry.partition("/")[2] for entry in names]
-    odd = [entry for entry in inner if not _is_part(entry)]
+    odd = [entry for entry in inner if entry not in _FIXED and not _FILE.fullmatch(entry)]
     if odd or len(roots) != 1 or len(set(names)) != len(names):
         shown = odd[0] if odd else ", ".join(sorted(names)[:4])
         raise ArtifactError(f"{name} has a member {shown!r}, which no package of a region has. It is not loaded.")
     libraries = [entry for entry in inner if entry.endswith(".so")]
     if len(libraries) != 1 or not stored or sizes > len(content):
         raise ArtifactError(f"{name} is no package of one library, as regions are. It is not loaded.")
-
-
-def _is_part(entry: str) -> bool:
-    if entry in _FIXED:
-        return True
-    file = entry.removeprefix(_MODEL)
-    return file != entry and bool(_FILE.fullmatch(file)) and file.endswith(_ENDINGS)

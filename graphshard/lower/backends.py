@@ -21,13 +21,12 @@ def compiler_for(backend: Backend) -> Compiler:
 
 
 def begin_compiling(backend: Backend, device: torch.device) -> None:
-    """Start in a thread what a backend does once before it compiles.
+    """Start in a thread what a backend does once before it compiles: a few seconds of a core with an empty cache.
 
-    It takes a few seconds of a core with an empty cache, and one otherwise. Where code of regions was kept nothing is
-    begun for a CPU: there may be nothing to compile.
+    Where code of regions was kept nothing is begun for a CPU: there may be nothing to compile.
     """
     if backend == "inductor" and device.type == "cuda":
-        from graphshard.lower.triton_kernels import TRITON_COMPILER
+        from graphshard.lower.batch_compile import TRITON_COMPILER
 
         TRITON_COMPILER.begin()
     elif backend == "inductor" and not store_here():
@@ -37,8 +36,7 @@ def begin_compiling(backend: Backend, device: torch.device) -> None:
 
 
 def _compile_eager(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    for name, region in regions.items():
-        yield name, compile_eager(region)
+    yield from ((name, compile_eager(region)) for name, region in regions.items())
 
 
 def _compile_inductor(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:

@@ -1,8 +1,5 @@
 """Work of Inductor that is done once, started in a thread before it is needed.
 
-    this thread     capture, passes ...                 kernels
-    another         everything the CPU says it has: does it compile and load?
-
 For a CPU Inductor asks compiler and processor for vector instructions, one thing after the other, and compiles and
 loads a file for each: 4 s of CPU on two ranks. Here it is told that all of it works, and what it has asked is compiled
 as one file. If that fails Inductor asks by itself.
@@ -34,13 +31,9 @@ _FUNCTION = re.compile(r'extern "C" [^(]*?(\w+)\(')
 
 
 class Warmup:
-    """Work that each process does once, and that others wait for.
+    """Work that each process does once for each `key`, in a thread; failures come again where a kernel is compiled.
 
     A fork has none of the threads of the process that it comes from, so it does the work, too.
-
-    Args:
-        work: failures are logged: they come again where a kernel is compiled.
-        key: of what the work depends on; it is done once for each.
     """
 
     def __init__(self, work: Callable[[], None], key: Callable[[], str] = lambda: "") -> None:
@@ -54,18 +47,19 @@ class Warmup:
         with self._lock:
             if key not in self._known:
                 self._known[key] = done = threading.Event()
+
+                def run() -> None:
+                    try:
+                        self._work()
+                    except Exception:
+                        log.debug("Inductor cannot begin", exc_info=True)
+                    finally:
+                        done.set()
+
                 # Settings of torch are per thread.
-                work = functools.partial(contextvars.copy_context().run, self._run, done)
+                work = functools.partial(contextvars.copy_context().run, run)
                 threading.Thread(target=work, name="graphshard-begin", daemon=True).start()
             return self._known[key]
-
-    def _run(self, done: threading.Event) -> None:
-        try:
-            self._work()
-        except Exception:
-            log.debug("Inductor cannot begin", exc_info=True)
-        finally:
-            done.set()
 
     def wait(self) -> None:
         """Wait for the end, and begin if it has not begun; raises if the work that waits is cancelled."""
@@ -109,10 +103,8 @@ def _assumed() -> Iterator[dict[VecISA, dict[str, str]]]:
 
 def _works(isa: VecISA, asked: dict[str, str]) -> bool:
     """Return whether all code works together; then each works alone, with fewer flags."""
-    together: list[str] = []
-    apart: list[str] = []  # code with a function of a name that is taken
-    names: set[str] = set()
-    for code in asked:
+    together, apart, names = list[str](), list[str](), set[str]()
+    for code in asked:  # apart is code with a function of a name that is taken
         own = set(_FUNCTION.findall(code))
         (apart if own & names else together).append(code)
         names |= own
@@ -122,16 +114,11 @@ def _works(isa: VecISA, asked: dict[str, str]) -> bool:
 
 
 def _forget(before: list[dict[str, Any]]) -> None:
-    """Let Inductor ask again, one thing after the other.
-
-    Args:
-        before: the attributes that sets of instructions had before anything was assumed.
-    """
+    """Let Inductor ask again, one thing after the other, of sets that had these attributes before."""
     for isa, attributes in zip(cpu_vec_isa.supported_vec_isa_list, before, strict=True):
         vars(isa).clear()
         vars(isa).update(attributes)
-        for kind in type(isa).__mro__:
-            for value in vars(kind).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
+        for value in (value for kind in type(isa).__mro__ for value in vars(kind).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()

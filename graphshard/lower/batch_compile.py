@@ -1,24 +1,26 @@
-"""Inductor's C++ kernels: collected while code is generated, and compiled together in threads.
+"""Inductor's kernels: collected while code is generated, and compiled together in threads, or in its processes.
 
-    generate region_1, region_2, ...        Python, in this thread
-        kernels, 64 KB of source            a compiler, in another thread
-        kernels, 64 KB of source            a compiler
-    load region_1, region_2, ...            finds libraries where Inductor looks for them
-
-Reading the header and starting the compiler take longer than most kernels do, so one run makes several libraries:
+Reading the header and starting the compiler take longer than most C++ kernels do, so one run makes several libraries:
 
     a.cpp -> a.so      0.6 s        a.cpp, b.cpp, c.cpp -> one library, three copies       0.6 s and a little more
     b.cpp -> b.so      0.6 s
     c.cpp -> c.so      0.6 s        PyInit_kernel() { return number == 0 ? a's : number == 1 ? b's : c's; }
 
 The copies differ in one number, which selects the kernel that a library shows. Options and the text of kernels stay
-Inductor's, and each kernel is a separate function. Inductor compiles kernels that fail one by one.
+Inductor's, and each kernel is a separate function. The libraries are put where Inductor looks for them. Inductor
+compiles kernels that fail one by one.
+
+By default Inductor waits for the Triton kernels of a region before it goes on to the next, and compiles kernels in this
+process until its processes have started, which takes seconds. Here these are started when `compile` is called, and
+kernels that are wanted before wait for them. Inductor's cache entries contain the kernels, so a region is put there
+when its kernels are compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import logging
 import re
@@ -33,16 +35,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from graphshard.lower.background_warmup import ASKS_EVERY
+from graphshard.lower.background_warmup import ASKS_EVERY, Warmup
 from graphshard.lower.inductor_cache import RemovedError, check_whole
-from graphshard.lower.triton_kernels import TritonKernels
+from graphshard.torch_compat.aot_autograd import TracingContext, tracing
 from graphshard.torch_compat.inductor_compiler import (
     CppPythonBindingsCodeCache,
+    FxGraphCache,
+    TritonBundler,
     async_compile,
     codecache,
     get_cpp_compiler,
     get_lock_dir,
     is_gcc,
+    triton_compat,
 )
 from graphshard.torch_compat.torch_ops import replaced
 from graphshard.utils.files import replacing
@@ -65,23 +70,69 @@ _INCLUDE = re.compile(r"^\s*#\s*include\s+[<\"].*$", re.MULTILINE)
 # --- kernels in generated code -----------------------------------------------------------------------------------
 
 
+class Scopes(list[dict[str, Any]]):
+    """Names of the generated modules of a region, whose kernels for CPUs a batch collects.
+
+    `keep` gives its code and its kernels for GPUs to Inductor's cache, unless they are from it.
+    """
+
+    keep: Callable[[Any], None] | None = None
+
+    def __init__(self, batch: Batch | None = None) -> None:
+        super().__init__()
+        self.batch = batch
+
+
+_SCOPES: contextvars.ContextVar[Scopes | None] = contextvars.ContextVar("graphshard_scopes", default=None)
+
+
+@contextlib.contextmanager
+def _collecting(scopes: Scopes) -> Iterator[Scopes]:
+    before = _SCOPES.set(scopes)
+    try:
+        with replaced(async_compile, "AsyncCompile", _Collecting):
+            yield scopes
+    finally:
+        _SCOPES.reset(before)
+
+
+class _Collecting(async_compile.AsyncCompile):
+    """The class that generated code calls; in threads that collect nothing it is Inductor's."""
+
+    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
+        scopes = _SCOPES.get()
+        if scopes is None or scopes.batch is None:
+            return super().cpp_pybinding(argtypes, source_code)
+        return scopes.batch.add(argtypes, source_code)
+
+    def triton(self, kernel_name: str, source_code: str, *args: Any, **kwargs: Any) -> Any:
+        scopes, alone = _SCOPES.get(), async_compile.get_compile_threads() <= 1
+        known = async_compile.CompiledTritonKernels.get(source_code) is not None
+        if scopes is None or scopes.batch is not None or alone or known or self.use_process_pool():
+            return super().triton(kernel_name, source_code, *args, **kwargs)
+        return _Early((kernel_name, source_code, *args), kwargs)
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        scopes = _SCOPES.get()
+        if scopes is not None:
+            scopes.append(scope)
+        if scopes is None or scopes.batch is not None:
+            super().wait(scope)
+
+
 @dataclass
 class Pending:
-    """A kernel that is not loaded yet, and stands for it in generated code.
-
-    Attributes:
-        argtypes, source: as generated code gives them to Inductor.
-        unit: its compilation, with other kernels.
-    """
+    """A kernel that is not loaded yet, and stands for it in generated code; `unit` compiles it with others."""
 
     argtypes: list[str]
     source: str
     unit: Future[None] | None = None
     _load: Callable[[], Any] | None = None
 
-    def prepare(self, submit: Callable[[Any], Future[None]]) -> None:
+    def prepare(self, submit: Callable[[Any], Future[None]]) -> Callable[[], Any]:
         """Let Inductor write the source, and call `submit` with how it would compile it, if that is needed."""
         self._load = _Checked.load_pybinding_async(self.argtypes, self.source, submit_fn=submit)
+        return self._load
 
     def wait(self) -> None:
         """Wait until it is compiled, or could not be; raises if the work is cancelled."""
@@ -98,8 +149,7 @@ class Pending:
 
     def _loaded(self) -> Any:
         if self._load is None:
-            self.prepare(lambda work: _done())
-            assert self._load is not None
+            return self.prepare(lambda work: _done())()
         return self._load()
 
 
@@ -124,21 +174,14 @@ class _Checked(CppPythonBindingsCodeCache):
 
 
 class Batch:
-    """Kernels of regions whose code is generated, on their way to compilers.
-
-    Args:
-        threads: number of compilers that may run at once.
-
-    Attributes:
-        triton: kernels for GPUs, which Inductor's processes compile.
-    """
+    """Kernels of regions whose code is generated, on their way to compilers, of which `threads` may run at once."""
 
     def __init__(self, threads: int) -> None:
         self._compilers, self._pool = Compilers(), ThreadPoolExecutor(threads, "graphshard-compilers")
         self._together = _TOGETHER if threads > 1 else _TOGETHER_ALONE
         self._waiting: list[Pending] = []
         self._runs = 0
-        self.triton = TritonKernels()
+        self.triton = TritonKernels()  # for GPUs
 
     def __enter__(self) -> Batch:
         return self
@@ -149,15 +192,10 @@ class Batch:
         self._pool.shutdown(cancel_futures=kind is not None)
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[list[dict[str, Any]]]:
+    def collecting(self) -> Iterator[Scopes]:
         """Give this thread's generated code pending kernels; yields the names of each generated module."""
-        scopes: list[dict[str, Any]] = []
-        before = _COLLECTS.set((self, scopes))
-        try:
-            with replaced(async_compile, "AsyncCompile", _Collecting):
-                yield scopes
-        finally:
-            _COLLECTS.reset(before)
+        with _collecting(Scopes(self)) as scopes:
+            yield scopes
         if sum(len(kernel.source) for kernel in self._waiting) >= self._together:
             self.submit()
 
@@ -193,32 +231,18 @@ def load(scopes: Iterable[dict[str, Any]]) -> None:
                 scope[name] = value.result()
 
 
-_COLLECTS: contextvars.ContextVar[tuple[Batch, list[dict[str, Any]]] | None] = contextvars.ContextVar(
-    "graphshard_collects", default=None
-)
-
-
-class _Collecting(async_compile.AsyncCompile):
-    """The class that generated code calls; in threads that collect nothing it is Inductor's."""
-
-    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
-        if (collects := _COLLECTS.get()) is None:
-            return super().cpp_pybinding(argtypes, source_code)
-        return collects[0].add(argtypes, source_code)
-
-    def wait(self, scope: dict[str, Any]) -> None:
-        if (collects := _COLLECTS.get()) is not None:
-            collects[1].append(scope)
-        super().wait(scope)
-
-
 def _compile(kernels: list[Pending], compilers: Compilers) -> None:
     """Compile kernels that are not in Inductor's cache."""
     jobs: list[Job] = []
 
     def submit(work: Any) -> Future[None]:
-        if (job := _job(work)) is not None:
-            jobs.append(job)
+        try:
+            _, (builder,) = work.args
+            command, target = builder.get_command_line(), Path(builder.get_target_file_path())
+            (source,) = (word for word in shlex.split(command) if word.endswith(".cpp"))
+            jobs.append(Job(command, Path(source), target))
+        except (AttributeError, TypeError, ValueError) as error:
+            log.debug("how Inductor compiles is not understood: %s", error)
         return _done()
 
     for kernel in kernels:
@@ -234,26 +258,13 @@ def _done() -> Future[None]:
     return future
 
 
-def _job(work: Any) -> Job | None:
-    """Return how Inductor would compile a kernel; None if that is not by one command."""
-    try:
-        _, (builder,) = work.args
-        command, target = builder.get_command_line(), Path(builder.get_target_file_path())
-        (source,) = (word for word in shlex.split(command) if word.endswith(".cpp"))
-    except (AttributeError, TypeError, ValueError) as error:
-        log.debug("how Inductor compiles is not understood: %s", error)
-        return None
-    return Job(command, Path(source), target)
-
-
 def _check_header(said: str) -> None:
     """Warn if the compiler does not use the header that Inductor has compiled for it."""
-    compiler = get_cpp_compiler()
-    for line in said.splitlines():
-        if _WARN_OF_HEADER in line:
-            _warn_of_header(compiler, line.strip())
-    if said and not is_gcc() and "Free Software Foundation" in _version(compiler):
-        _warn_of_header(compiler, "it is GCC, and Inductor does not know that from its name")
+    why = next((line.strip() for line in said.splitlines() if _WARN_OF_HEADER in line), "")
+    if not why and said and not is_gcc() and "Free Software Foundation" in _version(get_cpp_compiler()):
+        why = "it is GCC, and Inductor does not know that from its name"
+    if why:
+        _warn_of_header(get_cpp_compiler(), why)
 
 
 @functools.cache
@@ -268,10 +279,89 @@ def _warn_of_header(compiler: str, why: str) -> None:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return ""
+
+
+# --- kernels for GPUs --------------------------------------------------------------------------------------------
+
+
+def _start_processes() -> None:
+    async_compile.maybe_warm_pool()
+    triton_compat.triton_key()  # reads 500 MB, and is kept
+
+
+TRITON_COMPILER = Warmup(_start_processes)
+"""Inductor's processes, unless it is set to have none, and the hash of Triton."""
+
+
+@dataclass
+class TritonKernels:
+    """Kernels of regions; modules in `early` may have some that Inductor's processes have not been given yet."""
+
+    early: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def not_waiting(self) -> Iterator[Scopes]:
+        """Let generated modules not wait for their kernels; yields the names of each of them."""
+        save = staticmethod(_kept_later(FxGraphCache._save_graph))
+        with replaced(FxGraphCache, "_save_graph", save), _collecting(Scopes()) as scopes:
+            yield scopes
+        self.early += scopes
+
+    def load(self, scopes: Scopes) -> None:
+        """Wait for the kernels of generated modules, and let Inductor keep them; raises what Inductor raises."""
+        inductors = async_compile.AsyncCompile()
+        early, self.early = self.early, []
+        for scope in early:
+            for name, value in list(scope.items()):
+                if isinstance(value, _Early):
+                    inductors.wait_pool_ready()
+                    try:
+                        scope[name] = inductors.triton(*value.args, **value.kwargs)
+                    except Exception as error:  # is raised where the kernel's own region waits
+                        scope[name] = Future()
+                        scope[name].set_exception(error)
+        if scopes.keep is not None:
+            TritonBundler.begin_compile()
+        try:
+            for scope in scopes:
+                inductors.wait(scope)
+            if scopes.keep is not None:
+                bundle, _ = TritonBundler.collect()
+                scopes.keep(bundle)
+        finally:
+            TritonBundler.end_compile()
+
+
+@dataclass
+class _Early:
+    """A kernel that was wanted before there was a process to compile it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
+    """Delay Inductor's function that keeps a graph's code until the kernels are there."""
+
+    def keep(key: str, graph: Any, *args: Any, **kwargs: Any) -> None:
+        scopes = _SCOPES.get()
+        if scopes is None:
+            return save(key, graph, *args, **kwargs)
+        kept, context = copy.copy(graph), TracingContext.try_get()
+        kept.compiled_fn_runner = None  # a graph that ends takes that apart, and it is the other one's
+
+        def with_kernels(bundle: Any) -> None:
+            kept.set_triton_bundle(bundle)
+            with tracing(context):
+                save(key, kept, *args, **kwargs)
+
+        scopes.keep = with_kernels
+        return None
+
+    return keep
 
 
 # --- several sources in one run of a compiler --------------------------------------------------------------------
@@ -279,13 +369,7 @@ def _version(compiler: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A library to be made of one source.
-
-    Attributes:
-        command: that makes it, for a shell.
-        source: a file that defines a Python module named `kernel`.
-        target: the library.
-    """
+    """A library to be made, by a shell's command, of one source that defines a Python module named `kernel`."""
 
     command: str
     source: Path
@@ -308,11 +392,13 @@ class Compilers:
 
     def run(self, command: Sequence[str], directory: Path) -> str:
         """Return the compiler's messages; raises RuntimeError if it fails or is ended."""
-        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
         with self._lock:
             if self.ended:
                 raise RuntimeError("nobody waits for it")
-            process = subprocess.Popen(command, cwd=directory, text=True, errors="replace", **pipes)
+            process = subprocess.Popen(
+                command, cwd=directory, text=True, errors="replace", stdin=null, stdout=null, stderr=pipe
+            )
             self._running.add(process)
         try:
             _, said = process.communicate()
@@ -332,33 +418,27 @@ class Compilers:
 
 
 def compile_together(jobs: Iterable[Job], compilers: Compilers) -> str:
-    """Make the libraries of jobs, together where they have the same command; return the compilers' messages.
-
-    Failures are logged, and their libraries not made.
-    """
+    """Make the libraries of jobs, together where they have the same command; failures are logged. Return messages."""
     said = []
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.template, []).append(job)
     for template, group in groups.items():
         try:
-            if len(group) > 1 and {"SOURCE", "TARGET"} <= set(template):
-                said.append(_compile_group(template, group, compilers))
-            else:
-                said += [_compile_one(job, compilers) for job in group]
+            said.append(_compile_group(template, group, compilers))
         except (OSError, RuntimeError, UnicodeError) as error:
             log.debug("%d kernels cannot be compiled together: %s", len(group), error)
     return "\n".join(said)
 
 
 def _compile_group(template: Sequence[str], group: Sequence[Job], compilers: Compilers) -> str:
-    with _scratch() as directory:
-        source, target = directory / "kernels.cpp", directory / "kernels.so"
+    with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:
+        source, target = Path(directory, "kernels.cpp"), Path(directory, "kernels.so")
         source.write_text(joined([job.source for job in group]))
         own = {"SOURCE": str(source), "TARGET": str(target)}
         # Debug lines of the sources would be in every copy.
         command = [*(own.get(word, word) for word in template), _WARN_OF_HEADER, "-Wl,--strip-debug"]
-        said = compilers.run(command, directory)
+        said = compilers.run(command, Path(directory))
         library = target.read_bytes()
     mark = _marked(0)
     if library.count(mark) != 1:
@@ -369,24 +449,8 @@ def _compile_group(template: Sequence[str], group: Sequence[Job], compilers: Com
     return f"done\n{said}"
 
 
-def _compile_one(job: Job, compilers: Compilers) -> str:
-    with _scratch() as directory, replacing(job.target) as temporary:
-        own = {"SOURCE": str(job.source), "TARGET": str(temporary)}
-        said = compilers.run([*(own.get(word, word) for word in job.template), _WARN_OF_HEADER], directory)
-    return f"done\n{said}"
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:
-        yield Path(directory)
-
-
 def joined(sources: Sequence[Path]) -> str:
-    """Join sources, each of which defines a Python module named `kernel`.
-
-    Headers are read outside of the namespaces, once; within them they are skipped.
-    """
+    """Join sources. Headers are read outside of the namespaces, once; within them they are skipped."""
     texts = [source.read_text() for source in sources]
     includes = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
     lines = ["#define PY_SSIZE_T_CLEAN", *includes, "#undef PY_SSIZE_T_CLEAN"]

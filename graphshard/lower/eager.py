@@ -14,9 +14,7 @@ them. So they are launched together:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,22 +39,17 @@ def compile_eager(region: Region) -> Boxed:
     graph = copy.deepcopy(module.graph)
     reshape_views(graph)
     use_boxed_calls(graph)
+    # Tensors that score_mod reads must require gradients: the operator computes gradients of no others.
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention_backward):
-        _mark_buffers(node)
+        buffers: Any = list(cast(Any, node.args[12]))
+        for index, buffer in enumerate(buffers):
+            value = buffer.meta["val"] if isinstance(buffer, Node) else None
+            if isinstance(value, Tensor) and value.is_floating_point():
+                with graph.inserting_before(node):
+                    buffers[index] = graph.call_function(_requiring_grad, (buffer,))
+        node.update_arg(12, tuple(buffers))
     forward: Boxed = GraphModule(module, graph).forward
     return forward
-
-
-def _mark_buffers(node: Node) -> None:
-    """Let tensors that score_mod reads require gradients: the operator computes gradients of no others."""
-    given: Any = node.args[12]
-    buffers, graph = list(given), node.graph
-    for index, buffer in enumerate(buffers):
-        value = buffer.meta["val"] if isinstance(buffer, Node) else None
-        if isinstance(value, Tensor) and value.is_floating_point():
-            with graph.inserting_before(node):
-                buffers[index] = graph.call_function(_requiring_grad, (buffer,))
-    node.update_arg(12, tuple(buffers))
 
 
 def _requiring_grad(buffer: Tensor) -> Tensor:
@@ -104,103 +97,71 @@ def outputs_of(module: GraphModule) -> list[Any]:
     return [node.meta["val"] for node in output.args[0]]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A result, or part of one.
-
-    Attributes:
-        source: place of the input that is copied.
-        result: place of the result that it is copied to.
-        shape: of the copy; the input is viewed as this.
-        stride, offset: of the part in the result's memory.
-        together: whether the part has no gaps, so that it can be copied by one launch with others.
-    """
+class _Copy(NamedTuple):
+    """A copy of an input to a result, or to a part of one with other strides and an offset."""
 
     source: int
     result: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    together: bool
 
-    def target(self, results: list[Tensor]) -> Tensor:
-        return results[self.result].as_strided(self.shape, self.stride, self.offset)
-
-    def value(self, inputs: list[Any]) -> Tensor:
+    def pair(self, results: list[Tensor], inputs: list[Any]) -> tuple[Tensor, Tensor]:
         source: Tensor = inputs[self.source]
-        return source if source.shape == self.shape else source.view(self.shape)
+        target = results[self.result].as_strided(self.shape, self.stride, self.offset)
+        return target, source if source.shape == self.shape else source.view(self.shape)
 
 
-class Copies:
-    """A compiled region that only copies."""
-
-    def __init__(self, module: GraphModule, copies: tuple[_Copy, ...]) -> None:
-        values = outputs_of(module)
-        self._made = [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in values]
-        inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-        groups: dict[tuple[torch.dtype, torch.dtype], list[_Copy]] = {}
-        for one in copies:
-            if one.together:
-                groups.setdefault((inputs[one.source].dtype, values[one.result].dtype), []).append(one)
-        self._groups = list(groups.values())
-        self._alone = [one for one in copies if not one.together]
-
-    def __call__(self, inputs: list[Any]) -> list[Tensor]:
-        device = inputs[0].device  # the region may have been captured for another one of the kind
-        made = [torch.empty_strided(shape, stride, dtype=d, device=device) for shape, stride, d in self._made]
-        with torch.no_grad():
-            for group in self._groups:
-                foreach_copy_([one.target(made) for one in group], [one.value(inputs) for one in group])
-            for one in self._alone:
-                one.target(made).copy_(one.value(inputs))
-        inputs.clear()
-        return made
-
-
-def copies_of(module: GraphModule, kind: str = "cuda") -> Copies | None:
+def copies_of(module: GraphModule, kind: str = "cuda") -> Boxed | None:
     """Compile a region that only copies several tensors on a kind of device; None if it does anything else."""
     inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     if not all(_is_plain(node.meta["val"]) and node.meta["val"].device.type == kind for node in inputs):
         return None
     (output,) = module.graph.find_nodes(op="output")
-    found: list[_Copy] = []
-    for place, node in enumerate(output.args[0]):
-        made = list(_parts(node, inputs, place)) if isinstance(node, Node) else []
-        if not made or None in made:
+    alone: list[_Copy] = []  # parts with gaps
+    groups: dict[tuple[torch.dtype, torch.dtype], list[_Copy]] = {}
+    for result, node in enumerate(output.args[0]):
+        if not isinstance(node, Node) or not _is_plain(value := node.meta["val"]):
             return None
-        found += [one for one in made if one is not None]
-    return Copies(module, tuple(found)) if len(found) > 1 else None
+        is_packed = node.target is aten.cat.default
+        dim = int(cast(Any, node.args[1])) % value.dim() if is_packed and len(node.args) > 1 else 0
+        begin = 0
+        for part in cast(Any, node.args[0]) if is_packed else [node]:
+            if (source := _copied(part)) not in inputs:
+                return None
+            shape = tuple(part.meta["val"].shape)
+            dtypes = source.meta["val"].dtype, value.dtype
+            offset = begin * value.stride(dim) if is_packed else 0
+            one = _Copy(inputs[source], result, shape, value.stride(), offset)
+            (alone if dim else groups.setdefault(dtypes, [])).append(one)
+            begin += shape[dim] if is_packed else 0
+    if len(alone) + sum(map(len, groups.values())) < 2:
+        return None
+    made_as = [(tuple(v.shape), tuple(v.stride()), v.dtype) for v in outputs_of(module)]
+
+    def call(given: list[Any]) -> list[Tensor]:
+        device = given[0].device  # the region may have been captured for another one of the kind
+        made = [torch.empty_strided(shape, stride, dtype=d, device=device) for shape, stride, d in made_as]
+        with torch.no_grad():
+            for group in groups.values():
+                targets, sources = zip(*(one.pair(made, given) for one in group))
+                foreach_copy_(list(targets), list(sources))
+            for one in alone:
+                target, source = one.pair(made, given)
+                target.copy_(source)
+        given.clear()
+        return made
+
+    return call
 
 
-def _parts(node: Node, inputs: dict[Node, int], result: int) -> Iterator[_Copy | None]:
-    """Yield the copies that make a result; None among them if it is made in another way."""
-    value = node.meta["val"]
-    if not _is_plain(value):
-        yield None
-        return
-    if node.target is not aten.cat.default:
-        source = _copied(node, inputs)
-        yield None if source is None else _Copy(source, result, tuple(value.shape), value.stride(), 0, True)
-        return
-    dim = int(node.args[1]) % value.dim() if len(node.args) > 1 else 0  # type: ignore[arg-type]
-    begin = 0
-    for part in node.args[0]:  # type: ignore[union-attr]
-        source = _copied(part, inputs)
-        if source is None:
-            yield None
-            return
-        shape = tuple(part.meta["val"].shape)  # type: ignore[union-attr]
-        yield _Copy(source, result, shape, value.stride(), begin * value.stride(dim), dim == 0)
-        begin += shape[dim]
-
-
-def _copied(node: Any, inputs: dict[Node, int]) -> int | None:
-    """Return the place of the input whose elements a node copies in order; None if it is anything else."""
+def _copied(node: Any) -> Any:
+    """Return the node whose elements a node copies in order; None if it does anything else."""
     node = _through_views(node)
     options = set(node.kwargs) - {"memory_format"}
     if node.target not in _CASTS or not options <= {"dtype"} or not _is_plain(node.meta["val"]):
         return None
-    return inputs.get(_through_views(node.args[0]))
+    return _through_views(node.args[0])
 
 
 def _through_views(node: Any) -> Any:

@@ -1,4 +1,14 @@
-"""Compile regions with Inductor, in this process or as AOTInductor packages."""
+"""Compile regions with Inductor, in this process or as AOTInductor packages.
+
+Matrix products in float32 are oneDNN's on processors that are not Intel's, for which MKL has slower kernels.
+
+    mm(x, w.t())    mkldnn._linear_pointwise(x, w)          forward
+    mm(g, w)        mkldnn._linear_pointwise(g, w.t())      gradient of the input
+    mm(g.t(), x)    as it is: oneDNN would copy both        gradient of the weight
+
+On an AMD EPYC with AVX-512 these take 0.75 to 1.0 of MKL's time with one and with two threads from 2^24 multiplications
+on, and are slower below (`python -m benchmarks.products`). Inductor itself has them for weights that are constants.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +32,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations
+from graphshard.ir.graph import WRONG_IN_PYTHON, aten, interpolations
 from graphshard.ir.param_table import memory_order
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
@@ -30,9 +40,9 @@ from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
-from graphshard.lower.batch_compile import Batch, load, pending_in
+from graphshard.lower.batch_compile import TRITON_COMPILER, Batch, load, pending_in
 from graphshard.lower.eager import compile_operators, num_kernels, outputs_of, runs_as_it_is
-from graphshard.lower.inductor_cache import writable_cache
+from graphshard.lower.inductor_cache import Claim, Claims, cores_here, place_here, shares_of, writable_cache
 from graphshard.lower.inductor_rewrites import (
     DIMS_ARE_LOST,
     WITHOUT_LOST_DIMS,
@@ -46,26 +56,79 @@ from graphshard.lower.inductor_rewrites import (
     with_dims,
     with_float_inputs,
 )
-from graphshard.lower.onednn_products import is_faster, products
-from graphshard.lower.rank_work_split import Claim, Claims, cores_here, place_here, shares_of
-from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, Store, store_here, trimmed
+from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, store_here, trimmed
 from graphshard.lower.regions import Boxed, Compiled
-from graphshard.lower.triton_kernels import TRITON_COMPILER, Scopes
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor_compiler import (
     CompiledFxGraph,
+    LinearUnary,
     PyCodeCache,
+    TensorBox,
     V,
     compile_fx_inner,
     extern_kernels,
     get_cpp_wrapper_config,
     inductor_decompositions,
+    lowerings,
     package_aoti,
     select_decomp_table,
 )
 from graphshard.torch_compat.inductor_settings import inductor_config
 from graphshard.torch_compat.torch_ops import distinct
+from graphshard.utils.environment_fingerprint import vendor
 from graphshard.utils.progress import check_cancelled
+
+# Multiplications of the smallest product that is faster.
+LEAST = 1 << 24
+
+
+def is_faster() -> bool:
+    """Return whether oneDNN computes large products on this machine."""
+    onednn: Any = torch.backends.mkldnn
+    both = torch.backends.mkl.is_available() and onednn.is_available() and onednn.enabled
+    return bool(both) and vendor() not in ("", "GenuineIntel")
+
+
+@contextlib.contextmanager
+def products() -> Iterator[None]:
+    """Let Inductor generate calls of oneDNN for products that are faster."""
+    own = lowerings[aten.mm.default]
+    if is_faster():
+        lowerings[aten.mm.default] = functools.partial(_lower, own)
+    try:
+        yield
+    finally:
+        lowerings[aten.mm.default] = own
+
+
+class _Product(LinearUnary):
+    """Inductor's node for a linear layer, which takes a transposed weight as it is: oneDNN needs no copy of it."""
+
+    @classmethod
+    def require_contiguous(cls, x: Any) -> Any:
+        return x
+
+
+def _lower(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _suits(V.graph.current_node):
+        return own(*args, **kwargs)
+    left, right = args
+    return TensorBox.create(_Product.create(left, lowerings[aten.permute.default](right, [1, 0]), None, "none", [], ""))
+
+
+def _suits(node: Node) -> bool:
+    if node.target is not aten.mm.default or len(node.args) != 2 or node.kwargs:
+        return False
+    if inductor_config.max_autotune or inductor_config.max_autotune_gemm:  # the user wants Inductor's fastest kernel
+        return False
+    left, right = (arg.meta["val"] for arg in node.args if isinstance(arg, Node))
+    sizes = (*left.shape, right.shape[1])
+    if left.device.type != "cpu" or left.dtype != torch.float32 or not all(isinstance(size, int) for size in sizes):
+        return False
+    rows, inner, columns = sizes
+    is_whole = left.is_contiguous() and (right.is_contiguous() or right.t().is_contiguous())
+    return bool(is_whole) and rows * inner * columns >= LEAST
+
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +155,11 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
 
         def begun(claim: Claim) -> _Begun:
             stack.enter_context(claim)
-            functions = {}
+            functions: dict[str, Callable[[], Boxed]] = {}
             for name in claim.names:
                 show(f"compile {name}, {next(numbers)} of {len(regions)}")
-                functions[name] = _kept_or_generated(store, regions[name], name, batch)
+                kept = store.find(regions[name])  # another rank may have put it there
+                functions[name] = kept.itself if kept is not None else generate(regions[name], name, batch)
                 check_cancelled()
             batch.submit()
             return claim, functions
@@ -109,37 +173,22 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
 
         claims = Claims([*shares[first:], *shares[:first]], keys, Path(cache, "graphshard-locks"), show)
         # The code of a share is generated while the kernels of the one before are compiled.
-        before: _Begun | None = None
+        before: list[_Begun] = []
         for claim in claims.free():
-            now = begun(claim)
-            if before is not None:
-                yield from finished(*before)
-            before = now
-        if before is not None:
-            yield from finished(*before)
+            before.append(begun(claim))
+            if len(before) > 1:
+                yield from finished(*before.pop(0))
+        for last in before:
+            yield from finished(*last)
         for claim in claims.others():
             yield from finished(*begun(claim))
         store.shrink()
 
 
-def _kept_or_generated(store: Store, region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
-    found = store.find(region)  # another rank may have put it there
-    return generate(region, name, batch) if found is None else lambda: found
-
-
-def compile_inductor(region: Region, name: str) -> Boxed:
-    """Compile one region by `generate`."""
-    with Batch(1) as batch:
-        finish = generate(region, name, batch)
-        batch.submit()
-        return finish()
-
-
 def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
     """Generate a region's code with Inductor, and return a function that loads it when its kernels are compiled.
 
-    On failure the region's ATen operators run, with a warning that names it. A region of one operator, such as the copy
-    into a packed buffer, has nothing to fuse and runs as it is.
+    On failure the region's ATen operators run, with a warning that names it. So does a region with nothing to fuse.
     """
     if runs_as_it_is(region.module):
         return functools.partial(compile_operators, region)
@@ -164,7 +213,7 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
         for kernel in pending_in(scopes):
             kernel.wait()
         try:
-            batch.triton.load(scopes) if isinstance(scopes, Scopes) else load(scopes)
+            load(scopes) if on_cpu else batch.triton.load(scopes)
         except Exception as error:
             return _operators_instead(region, name, error)
         run = with_float_inputs(compiled, float_inputs(region.module))
@@ -177,9 +226,8 @@ def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
 def _kept_by_inductor(region: Region) -> Iterator[None]:
     """Let Inductor look for a graph's code in its cache, and keep it there, as it does for torch.compile.
 
-    Its key has the graph, the inputs and the settings. The number of threads, which is in the code, is in the key of
-    torch 2.13, and is added for all releases, as is the library of products. Not with dynamic sizes: conditions that
-    Inductor finds out would be added to the program's.
+    The number of threads, which is in the code, is added to its key for releases before 2.13, and so is the library of
+    products. Not with dynamic sizes: conditions that Inductor finds out would be added to the program's.
     """
     if size_inputs(region.module.graph):
         yield
@@ -223,20 +271,18 @@ def kernels_of(fn: Boxed) -> Kernels | None:
     return trimmed(fn.source_code, libraries)
 
 
-def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    """Compile each region with AOTInductor into a `Package`; it cannot be called."""
+def package_all(
+    regions: dict[str, Region], show: Callable[[str], None], make: Callable[[Region, str], Package] | None = None
+) -> Compiled:
+    """Compile each region into a `Package`, which cannot be called; by default with AOTInductor."""
     with writable_cache():
         for number, (name, region) in enumerate(regions.items(), start=1):
             show(f"compile {name}, {number} of {len(regions)}")
-            yield name, package(region, name)
+            yield name, (make or package)(region, name)
 
 
 def package(region: Region, name: str) -> Package:
-    """Make a region's AOTInductor package: the code of `compile_inductor`, called from C++ instead of Python.
-
-    Both come from the same operators and options, so the kernels, and the bits they compute, are the same. A region
-    that runs as ATen operators, or that AOTInductor cannot compile, has no package.
-    """
+    """Make a region's AOTInductor package: the same kernels as in this process, called from C++ instead of Python."""
     if num_kernels(region.module) == 1:
         return Package(problem="one operator, which nothing can be fused with")
     with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:

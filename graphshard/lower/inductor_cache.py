@@ -1,7 +1,11 @@
-"""Inductor's cache on disks that are full, read-only or damaged.
+"""Inductor's cache on disks that are full, read-only or damaged, and among the ranks of a machine.
 
-Libraries that a crash or a full disk has cut short are there, so Inductor never makes them again. To load one fails or
-ends the process (SIGBUS), so their headers are read before.
+Inductor never makes libraries again that a crash or a full disk has cut short. To load one fails or ends the process
+(SIGBUS), so their headers are read before.
+
+Each rank compiles a share of the regions, and finds the others in the cache. A file locks each region that a rank has
+taken. A rank that ends, for any reason, releases its locks, and others compile what is missing. A rank waits for one
+region at a time and holds none while it does, so ranks never wait in a circle.
 """
 
 from __future__ import annotations
@@ -12,13 +16,17 @@ import os
 import struct
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
+import torch.distributed as dist
+from filelock import BaseFileLock, FileLock, Timeout
 
 from graphshard.torch_compat.inductor_settings import inductor_cache
+from graphshard.utils.progress import check_cancelled
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +65,8 @@ def writable_cache() -> Iterator[str]:
         try:
             yield directory
         finally:
-            if given is None:
-                del os.environ[VARIABLE]
-            else:
-                os.environ[VARIABLE] = given
+            del os.environ[VARIABLE]
+            os.environ.update({} if given is None else {VARIABLE: given})
 
 
 class RemovedError(Exception):
@@ -68,14 +74,7 @@ class RemovedError(Exception):
 
 
 def check_whole(library: Path, lock: Path) -> None:
-    """Remove a library that is damaged, and its source if that is as empty.
-
-    Args:
-        lock: held by the process that compiles the library: one that is half written is waited for.
-
-    Raises:
-        RemovedError: it was removed.
-    """
+    """Remove a damaged library, and its source if it is empty; raise RemovedError. Its compiler holds the lock."""
     try:
         if not _damage(library):
             return
@@ -83,7 +82,16 @@ def check_whole(library: Path, lock: Path) -> None:
             why = _damage(library)
             if not why:
                 return
-            _warn(library, why)
+            directory = library.parent.parent
+            if directory in _warned:
+                log.info("%s was damaged: %s", library, why)
+            else:
+                log.warning(
+                    "Inductor's cache %s has libraries that are damaged, by a crash or a full disk perhaps, such as "
+                    "%s: %s. They are removed and compiled again.",
+                    *(directory, library.name, why),
+                )
+            _warned.add(directory)
             library.unlink()
             source = library.with_suffix(".cpp")
             if source.exists() and not source.read_bytes().strip(b"\0"):
@@ -95,18 +103,13 @@ def check_whole(library: Path, lock: Path) -> None:
 
 def _damage(library: Path) -> str:
     content = library.read_bytes()
-    if not content:
-        return "it is empty"
     # Other systems, and other machines, have other formats.
-    other = content[:4] == b"\x7fELF" and content[4:6] != b"\x02\x01"
-    return damage_of(content) if sys.platform == "linux" and not other else ""
+    other = sys.platform != "linux" or (content[:4] == b"\x7fELF" and content[4:6] != b"\x02\x01")
+    return "it is empty" if not content else "" if other else damage_of(content)
 
 
 def damage_of(content: bytes) -> str:
-    """Say why a shared library is not complete; "" if its headers do not show damage.
-
-    Linkers put the table of sections at the end, so a library without its end has none.
-    """
+    """Say why a shared library is not complete; without its end it has no table of sections."""
     try:
         elf_sections(content)
     except (struct.error, IndexError, ValueError) as error:
@@ -132,16 +135,100 @@ def elf_sections(content: bytes) -> list[tuple[int, ...]]:
     return sections
 
 
-def _warn(library: Path, why: str) -> None:
-    directory = library.parent.parent
-    if directory in _warned:
-        log.info("%s was damaged: %s", library, why)
-        return
-    _warned.add(directory)
-    log.warning(
-        "Inductor's cache %s has libraries that are damaged, by a crash or a full disk perhaps, such as %s: %s. They "
-        "are removed and compiled again.",
-        directory,
-        library.name,
-        why,
-    )
+_ASKS_EVERY = 0.25
+# How long a rank waits for another to compile a region, which takes a second, or a minute on a machine that is busy.
+PATIENCE = 180.0
+
+
+class Claim:
+    """Regions that a rank compiles now, by name; other ranks wait for the locked ones."""
+
+    def __init__(self, locks: Mapping[str, BaseFileLock | None]) -> None:
+        self.names, self._locks = tuple(locks), dict(locks)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """Release a region that is in the cache, or cannot be compiled."""
+        if (lock := self._locks.pop(name, None)) is not None:
+            lock.release()
+
+
+@dataclass
+class Claims:
+    """Claims on all regions: a share at a time, this rank's first, and then the regions that other ranks had taken.
+
+    A file in `directory` locks each region, by its key; `show` is called with what is waited for.
+    """
+
+    shares: Sequence[Sequence[str]]
+    keys: Mapping[str, str]
+    directory: Path
+    show: Callable[[str], None]
+    _taken: list[str] = field(default_factory=list, init=False)
+
+    def free(self) -> Iterator[Claim]:
+        """Claim regions that are free; several claims may be entered at once."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for share in self.shares:
+            locks: dict[str, BaseFileLock | None] = {}
+            for name in share:
+                lock = self._lock(name)
+                try:
+                    locks[name] = lock.acquire(timeout=0).lock
+                except Timeout:
+                    self._taken.append(name)
+            if locks:
+                yield Claim(locks)
+
+    def others(self) -> Iterator[Claim]:
+        """Wait for the regions that others had, and claim each; leave it, and all free ones, before the next."""
+        for name in self._taken:
+            self.show(f"wait for {name}, which another rank compiles")
+            lock = self._lock(name)
+            yield Claim({name: lock if _waited_for(lock, name) else None})
+
+    def _lock(self, name: str) -> BaseFileLock:
+        return FileLock(self.directory / f"{self.keys[name]}.lock")
+
+
+def _waited_for(lock: BaseFileLock, name: str) -> bool:
+    """Wait for a lock; False if it takes too long."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        check_cancelled()
+        try:
+            lock.acquire(timeout=_ASKS_EVERY)
+        except Timeout:
+            continue
+        return True
+    log.warning("another process has not compiled %s in %.1f s: this one does", name, PATIENCE)
+    return False
+
+
+def shares_of(sizes: Mapping[str, int], number: int) -> list[list[str]]:
+    """Divide regions, whose sizes are in nodes, into `number` shares of about the same size, equal on all ranks."""
+    shares: list[list[str]] = [[] for _ in range(max(1, min(number, len(sizes))))]
+    loads = [0] * len(shares)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return [[name for name in sizes if name in share] for share in shares]
+
+
+def place_here() -> tuple[int, int]:
+    """Return this process's place among the ranks of its machine, and their number, by default of all ranks."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+    return int(os.environ.get("LOCAL_RANK", rank)) % size, size
+
+
+def cores_here() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -87,22 +87,20 @@ def sums_as_sizes(module: GraphModule) -> GraphModule:
 
 def unknown_in(code: str) -> set[str]:
     """Find sizes that depend on values and that Inductor's code reads before it defines them, or never defines."""
+    found: set[str] = set()
     if not re.search(r"\bu\d+\b", code):
-        return set()
+        return found
     runs = [each for each in ast.parse(code).body if getattr(each, "name", "") not in NEVER_RUN]
-    functions = [part for each in runs for part in (each.body if isinstance(each, ast.ClassDef) else [each])]
-    return set().union(*map(_unknown_in, functions))
-
-
-def _unknown_in(function: ast.stmt) -> set[str]:
-    steps = list(ast.walk(function))
-    names = [step for step in steps if isinstance(step, ast.Name) and re.fullmatch(r"u\d+", step.id)]
-    reads = [name for name in names if isinstance(name.ctx, ast.Load)]
-    made = {step.arg: 0 for step in steps if isinstance(step, ast.arg)}
-    for name in sorted(names, key=lambda name: name.lineno):
-        if not isinstance(name.ctx, ast.Load):
-            made.setdefault(name.id, name.lineno)
-    return {name.id for name in reads if name.lineno <= made.get(name.id, sys.maxsize)}
+    for function in (part for each in runs for part in (each.body if isinstance(each, ast.ClassDef) else [each])):
+        steps = list(ast.walk(function))
+        names = [step for step in steps if isinstance(step, ast.Name) and re.fullmatch(r"u\d+", step.id)]
+        made = {step.arg: 0 for step in steps if isinstance(step, ast.arg)}
+        for name in sorted(names, key=lambda name: name.lineno):
+            if not isinstance(name.ctx, ast.Load):
+                made.setdefault(name.id, name.lineno)
+        reads = (name for name in names if isinstance(name.ctx, ast.Load))
+        found |= {name.id for name in reads if name.lineno <= made.get(name.id, sys.maxsize)}
+    return found
 
 
 def float_inputs(module: GraphModule) -> list[int]:
@@ -166,24 +164,21 @@ def _overload_for_tensor(user: Node, number: Node) -> OpOverload | None:
     """Find the overload that computes the same of a tensor instead of a number."""
     if not isinstance(user.target, OpOverload) or number not in user.args:  # or it is one of several sizes
         return None
-    packet = user.target.overloadpacket
-    overloads = [user.target, *(getattr(packet, n) for n in ("Tensor", "Tensor_Tensor") if n in packet.overloads())]
-    index = user.args.index(number)
-    for overload in overloads:
-        arguments = overload._schema.arguments
-        taken = len(arguments) > index and str(arguments[index].type) == "Tensor"
-        if taken and len(user.args) <= len(arguments) and _keeps_dtype(user, number):
-            return overload
-    return None
-
-
-def _keeps_dtype(user: Node, number: Node) -> bool:
-    """Return whether the result keeps its dtype: a number may count for less in type promotion than a tensor."""
     values = [n.meta["val"] for n in user.all_input_nodes if not is_size(n)]
     known = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    like = 1.0 if isinstance(number.meta["val"], torch.SymFloat) else 1
-    tensor = number.all_input_nodes[0].meta["val"]
-    return known is not None and torch.result_type(known, tensor) == torch.result_type(known, like)
+    like, tensor = (1.0 if isinstance(number.meta["val"], torch.SymFloat) else 1), number.all_input_nodes[0].meta["val"]
+    # A number may count for less in type promotion than a tensor.
+    if known is None or torch.result_type(known, tensor) != torch.result_type(known, like):
+        return None
+    packet, index = user.target.overloadpacket, user.args.index(number)
+    for overload in [
+        user.target,
+        *(getattr(packet, n) for n in ("Tensor", "Tensor_Tensor") if n in packet.overloads()),
+    ]:
+        arguments = overload._schema.arguments
+        if max(index + 1, len(user.args)) <= len(arguments) and str(arguments[index].type) == "Tensor":
+            return overload
+    return None
 
 
 def has_one_hots(graph: Graph) -> bool:
@@ -217,23 +212,19 @@ def _is_one_hot(node: Node) -> bool:
     return bool(made) and chosen == [*made[:dim], 1, *made[dim % len(made) + 1 :]]
 
 
-class WithDims:
-    """A compiled region whose results get back the dims that its graph says (`DIMS_ARE_LOST`)."""
+def with_dims(run: Boxed, outputs: Sequence[Any]) -> Boxed:
+    """Wrap a region so that its results have all dims of its fake `outputs`, if it may lose some (`DIMS_ARE_LOST`)."""
+    tensors = [(place, value) for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
+    places = [(place, tuple(value.shape)) for place, value in tensors if value.dim() > 1 and 1 in value.shape]
+    if not places:
+        return run
 
-    def __init__(self, fn: Boxed, places: Sequence[tuple[int, tuple[int, ...]]]) -> None:
-        self._fn, self._places = fn, places
-        self.source_code = getattr(fn, "source_code", "")
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        results = list(self._fn(inputs))
-        for place, shape in self._places:
+    def call(inputs: list[Any]) -> list[Any]:
+        results = list(run(inputs))
+        for place, shape in places:
             if results[place].dim() != len(shape):
                 results[place] = results[place].view(shape)
         return results
 
-
-def with_dims(fn: Boxed, outputs: Sequence[Any]) -> Boxed:
-    """Wrap a region so that its results have all dims of `outputs`, its fake values, if it may lose some."""
-    tensors = [(place, value) for place, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
-    places = [(place, tuple(value.shape)) for place, value in tensors if value.dim() > 1 and 1 in value.shape]
-    return WithDims(fn, places) if places else fn
+    call.__dict__.update(source_code=getattr(run, "source_code", ""))
+    return call

@@ -1,6 +1,4 @@
-"""Rewrites of an executor's lines: hand gradients over early, take out the first gathers, take out runs of regions.
-
-Frees are recomputed when code is made of the result (`Executor.function`). Three rewrites:
+"""Rewrites of an executor's lines; frees are recomputed when code is made of the result (`Executor.function`).
 
 `hand_over_gradients` calls the consumer of a gradient where it has arrived, while others are on their way:
 
@@ -27,13 +25,14 @@ Frees are recomputed when code is made of the result (`Executor.function`). Thre
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from graphshard.lower.executor_lines import (
+from graphshard.lower.executor import (
     Arrive,
     Begin,
     CallLine,
@@ -82,8 +81,7 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
     counts = Counter(value for value in values if isinstance(value, Variable))
     chosen = [t for t in taken if isinstance(values[t.place], Variable) and counts[values[t.place]] == 1]
     lines = _with_early_operators(lines, [values[one.place] for one in chosen])
-    body = lines[:-1]
-    made = _makers(lines)
+    body, made = lines[:-1], _makers(lines)
     due: dict[int, list[int]] = {}
     for one, last_read in zip(chosen, _last_reads(lines, chosen)):
         after = min(max(made[values[one.place]], last_read), len(body) - 1)
@@ -96,11 +94,11 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
         bucket = line.bucket if isinstance(line, WaitLine) else bucket
         if index in due:
             given = tuple(values[place] for place in due[index])
-            found.append(Arrive(number=len(groups), values=given, where=bucket))
+            found.append(Arrive(number=len(groups), inputs=given, where=bucket))
             groups.append(tuple(due[index]))
-    for place in (place for group in groups for place in group):
-        values[place] = None
-    return [*found, Return(values=tuple(values))], groups
+    gone = {place for group in groups for place in group}
+    left = tuple(None if place in gone else value for place, value in enumerate(values))
+    return [*found, Return(values=left)], groups
 
 
 def _makers(lines: Sequence[Line]) -> dict[Variable, int]:
@@ -108,10 +106,7 @@ def _makers(lines: Sequence[Line]) -> dict[Variable, int]:
 
 
 def _with_early_operators(lines: Sequence[Line], values: Sequence[Variable]) -> list[Line]:
-    """Move the operators that make values, such as views of a packed bucket, as early as possible.
-
-    An executor has them where the values are first read, which is at its end.
-    """
+    """Move the operators that make values from where they are first read to where they can be, as views of a bucket."""
     made = _makers(lines)
     early: set[int] = set()
     left = [made[value] for value in values]
@@ -120,16 +115,12 @@ def _with_early_operators(lines: Sequence[Line], values: Sequence[Variable]) -> 
         if type(lines[index]) is Operator and index not in early:
             early.add(index)
             left += [made[name] for name in lines[index].reads]
-    after: dict[int, list[Line]] = {}
     place = list(range(len(lines)))
     for index in sorted(early):
         place[index] = max((place[made[name]] for name in lines[index].reads), default=index)
-        after.setdefault(place[index], []).append(lines[index])
-    found: list[Line] = []
-    for index, line in enumerate(lines):
-        found += [line] if index not in early else []
-        found += after.get(index, [])
-    return found
+    # Each comes after the line that stays at its place.
+    order = sorted(range(len(lines)), key=lambda index: (place[index], index in early))
+    return [lines[index] for index in order]
 
 
 def _last_reads(lines: Sequence[Line], taken: Sequence[Taken]) -> list[int]:
@@ -145,19 +136,17 @@ def _last_reads(lines: Sequence[Line], taken: Sequence[Taken]) -> list[int]:
         read = frozenset[int]().union(*(shared[name] for name in line.reads if name in shared))
         for number in read:
             last[number] = index
-        made_of = (
-            frozenset() if isinstance(line, WaitLine) else read & not_gathered if isinstance(line, CallLine) else read
-        )
-        if made_of:
-            shared.update((name, made_of) for name in line.results)
+        if isinstance(line, CallLine):
+            read &= not_gathered
+        if read and not isinstance(line, WaitLine):
+            shared.update((name, read) for name in line.results)
     return last
 
 
 def _after_launch(lines: Sequence[Line], index: int) -> int:
     """Find the line after which to hand over what has arrived at `index`.
 
-    The other tensors of the bucket come first. So does the launch of a reduction whose gradients are only to be packed,
-    which is under way meanwhile.
+    The other tensors of the bucket come first, and the launch of a reduction whose gradients are only to be packed.
     """
     bucket = next((line.bucket for line in reversed(lines[: index + 1]) if isinstance(line, WaitLine)), "")
     end = index
@@ -187,7 +176,6 @@ class FirstGather:
         sent: lines that make what is sent, and nothing else.
     """
 
-    bucket: str
     sources: tuple[int, ...]
     start: tuple[Line, ...]
     sent: tuple[Line, ...]
@@ -197,10 +185,7 @@ class FirstGather:
 def take_out_gathers(lines: Sequence[Line], shards: Collection[int]) -> tuple[list[Line], list[FirstGather]]:
     """Take out the gathers that are started before the first wait, so no more parameters are gathered at a time.
 
-    A gather is taken out if it reads only shards, and nothing else reads the intermediate values.
-
-    Args:
-        shards: places among the inputs of shards, or parts of them.
+    A gather is taken out if it reads only inputs at places of shards, and nothing else reads intermediate values.
     """
     places = {lines[0].results[place]: place for place in shards}
     made = _makers(lines)
@@ -216,18 +201,16 @@ def take_out_gathers(lines: Sequence[Line], shards: Collection[int]) -> tuple[li
         before = _makers_from_shards(line, lines, made, places) if isinstance(line, Start) else None
         if before is None:
             continue
-        intermediate = {name for each in before for name in lines[each].results}
+        body = [lines[each] for each in sorted(before)]
+        intermediate = {name for each in body for name in each.results}
         if any(readers.get(name, set()) - {*before, index} for name in intermediate):
             continue
-        body = [lines[each] for each in sorted(before)]
         read = tuple(dict.fromkeys(name for each in (*body, line) for name in each.reads if name not in intermediate))
-        take = Take(results=read)
-        start = (take, *body, line, Return(values=line.results + line.reads))
-        sent = (take, *body, Return(values=line.reads))
+        start = (Take(results=read), *body, line, Return(values=line.results + line.reads))
+        sent = (Take(results=read), *body, Return(values=line.reads))
         assert isinstance(line, Start)
         begins[index] = Begin(results=line.results, inputs=read, number=len(gathers), where=line.bucket)
-        sources = tuple(places[name] for name in read)
-        gathers.append(FirstGather(line.bucket, sources, start, sent, len(line.results)))
+        gathers.append(FirstGather(tuple(places[name] for name in read), start, sent, len(line.results)))
         gone |= before
     return [begins.get(index, line) for index, line in enumerate(lines) if index not in gone], gathers
 
@@ -275,21 +258,18 @@ Choose = Callable[[Sequence[Line], Set[Variable], Set[Variable]], Sequence[range
 def take_out_runs(
     lines: Sequence[Line], wants: Callable[[CallLine], bool], choose: Choose
 ) -> tuple[list[Line], list[Run]]:
-    """Replace runs of regions by single lines.
-
-    Args:
-        wants: whether a region may be part of a run.
-        choose: which lines of a stretch of such regions are to be runs.
-    """
+    """Replace runs of regions by single lines: `wants` says which regions may be part, and `choose` which are."""
     found: list[Line] = []
     runs: list[Run] = []
     own = frozenset(name for line in lines if isinstance(line, Take) for name in line.results)
+
+    def fits(line: Line) -> bool:
+        return wants(line) if isinstance(line, CallLine) else type(line) is Operator and _is_view(line.target)
+
     start = 0
-    while start < len(lines):
-        end = start
-        while end < len(lines) and _fits(lines[end], wants):
-            end += 1
-        calls = [index for index in range(start, end) if isinstance(lines[index], CallLine)]
+    for is_stretch, group in itertools.groupby(range(len(lines)), lambda index: fits(lines[index])):
+        stretch = list(group)
+        calls = [index for index in stretch if is_stretch and isinstance(lines[index], CallLine)]
         if calls:
             first, after = calls[0], calls[-1] + 1
             kept = {name for line in lines[after:] for name in line.reads}
@@ -299,14 +279,7 @@ def take_out_runs(
                 found += [*lines[start:begin], line]
                 runs.append(run)
                 start = until
-        end = max(end, start + 1)
-        found += lines[start:end]
-        start = end
-    return found, runs
-
-
-def _fits(line: Line, wants: Callable[[CallLine], bool]) -> bool:
-    return wants(line) if isinstance(line, CallLine) else type(line) is Operator and _is_view(line.target)
+    return found + list(lines[start:]), runs
 
 
 def _is_view(target: Any) -> bool:

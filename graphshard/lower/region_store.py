@@ -32,7 +32,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,12 +64,7 @@ _POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 
 @dataclass(frozen=True)
 class Kernels:
-    """Code of a region.
-
-    Attributes:
-        source: Python that calls kernels; it ends with `call`.
-        libraries: shared libraries of the kernels, by the names that the source calls them by.
-    """
+    """Code of a region: Python that defines `call`, and shared libraries by the names that it calls them by."""
 
     source: str
     libraries: Mapping[str, bytes] = field(default_factory=dict)
@@ -87,7 +82,8 @@ def trimmed(source: str, libraries: Mapping[str, bytes]) -> Kernels | None:
         making = names & {"async_compile", "AsyncCompile"}
         if making and isinstance(statement, (ast.Assign, ast.Expr, ast.Delete)):
             continue
-        used = {n.attr for n in ast.walk(statement) if isinstance(n, ast.Attribute) and _is_extern(n.value)}
+        attributes = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
+        used = {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "extern_kernels"}
         if making or not used <= EXTERN_KERNELS.keys():
             return None
         kept.append(statement)
@@ -95,26 +91,15 @@ def trimmed(source: str, libraries: Mapping[str, bytes]) -> Kernels | None:
     code = compile(text, "<region>", "exec")
     # Names of the module itself, or imported, are in `co_names`.
     defined = {"extern_kernels", *libraries, *vars(builtins), *code.co_names}
-    inner = (part for part in codes_of(code) if part is not code)
-    return Kernels(text, libraries) if all(_globals_of(part) <= defined for part in inner) else None
-
-
-def _is_extern(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "extern_kernels"
-
-
-def _globals_of(code: CodeType) -> set[str]:
-    return {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    steps = (step for part in codes_of(code) if part is not code for step in dis.get_instructions(part))
+    needed = {str(step.argval) for step in steps if step.opname == "LOAD_GLOBAL"}
+    return Kernels(text, libraries) if needed <= defined else None
 
 
 class KeptRegion:
     """A region whose code was kept; it is loaded at once, so that damage is found before it is needed.
 
-    Args:
-        source_code: to show; by default the code that runs, without the code of kernels.
-
-    Raises:
-        ImportError, SyntaxError, ...: it cannot be loaded.
+    `source_code` is shown; by default it is the code that runs, without the code of kernels.
     """
 
     def __init__(self, key: str, kernels: Kernels, source_code: str = "") -> None:
@@ -128,11 +113,14 @@ class KeptRegion:
     def __call__(self, inputs: list[Any]) -> Any:
         return self._call(inputs)
 
+    def itself(self) -> KeptRegion:
+        """Return the region, as code that is generated returns its own."""
+        return self
+
 
 def _loaded(key: str, libraries: Mapping[str, bytes]) -> dict[str, Any]:
     """Load the functions of shared libraries."""
-    pointer = data_pointer()
-    os.environ[_POINTER] = str(pointer)
+    os.environ[_POINTER] = str(data_pointer())
     found = {}
     with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:
         for name, content in libraries.items():
@@ -140,23 +128,24 @@ def _loaded(key: str, libraries: Mapping[str, bytes]) -> dict[str, Any]:
             path.write_bytes(content)
             full = f"graphshard_region_{key}.{name}.kernel"  # libraries initialize what the last part names
             loader = importlib.machinery.ExtensionFileLoader(full, str(path))
-            spec = importlib.util.spec_from_file_location(full, path, loader=loader)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
+            module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(full, loader, origin=str(path)))
             loader.exec_module(module)
             found[name] = module.kernel
     return found
 
 
 class Store:
-    """Directory of regions, for processes in the same environment (versions, processor, settings) as this one.
-
-    Args:
-        directory: is made when needed; None keeps nothing.
-    """
+    """Directory of regions, for processes in the same environment as this one; None keeps nothing."""
 
     def __init__(self, directory: Path | None) -> None:
-        facts = _facts()
+        found = {
+            "graphshard": own_files(),
+            "torch": [str(torch.__version__), torch.version.git_version, sys.version],
+            "processor": [vendor(), instruction_set()],
+            "settings": settings(),
+            "variables": variables(),
+        }
+        facts = json.dumps(found, sort_keys=True)
         if " at 0x" in facts:  # a function that the user gave to Inductor, which could be any other
             directory = None
         self._directory, self._environment = directory, _digest(facts)
@@ -212,17 +201,6 @@ def store_here() -> Store:
         return Store(Path(inductor_cache(), "graphshard-regions") if keeps_code() else None)
     except OSError:
         return Store(None)
-
-
-def _facts() -> str:
-    found = {
-        "graphshard": own_files(),
-        "torch": [str(torch.__version__), torch.version.git_version, sys.version],
-        "processor": [vendor(), instruction_set()],
-        "settings": settings(),
-        "variables": variables(),
-    }
-    return json.dumps(found, sort_keys=True)
 
 
 def _digest(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import operator
 import time
@@ -38,8 +39,7 @@ from graphshard.ir.printer import describe, print_graph, print_subgraphs
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.units import unit_of
-from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Boxed
+from graphshard.lower.executor import Boxed, Executor
 from graphshard.torch_compat.fx_code import uncompiled
 from graphshard.utils.progress import check_cancelled, collector_paused
 
@@ -59,22 +59,16 @@ class _Callers(weakref.WeakSet[GraphModule]):
 
 
 class RegionCall:
-    """A compiled region; it takes a list of inputs and empties it, so that each can be freed at its last use.
-
-    Not a module: global module hooks, which debugging tools install, must not see regions.
+    """A compiled region: a `Boxed` function. Not a module, so that hooks of all modules do not see it.
 
     Attributes:
         within: for a region of dynamic sizes, the sizes of the program it was compiled for; else None. Compilation
-            relies on what is known of them by then, and may find out more (that one is always 2, say), so other
-            programs do not use it.
+            relies on what is known of them, and may find out more, so other programs do not use it.
         kept: it is from a file, and stays without callers.
-        callers: executors that call it.
     """
 
     def __init__(self, fn: Boxed, within: object = None, *, kept: bool = False) -> None:
-        self.fn = fn
-        self.within = within
-        self.kept = kept
+        self.fn, self.within, self.kept = fn, within, kept
         self.callers = _Callers()
 
     @property
@@ -116,7 +110,6 @@ def lower(
     Args:
         program: scheduled; its graphs hold ATen operators and collectives, or are outlined.
         compiled: regions by key; new ones are added.
-        show: is called with what is being compiled.
     """
     start = time.perf_counter()
     if not any(phase.module.graph.find_nodes(op="call_module") for phase in program.phases.values()):
@@ -190,10 +183,14 @@ def cut(phase: Phase) -> list[ListedCall]:
     Views and dynamic sizes do not leave a region: a reader makes them again. Random numbers that are not read do, or
     they would not be drawn, and the next would differ from eager mode.
     """
-    _pick_idle_draws(phase.module.graph)
-    nodes = [node for node in phase.module.graph.nodes if node.op != "call_function" or not is_size(node)]
-    runs = _runs(nodes)
-    sizes = size_inputs(phase.module.graph)
+    graph = phase.module.graph
+    for node in list(graph.nodes):  # a random operator that makes several tensors, none of which is read
+        if is_random(node) and not node.users and not isinstance(node.meta["val"], torch.Tensor):
+            with graph.inserting_after(node):
+                emit(graph, operator.getitem, node, 0, like=node)
+    nodes = [node for node in graph.nodes if node.op != "call_function" or not is_size(node)]
+    runs = [list(run) for is_compute, run in itertools.groupby(nodes, _is_compute) if is_compute]
+    sizes = size_inputs(graph)
     inputs = [_inputs(run, sizes) for run in runs]
     outside = {root for node in nodes if not _is_compute(node) for n in node.all_input_nodes for root in _roots(n)}
     needed = outside.union(*inputs)
@@ -203,14 +200,6 @@ def cut(phase: Phase) -> list[ListedCall]:
         if results:
             calls.append(ListedCall(run, sources, results, extract(run, sources, results)))
     return calls
-
-
-def _pick_idle_draws(graph: Graph) -> None:
-    """Let a region return the first tensor of a random operator that makes several, none of which is read."""
-    for node in list(graph.nodes):
-        if is_random(node) and not node.users and not isinstance(node.meta["val"], torch.Tensor):
-            with graph.inserting_after(node):
-                emit(graph, operator.getitem, node, 0, like=node)
 
 
 def _outlined(phase: Phase, calls: list[ListedCall], names: dict[str, str], units: Sequence[str]) -> Graph:
@@ -226,40 +215,36 @@ def _outlined(phase: Phase, calls: list[ListedCall], names: dict[str, str], unit
             env[node] = graph.node_copy(node, env.__getitem__)
         return env[node]
 
-    returned: dict[Node, list[Node]] = {}
+    returned: dict[Node | None, list[Node]] = {}
     for node in phase.results:
-        if isinstance(node, Node) and is_view(node) and (base := _base_of_plain(node)) is not None:
-            returned.setdefault(base, []).append(node)
-
-    def made(node: Node) -> None:
-        for view in returned.get(node, ()):
-            copy(view)
-
+        if isinstance(node, Node) and is_view(node):
+            returned.setdefault(_base_of_plain(node), []).append(node)
     for node in phase.module.graph.nodes:
         if node in call_at:
             call = call_at[node]
             name = names[call.region.key]
             result = graph.call_module(name, ([env[n] for n in call.inputs],))
             result.meta["val"] = tuple(n.meta["val"] for n in call.outputs)
-            result.meta["where"] = _where(call.run, units)
+            modules = (module_of(made) for made in call.run if not is_view(made))
+            within = (unit_of(module, units) or module for module in modules)
+            found = [name for name in dict.fromkeys(within) if name]  # such as embed, layers.0
+            result.meta["where"] = ", ".join(found) if len(found) < 4 else f"{found[0]} to {found[-1]}"
             for i, output in enumerate(call.outputs):
                 env[output] = graph.create_node("call_function", operator.getitem, (result, i), name=output.name)
                 env[output].meta = dict(output.meta)
-            for output in call.outputs:
-                made(output)
+            for view in (view for output in call.outputs for view in returned.get(output, ())):
+                copy(view)
         if node.op != "call_function" or not (_is_compute(node) or is_size(node)):
-            copy(node)
-            made(node)
+            for value in (node, *returned.get(node, ())):
+                copy(value)
     return graph
 
 
 def _base_of_plain(node: Node) -> Node | None:
     """Return the base of a view through views without other arguments; None for an input, or with dynamic sizes."""
-    while is_view(node):
-        if len(node.all_input_nodes) != 1:
-            return None
+    while is_view(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node if node.op == "call_function" else None
+    return node if node.op == "call_function" and not is_view(node) else None
 
 
 def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
@@ -274,28 +259,10 @@ def executor(graph: Graph, regions: Mapping[str, RegionCall]) -> Executor:
     return made
 
 
-def _where(run: list[Node], units: Sequence[str]) -> str:
-    """Name the units a run computes, and modules of the root unit: "embed, layers.0"."""
-    modules = (module_of(node) for node in run if not is_view(node))
-    found = list(dict.fromkeys(name for name in (unit_of(module, units) or module for module in modules) if name))
-    return ", ".join(found) if len(found) < 4 else f"{found[0]} to {found[-1]}"
-
-
 def _is_compute(node: Node) -> bool:
     if node.op != "call_function" or is_communication(node) or is_size(node):
         return False
     return (node.all_input_nodes[0] if is_part(node) else node).target not in OWN
-
-
-def _runs(nodes: list[Node]) -> list[list[Node]]:
-    """Split nodes into maximal runs of compute between collectives."""
-    runs: list[list[Node]] = [[]]
-    for node in nodes:
-        if _is_compute(node):
-            runs[-1].append(node)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
 
 
 def _inputs(run: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
@@ -323,10 +290,9 @@ def _roots(node: Node) -> Iterator[Node]:
 
 
 def extract(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Extract:
-    """Extract the kernels of a run into a separate graph, in canonical form.
+    """Extract the kernels of a run into a separate graph, in canonical form: equal blocks give equal regions.
 
-    Values are numbered in order of first use, and only operators, shapes, strides, dtypes and devices go into the key,
-    so equal blocks of a model give equal regions.
+    Values are numbered in order of first use, and only operators, shapes, strides, dtypes and devices go into the key.
     """
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -347,28 +313,24 @@ def extract(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Extract
             copy(node)
     graph.output(tuple(env[node] for node in outputs))
     names = {symbol: f"n{index}" for index, symbol in enumerate(size_inputs(graph))}
-    signature = [_number(n) if is_size(n) else _layout(fake(n), names) for n in inputs]
+
+    def layout(node: Node) -> str:
+        if is_size(node):
+            return "float" if isinstance(node.meta["val"], torch.SymFloat) else "size"
+        value = fake(node)
+        stride = ", ".join(rename(size, names) for size in value.stride())
+        return f"{describe(value, names)} ({stride}) {value.device.type}"
+
+    signature = list(map(layout, inputs))
     text = print_graph(graph, signature, [""] * len(outputs), canonical=True)
     if subgraphs := print_subgraphs(graph):
         text = f"{text}\n{subgraphs}"
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Extract(key, text, graph)
-
-
-def _number(node: Node) -> str:
-    return "float" if isinstance(node.meta["val"], torch.SymFloat) else "size"
-
-
-def _layout(val: torch.Tensor, names: Mapping[Any, str]) -> str:
-    stride = ", ".join(rename(size, names) for size in val.stride())
-    return f"{describe(val, names)} ({stride}) {val.device.type}"
+    return Extract(hashlib.sha256(text.encode()).hexdigest()[:16], text, graph)
 
 
 def reshape_views(graph: Graph) -> None:
-    """Replace `view` by `reshape` where operators run one by one.
-
-    Some operators return other strides than their fake kernels said (batch norm of a transposed input does), and a
-    view that was possible in the capture may need a copy.
+    """Replace `view` by `reshape` where operators run one by one: some operators return other strides than fake
+    kernels said, and a view that was possible in the capture may need a copy.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default

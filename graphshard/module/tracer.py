@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 
-from graphshard.codec.joint_export import CapturedGraph, joint_program, to_exported
+from graphshard.codec.joint_export import captured_graph, joint_program, to_exported
 from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction
@@ -160,7 +160,7 @@ class Tracer:
             program = self._whole(module, args, kwargs, spec, grad=grad)
         seconds = time.perf_counter() - start
         finish_trace(program)
-        program.keep_captured(CapturedGraph.of(program).exported)
+        program.keep_captured(captured_graph(program))
         observer.after(program, "capture", 0, seconds)
         return program, run_pipeline(steps, program, observer)
 

@@ -165,7 +165,7 @@ def resolve_model(model: Any, options: Options) -> tuple[Any, Options]:
         return module, options
     if isinstance(module, ProgramModule):
         if options.dynamic_shapes is None:
-            options = replace(options, dynamic_shapes=module.program_inputs().dynamic_shapes())
+            options = replace(options, dynamic_shapes=module.program_inputs.dynamic_shapes())
         _check_casts(module, options.mp_policy)
     joint = joint_of(module)
     facts = None if joint is None else facts_of(joint)
@@ -177,7 +177,7 @@ def resolve_model(model: Any, options: Options) -> tuple[Any, Options]:
 
 def example_of(model: Any) -> tuple[Any, Any]:
     """Return the example inputs and keyword inputs that an exported program holds; None and None for a module."""
-    examples = model.program_examples() if isinstance(model, ProgramModule) else None
+    examples = model.program_examples if isinstance(model, ProgramModule) else None
     return (None, None) if examples is None else examples
 
 
@@ -189,7 +189,7 @@ def _check_casts(module: ProgramModule, mp_policy: Any) -> None:
     policies = list(mp_policy.values()) if isinstance(mp_policy, Mapping) else [mp_policy]
     wanted = {policy.param_dtype for policy in policies if policy is not None} - {None}
     stored = {param.dtype for param in module.parameters() if param.is_floating_point()}
-    for dtype, place in module.program_casts():
+    for dtype, place in module.program_casts:
         if dtype in stored and wanted - {dtype}:
             others = ", ".join(sorted(str(other) for other in wanted - {dtype}))
             raise UnsupportedError(

@@ -34,8 +34,7 @@ from graphshard.ir.program import Program
 from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.subgraph import Subgraph
 from graphshard.ir.transport import ROWS_REDUCED, reduced_over
-from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Line, Variable, print_line
+from graphshard.lower.executor import Executor, Line, Variable, print_line
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped
 from graphshard.torch_compat.torch_ops import OpOverload, pytree

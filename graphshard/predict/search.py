@@ -35,7 +35,7 @@ from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, BatchError, GraphshardError, InfeasibleError, StageError
 from graphshard.ir.mesh import MeshLike
 from graphshard.ir.repeats import BlocksDifferError
-from graphshard.lower.rank_work_split import cores_here
+from graphshard.lower.inductor_cache import cores_here
 from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.study import Study
 from graphshard.utils.argument_validation import check_count

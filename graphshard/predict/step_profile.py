@@ -25,7 +25,7 @@ from graphshard.debug.html_report import (
 )
 from graphshard.errors import ArgumentError, visible
 from graphshard.ir.program import Program
-from graphshard.lower.executor_lines import CallLine, Start, WaitLine
+from graphshard.lower.executor import CallLine, Start, WaitLine
 from graphshard.runtime.collective_launches import as_planned
 from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate, memory_of

@@ -75,7 +75,7 @@ from graphshard.utils.progress import collector_paused
 from graphshard.utils.text import brief
 
 if TYPE_CHECKING:
-    from graphshard.cross.fused_kernels import FusedKernel
+    from graphshard.cross.compile_for_gpus import FusedKernel
 
 log = logging.getLogger(__name__)
 
@@ -450,11 +450,11 @@ def schedule_regions(
     capability = capability_of(int(profile.units)) or USUAL
     new = [region for key, region in regions.items() if (key, capability) not in known]
     if new:
-        from graphshard.cross import fused_kernels
+        from graphshard.cross import compile_for_gpus
 
         for count, region in enumerate(new, start=1):
             show(f"schedule kernels, {count} of {len(new)}")
-            kernels = fused_kernels.fused_kernels(region, capability)
+            kernels = compile_for_gpus.fused_kernels(region, capability)
             known[region.key, capability] = None if kernels is None else tuple(map(_work, kernels))
     return {key: works for key in regions if (works := known[key, capability]) is not None}
 

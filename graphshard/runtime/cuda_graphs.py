@@ -42,8 +42,7 @@ from torch.fx import GraphModule
 from graphshard.cost.costs import Costs, piece_of, runs_that_pay
 from graphshard.ir.program import Program, Region
 from graphshard.ir.sizes import is_size
-from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Boxed, CallLine, Line, Variable
+from graphshard.lower.executor import Boxed, CallLine, Executor, Line, Variable
 from graphshard.lower.line_rewrites import Run, take_out_runs
 from graphshard.torch_compat.cuda import clear_cublas_workspaces
 from graphshard.torch_compat.torch_ops import OpOverload, foreach_copy_

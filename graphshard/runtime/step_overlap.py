@@ -34,8 +34,7 @@ from graphshard.ir.graph import c10d
 from graphshard.ir.operators import copies_so_far
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import shard_in
-from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import Arrive, Boxed, Start
+from graphshard.lower.executor import Arrive, Boxed, Executor, Start
 from graphshard.lower.line_rewrites import Groups, Taken, hand_over_gradients, take_out_gathers
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.shards import ParamRef

@@ -4,7 +4,6 @@
 programs depend on, and compares it. `program_library.py` has the programs of an artifact, `program_cache.py` finds and
 writes entries of the compile cache, whose directory is `cache_directory.py`. `signing.py` signs a file.
 
-* **Read once, checked, then interpreted.** The archive is in memory as a whole, so that it cannot change between the
-  check and the use.
+* **Read once, checked, then interpreted.** The archive is in memory as a whole, so that it cannot change meanwhile.
 * **Equal programs are equal files**: no dates, no times.
 """

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 
 from graphshard.codec.converter import cubin_name, read, write
 from graphshard.codec.program_format import decode_gpu_code, decode_region, encode_region
-from graphshard.cross.gpu_kernels import GpuCode, check_code
+from graphshard.cross.gpu_kernels import GpuCode, KernelFacts, check_code
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.gpus import Capability, dotted
@@ -109,11 +109,7 @@ class Artifact:
         return decode_region(key, self.archive.json(f"regions/{key}.json"), device)
 
     def gpu_code(self, key: str, capability: Capability, device: torch.device) -> GpuCode:
-        """Return a region's code for GPUs of a capability, checked against the region.
-
-        Raises:
-            ArtifactError: it cannot be read, or does not fit.
-        """
+        """Return a region's code for GPUs of a capability; raise ArtifactError if it does not fit the region."""
         name = gpu_file(key, dotted(capability))
         kernels = self.manifest.regions[key].gpus.get(dotted(capability))
         where = f"{self.path}: {name}"
@@ -129,10 +125,7 @@ class Artifact:
 
 
 def read_artifact(path: Path, verify: Verifier | None = None) -> Artifact:
-    """Read a file and check that it is whole and complete; nothing is executed.
-
-    Args:
-        verify: checks the signature, see `store/signing.py`.
+    """Read a file, check its signature by `verify`, and check that it is whole and complete; nothing is executed.
 
     Raises:
         ArtifactError: it is not.
@@ -168,8 +161,7 @@ def artifact_of(archive: Archive) -> Artifact:
 class CompiledProgram:
     """A program on its way into a file: its entry, where `file` is "", and its members by their endings.
 
-    Attributes:
-        period: number of ranks after which it may be the program of a rank again, see `num_places`.
+    After `period` ranks it may be the program of a rank again, see `aot/export.py`.
     """
 
     entry: ProgramEntry
@@ -182,7 +174,7 @@ class CompiledProgram:
         data: Mapping[str, Any],
         *,
         entry: str,
-        digests: Sequence[str],
+        digests: list[str],
         signature: Signature,
         partitioned: Mapping[str, Any] | None,
         backwards: Sequence[tuple[BackwardEntry, Mapping[str, Any]]] = (),
@@ -192,25 +184,16 @@ class CompiledProgram:
         prediction: str = "",
         period: int = 1,
     ) -> CompiledProgram:
-        """Encode a program.
+        """Encode a lowered program.
 
         Args:
-            data: the lowered program.
             partitioned: start of another backward; None without a backward.
             text, trace: its scheduled and its traced graphs, as they print.
             plan: as JSON.
         """
-        found = ProgramEntry(
-            file="",
-            entry=entry,
-            digests=list(digests),
-            signature=signature,
-            backwards=[backward for backward, _ in backwards],
-            phases=list(data["phases"]),
-            region_calls=len(data["region_calls"]),
-            collectives=len(data["communication"]),
-            prediction=prediction,
-        )
+        phases, calls, collectives = list(data["phases"]), len(data["region_calls"]), len(data["communication"])
+        entries = [backward for backward, _ in backwards]
+        found = ProgramEntry("", entry, digests, signature, entries, phases, calls, collectives, prediction)
         texts = {".txt": text, ".trace.txt": trace, ".plan.json": plan}
         members = {".json": to_bytes(data), **{ending: content.encode() for ending, content in texts.items()}}
         members |= {name: to_bytes(partitioned) for name in found.partitioned_files}
@@ -240,9 +223,8 @@ class ArtifactWriter:
 
     def add_mesh(self, found: MeshPrograms) -> None:
         """Add the programs for a mesh."""
-        first = sum(len(mesh.programs) for mesh in self.meshes)
         entries = []
-        for number, program in enumerate(found.programs, start=first):
+        for number, program in enumerate(found.programs, start=sum(len(mesh.programs) for mesh in self.meshes)):
             file = f"programs/{number}"
             entries.append(replace(program.entry, file=file))
             self.members |= {f"{file}{ending}": content for ending, content in program.members.items()}
@@ -267,11 +249,18 @@ class ArtifactWriter:
             return
         if code.content:
             self.members[f"regions/{key}.pt2"] = code.content
+        gpus: dict[str, list[KernelEntry]] = {}
         for found in code.codes:
-            self.members[gpu_file(key, dotted(found.capability))] = to_bytes(write(found))
-            for kernel in found.kernels.values():
-                self.members[cubin_file(cubin_name(kernel.cubin))] = kernel.cubin
-        gpus = {dotted(found.capability): _kernel_entries(found) for found in code.codes}
+            capability = dotted(found.capability)
+            self.members[gpu_file(key, capability)] = to_bytes(write(found))
+            counts = Counter(str(node.target) for node in found.graph.find_nodes(op="call_module"))
+            for name, kernel in found.kernels.items():
+                cubin = cubin_name(kernel.cubin)
+                self.members[cubin_file(cubin)] = kernel.cubin
+                facts = {each.name: getattr(kernel, each.name) for each in fields(KernelFacts)}
+                entry = KernelEntry(**facts, cubin=cubin, count=counts[name], bytes=len(kernel.cubin))
+                gpus.setdefault(capability, []).append(entry)
+            gpus.setdefault(capability, [])
         size = len(code.content) + sum(kernel.bytes for kernels in gpus.values() for kernel in kernels)
         kind: Code = "native" if code.content else "gpu" if code.codes else otherwise
         self.regions[key] = RegionEntry(kind, code.problem, size, gpus, [])
@@ -285,30 +274,9 @@ class ArtifactWriter:
         cached: CacheLabel | None = None,
         sign: Signer | None = None,
     ) -> None:
-        """Write a file that is whole or absent.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a file that is whole or absent; raise OSError if it cannot be written."""
         manifest = ArtifactManifest(environment, model, self.meshes, self.regions, cached)
         write_archive(path, write(manifest), {**self.members, "summary.txt": summarize(manifest).encode()}, sign)
-
-
-def _kernel_entries(code: GpuCode) -> list[KernelEntry]:
-    counts = Counter(str(node.target) for node in code.graph.find_nodes(op="call_module"))
-    return [
-        KernelEntry(
-            name=kernel.name,
-            cubin=cubin_name(kernel.cubin),
-            count=counts[name],
-            warps=kernel.warps,
-            registers=kernel.registers,
-            spills=kernel.spills,
-            shared=kernel.shared,
-            bytes=len(kernel.cubin),
-        )
-        for name, kernel in code.kernels.items()
-    ]
 
 
 def to_bytes(value: Any) -> bytes:

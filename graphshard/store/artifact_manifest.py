@@ -10,14 +10,14 @@ from typing import Literal
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from graphshard.codec.converter import write
+from graphshard.cross.gpu_kernels import KernelFacts
 from graphshard.frontend.signature import Signature
 from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.lower.backends import Backend
 from graphshard.utils.text import format_bytes
 
-# What a file has of a region: AOTInductor's package, Inductor's code, code for GPUs, operators that run as they are, or
-# operators that are compiled later.
+# How a region runs, and what the summary says of it.
 Code = Literal["native", "kernels", "gpu", "operators", "later"]
 _CODES: dict[Code, str] = {
     "native": "compiled",
@@ -57,7 +57,6 @@ class StoredOptions:
     Attributes:
         reshard_after_forward: number of ranks to gather again among, if that is not the whole axis.
         passes: settings of each pass by its name, and their classes and order.
-        dynamic_shapes: see `encode_shapes`.
     """
 
     units: list[str]
@@ -72,12 +71,7 @@ class StoredOptions:
 
 @dataclass(frozen=True)
 class BackwardEntry:
-    """A further backward of a program.
-
-    Attributes:
-        outputs: the outputs that gradients come through.
-        microbatch: which of a step of several, such as "no-sync-first"; "" is a step of one.
-    """
+    """A further backward, for gradients through these outputs; `microbatch` is such as "no-sync-first", or ""."""
 
     outputs: list[str]
     microbatch: str
@@ -85,11 +79,10 @@ class BackwardEntry:
 
 @dataclass(frozen=True)
 class ProgramEntry:
-    """A program.
+    """A program of the submodule `entry`; "" is the model.
 
     Attributes:
         file: its members begin with this.
-        entry: name of the submodule that is called; "" is the model.
         digests: of the traces that it serves, see `graph_digest`: of all blocks, and of a few of equal ones.
         signature: the call that it was captured for; it describes the program, and does not select it.
         prediction: expected time of a step, as text; "" for inference.
@@ -141,36 +134,22 @@ class MeshEntry:
 
 
 @dataclass(frozen=True)
-class KernelEntry:
-    """A Triton kernel, see `cross/gpu_kernels.py`; `cubin` names its code, `count` is the number of its calls."""
+class KernelEntry(KernelFacts):
+    """A Triton kernel; `cubin` names its code, `count` is the number of its calls."""
 
-    name: str
     cubin: str
     count: int
-    warps: int
-    registers: int
-    spills: int
-    shared: int
     bytes: int
 
     def __str__(self) -> str:
-        times = f" x{self.count}" if self.count > 1 else ""
-        spilled = f"{self.spills} bytes spilled" if self.spills else "no spills"
-        return (
-            f"{self.name}{times}: {self.registers} registers, {spilled}, {self.shared} bytes of shared memory, "
-            f"{self.warps} warps"
-        )
+        return f"{self.name}{f' x{self.count}' if self.count > 1 else ''}: {self.taken}"
 
 
 @dataclass(frozen=True)
 class RegionEntry:
-    """The code of a region.
+    """The code of a region, its bytes, and why it was not compiled.
 
-    Attributes:
-        why: why it was not compiled.
-        bytes: of its code.
-        gpus: kernels by compute capability, such as "9.0".
-        libraries: names of the libraries that Inductor made.
+    `gpus` has kernels by compute capability, such as "9.0"; `libraries` are the ones that Inductor made.
     """
 
     code: Code
@@ -221,10 +200,8 @@ class ArtifactManifest:
                 yield from program.files
         for key, region in self.regions.items():
             yield f"regions/{key}.json"
-            if region.code == "native":
-                yield f"regions/{key}.pt2"
-            if region.code == "kernels":
-                yield f"regions/{key}.py"
+            if region.code in ("native", "kernels"):
+                yield f"regions/{key}.{'pt2' if region.code == 'native' else 'py'}"
             yield from (library_file(key, name) for name in region.libraries)
             for capability, kernels in region.gpus.items():
                 yield gpu_file(key, capability)
@@ -246,21 +223,24 @@ def library_file(key: str, name: str) -> str:
     return f"regions/{key}/{name}.so"
 
 
-# --- the summary -------------------------------------------------------------------------------------------------
-
-
 def summarize(manifest: ArtifactManifest) -> str:
     """Return a few lines on the model, the machine, each mesh and its programs, and the regions."""
     environment, regions = manifest.environment, manifest.regions
     orders = dict.fromkeys(mesh.options.passes["(order)"] for mesh in manifest.meshes)
-    backend = manifest.meshes[0].options.backend
     codes = Counter(region.code for region in regions.values())
     counts = ", ".join(f"{codes[code]} {text}" for code, text in _CODES.items() if codes[code])
     size = format_bytes(sum(region.bytes for region in regions.values()))
+    target = f"{environment.device}, any"
+    if manifest.capabilities or environment.capability:
+        known = list(map(dotted, manifest.capabilities)) or [".".join(map(str, environment.capability or ()))]
+        target = f"{environment.device}, compute capability {' and '.join(known)}"
+    elif environment.cpu:
+        target = f"cpu, {environment.cpu['machine']} {environment.cpu['vectors']}, {environment.threads} threads"
     lines = [
         f"model      {manifest.model.model}",
-        f"made with  graphshard {environment.graphshard}, torch {environment.torch}, {backend}",
-        f"device     {_device_line(manifest)}",
+        f"made with  graphshard {environment.graphshard}, torch {environment.torch}, "
+        f"{manifest.meshes[0].options.backend}",
+        f"device     {target}",
         *(f"passes     {order}" for order in orders),
         *(line for mesh in manifest.meshes for line in _mesh_lines(mesh)),
         f"regions    {len(regions)} distinct: {counts or 'none'}; {size} of code",
@@ -274,17 +254,6 @@ def summarize(manifest: ArtifactManifest) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _device_line(manifest: ArtifactManifest) -> str:
-    environment = manifest.environment
-    if manifest.capabilities:
-        return f"{environment.device}, compute capability {' and '.join(map(dotted, manifest.capabilities))}"
-    if environment.capability:
-        return f"{environment.device}, compute capability {'.'.join(map(str, environment.capability))}"
-    if environment.cpu:
-        return f"cpu, {environment.cpu['machine']} {environment.cpu['vectors']}, {environment.threads} threads"
-    return f"{environment.device}, any"
-
-
 def _mesh_lines(mesh: MeshEntry) -> Iterator[str]:
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     at = "" if mesh.place is None else f", place {mesh.place}"
@@ -294,14 +263,13 @@ def _mesh_lines(mesh: MeshEntry) -> Iterator[str]:
         inputs = [item for item in write(program.signature)["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']}{item['shape']}" for item in inputs)
         calls = f"{program.region_calls} region calls, {program.collectives} collectives"
-        further = [backward for backward in program.backwards if not backward.microbatch]
-        more = "".join(f", gradients of outputs {', '.join(backward.outputs)}" for backward in further)
-        what = f"{program.entry or 'the model'}({shapes}): {' and '.join(program.phases)}, {calls}{more}"
-        yield f"  {program.file}: {what}"
         microbatches: dict[str, list[str]] = {}
         for backward in program.backwards:
-            if backward.microbatch:
-                microbatches.setdefault(", ".join(backward.outputs), []).append(backward.microbatch)
+            microbatches.setdefault(", ".join(backward.outputs), []).append(backward.microbatch)
+        more = "".join(f", gradients of outputs {outputs}" for outputs, names in microbatches.items() if "" in names)
+        what = f"{program.entry or 'the model'}({shapes}): {' and '.join(program.phases)}, {calls}{more}"
+        yield f"  {program.file}: {what}"
         for outputs, names in microbatches.items():
-            yield f"    microbatches, gradients of outputs {outputs}: {', '.join(names)}"
+            if any(names):
+                yield f"    microbatches, gradients of outputs {outputs}: {', '.join(filter(None, names))}"
         yield from (f"    {line.strip()}" for line in program.prediction.splitlines())

@@ -1,7 +1,5 @@
 """Directory of the compile cache: an archive for each program, named by the hash of all that the program depends on.
 
-    ~/.cache/graphshard/3f0c....gscache
-
 `GRAPHSHARD_CACHE` chooses it, `GRAPHSHARD_CACHE_LIMIT` limits its bytes: the least recently used programs are removed.
 This module needs no torch.
 """
@@ -67,11 +65,7 @@ def _at_home(path: Path) -> Path:
 
 
 def limit_of() -> int:
-    """Return the bytes that the directory may have.
-
-    Raises:
-        ArgumentError: GRAPHSHARD_CACHE_LIMIT is no size.
-    """
+    """Return the bytes that the directory may have; raise ArgumentError if the variable is no size."""
     given = os.environ.get(LIMIT_VARIABLE, "")
     if not given:
         return LIMIT
@@ -119,10 +113,9 @@ def shrink(directory: Path, limit: int, keep: Path | None = None) -> int:
 def clear(directory: Path) -> tuple[int, int]:
     """Remove all files of the cache; return how many, and their bytes."""
     remove_left_behind(directory, ENDING, WRITES_FOR)
-    count = size = 0
+    sizes = []
     for path in _files(directory):
         with contextlib.suppress(OSError):
-            length = path.stat().st_size
-            if remove(path):
-                count, size = count + 1, size + length
-    return count, size
+            size = path.stat().st_size
+            sizes += [size] if remove(path) else []
+    return len(sizes), sum(sizes)

@@ -15,8 +15,8 @@ import glob
 import json
 import platform
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from graphshard.codec.graph_format import short_name
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.param_table import ParamTable, places_of
+from graphshard.ir.program import Program
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, OffloadParameters, Pass
@@ -136,7 +137,7 @@ def describe_options(tracer: Tracer) -> StoredOptions:
         offload_policy=CPUOffloadPolicy(pin_memory=tracer.storage.pinned) if offloads else None,
         backend=tracer.options.backend,
         passes={
-            **{step.name: _pass_settings(step) for step in steps},
+            **{step.name: json.dumps(_pass_settings(step), sort_keys=True) for step in steps},
             "(classes)": ", ".join(class_name(type(step)) for step in steps),
             "(order)": ", ".join(step.name for step in steps),
         },
@@ -144,97 +145,63 @@ def describe_options(tracer: Tracer) -> StoredOptions:
     )
 
 
-def _pass_settings(step: Pass) -> str:
-    """Return a pass's options as text; of a planner by cost the hash of its hardware profile.
+def _pass_settings(step: Pass) -> Any:
+    """Return a pass's options; of a planner by cost the hash of its hardware profile.
 
     The mesh and the units are compared elsewhere, and `load` names the units, which `export` may have found.
     """
     planner = step.planner if isinstance(step, MakePlan) else None
-    if isinstance(planner, PlanByCost):
-        plain = replace(planner, constraints=replace(planner.constraints, units=False))
-        options = {field.name: str(getattr(plain, field.name)) for field in fields(plain) if field.name != "costs"}
-        return json.dumps({**options, "profile": planner.costs.profile.hash}, sort_keys=True)
-    return json.dumps(encode_pass(step)["options"], sort_keys=True)
+    if not isinstance(planner, PlanByCost):
+        return encode_pass(step)["options"]
+    plain = replace(planner, constraints=replace(planner.constraints, units=False))
+    options = {field.name: str(getattr(plain, field.name)) for field in fields(plain) if field.name != "costs"}
+    return {**options, "profile": planner.costs.profile.hash}
 
 
 # --- comparing ---------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class FingerprintDifference:
-    """A field that differs.
-
-    Attributes:
-        where: the part of it, such as a parameter.
-        exported, here: both values as text.
-    """
-
-    field: str
-    where: str
-    exported: str
-    here: str
-
-    def __str__(self) -> str:
-        what = self.field if not self.where else f"{self.field} of {self.where}"
-        remedy = _REMEDY.get(self.field, _OPTION_REMEDY)
-        return f"{what} was {self.exported} when it was exported and is {self.here} here. {remedy}"
+# A field, the part of it that differs, such as a parameter, and its two values.
+Difference = tuple[str, str, Any, Any]
 
 
-def refuse(path: Any, found: Iterator[FingerprintDifference]) -> None:
-    """Raise ArtifactError for the first difference, if there is one."""
-    first = next(found, None)
-    if first is not None:
-        raise ArtifactError(f"{path} does not fit: {first}", field=first.field)
+def refuse(path: Any, found: Iterator[Difference]) -> None:
+    """Raise ArtifactError for the first difference between an export and this process, if there is one."""
+    for field, where, *values in found:
+        was, here = (text if len(text) <= 100 else f"{text[:97]}..." for text in map(str, values))
+        what, remedy = f"{field} of {where}" if where else field, _REMEDY.get(field, _OPTION_REMEDY)
+        raise ArtifactError(
+            f"{path} does not fit: {what} was {was} when it was exported and is {here} here. {remedy}", field=field
+        )
 
 
-def differences(exported: Any, here: Any, names: Collection[str] | None = None) -> Iterator[FingerprintDifference]:
-    """Yield the differences between two dataclasses, part by part where a field is a mapping.
-
-    Args:
-        names: the fields to compare; None compares all.
-    """
+def differences(exported: Any, here: Any, names: Collection[str] | None = None) -> Iterator[Difference]:
+    """Yield the differences in some fields, or all, of two dataclasses; part by part where a field is a mapping."""
     former, latter = asdict(exported), asdict(here)
     for name, value in former.items():
         other = latter[name]
         if value == other or (names is not None and name not in names):
             continue
         if not isinstance(value, dict) or not isinstance(other, dict):
-            yield FingerprintDifference(name, "", _shown(value), _shown(other))
+            yield name, "", value, other
             continue
-        parts = (*value, *(part for part in other if part not in value))
-        for part in sorted(parts, key=lambda part: part.startswith("(")):  # summaries come last
+        for part in sorted({**value, **other}, key=lambda part: part.startswith("(")):  # summaries come last
             if value.get(part) != other.get(part):
-                yield FingerprintDifference(name, part, _shown(value.get(part)), _shown(other.get(part)))
+                yield name, part, value.get(part), other.get(part)
 
 
-def table_differences(
-    exported: ParamTable, here: ParamTable, names: Mapping[str, str]
-) -> Iterator[FingerprintDifference]:
-    """Yield the differences between two parameter tables in some fields, the first parameter first.
-
-    Args:
-        names: the fields, and what messages call them.
-    """
+def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str, str]) -> Iterator[Difference]:
+    """Yield the differences between two parameter tables; `names` are the fields, and how messages call them."""
     known = {row.names: row for row in here}
     if list(known) != [row.names for row in exported]:
-        yield _names_difference(exported, here)
+        former, latter = ([" = ".join(row.names) for row in table] for table in (exported, here))
+        pairs = zip([*former, "missing"], [*latter, "missing"])
+        yield "parameter names", "", *next(pair for pair in pairs if pair[0] != pair[1])
         return
     for row in exported:
         for field, name in names.items():
             value, other = getattr(row, field), getattr(known[row.names], field)
             if value != other:
-                yield FingerprintDifference(name, row.name, _shown(write(value)), _shown(write(other)))
-
-
-def _names_difference(exported: ParamTable, here: ParamTable) -> FingerprintDifference:
-    former, latter = ([" = ".join(row.names) for row in table] for table in (exported, here))
-    pairs = zip([*former, "missing"], [*latter, "missing"])
-    return FingerprintDifference("parameter names", "", *next(pair for pair in pairs if pair[0] != pair[1]))
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+                yield name, row.name, write(value), write(other)
 
 
 def check_same_options(
@@ -243,8 +210,7 @@ def check_same_options(
     """Raise ArtifactError for the first option of a tracer that differs from the export.
 
     Args:
-        stored: what `describe_options` returned then.
-        rows: the parameter table of then.
+        stored, rows: what `describe_options` returned then, and the parameter table.
         given: names of the options that the caller gave; None compares all.
     """
     here = describe_options(tracer)
@@ -284,27 +250,26 @@ def encode_shapes(shapes: Any) -> str | None:
 
     {"x": {0: Dim("n", max=8)}, "y": None}   ->   {"dict": [["x", {"dict": [[0, {"dim": ["n", 0, 8]}]]}], ["y", null]]}
     """
-    return None if shapes is None else json.dumps(_shapes_as_data(shapes))
 
+    def data_of(shapes: Any) -> Any:
+        if shapes is None or type(shapes) in (int, str):
+            return shapes
+        if isinstance(shapes, Mapping):
+            return {"dict": [[key, data_of(value)] for key, value in shapes.items()]}
+        if isinstance(shapes, (list, tuple)):
+            return {type(shapes).__name__: list(map(data_of, shapes))}
+        for name in _HINTS if isinstance(shapes, type(Dim.AUTO)) else ():
+            if shapes == getattr(Dim, name):
+                return {"hint": name}
+        if type(shapes) is Dim:
+            return {"dim": [shapes.__name__, shapes.min, shapes.max if type(shapes.max) is int else None]}
+        return {"other": getattr(shapes, "__name__", str(shapes))}  # such as 2*n
 
-def _shapes_as_data(shapes: Any) -> Any:
-    if shapes is None or type(shapes) in (int, str):
-        return shapes
-    if isinstance(shapes, Mapping):
-        return {"dict": [[key, _shapes_as_data(value)] for key, value in shapes.items()]}
-    if isinstance(shapes, (list, tuple)):
-        return {type(shapes).__name__: list(map(_shapes_as_data, shapes))}
-    if isinstance(shapes, type(Dim.AUTO)):
-        hint = next((name for name in _HINTS if shapes == getattr(Dim, name)), None)
-        if hint is not None:
-            return {"hint": hint}
-    if type(shapes) is Dim:
-        return {"dim": [shapes.__name__, shapes.min, shapes.max if type(shapes.max) is int else None]}
-    return {"other": getattr(shapes, "__name__", str(shapes))}  # such as 2*n
+    return None if shapes is None else json.dumps(data_of(shapes))
 
 
 def decode_shapes(text: str) -> Any:
-    """Return the `dynamic_shapes` of JSON; None where one is computed from another. Equal names are one `Dim`.
+    """Inverse of `encode_shapes`; None where one is computed from another. Equal names are one `Dim`.
 
     Raises:
         ArtifactError: the text is not what `encode_shapes` writes.
@@ -318,7 +283,7 @@ def decode_shapes(text: str) -> Any:
         if kind == "dict":
             return {key: shapes_of(value) for key, value in content}
         if kind in ("list", "tuple"):
-            return {"list": list, "tuple": tuple}[kind](map(shapes_of, content))
+            return (list if kind == "list" else tuple)(map(shapes_of, content))
         if kind == "hint" and content in _HINTS:
             return getattr(Dim, content)
         name, least, most = content
@@ -338,8 +303,8 @@ def decode_shapes(text: str) -> Any:
 _VERSIONED = ("cattrs", "networkx", "numpy", "sympy")
 
 
-def why_not_cached(tracer: Tracer) -> str:
-    """Return why programs of a tracer are not cached; "" if they may be."""
+def why_not_cached(tracer: Tracer, program: Program) -> str:
+    """Return why a program of a tracer is not cached; "" if it may be."""
     spec = tracer.spec
     if spec.tensor is not None or spec.whole is not None:
         return "the model has a tensor axis: its programs are those of a rank's place on it"
@@ -347,7 +312,7 @@ def why_not_cached(tracer: Tracer) -> str:
         return "the model has parameters on another mesh: its programs are those of a rank's place on it"
     if tracer.current_spec().extended:
         return "a parameter decides itself what is gathered of it"
-    known: Iterable[type] = tuple(PASSES.values())
+    known: tuple[type, ...] = tuple(PASSES.values())
     for step in tracer.pipeline:
         if type(step) not in known:
             return f"the pass {step.name} ({class_name(type(step))}) is not graphshard's: its code is not compared"
@@ -356,15 +321,15 @@ def why_not_cached(tracer: Tracer) -> str:
             return f"the planner {type(planner).__qualname__} is not graphshard's: its code is not compared"
     if modes_of_functions():
         return "a mode of torch is active that sees every function"
+    if program.sizes:
+        return "it has dynamic sizes"
+    if any(axis.role == "inner" for axis in program.mesh.axes):
+        return "the model communicates in process groups of its own"
     return ""
 
 
 def key_facts(model: nn.Module, tracer: Tracer, signature: Signature) -> dict[str, Any]:
-    """Return all that a program depends on, except its graph, as plain data by the names that messages use.
-
-    Raises:
-        Exception: some of it cannot be written down.
-    """
+    """Return all that a program depends on, except its graph, as plain data; raise if it cannot be written down."""
     spec, device = tracer.spec, tracer.spec.device
     gpu: list[Any] = [torch.cuda.is_available()]
     if device.type == "cuda" and torch.cuda.is_available():

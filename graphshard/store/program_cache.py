@@ -4,8 +4,6 @@
   and everything else in `fingerprint.key_facts`. A program whose key cannot be written down is not cached.
 * Guards come from this launch's trace. The file has what passes and compilation made of the graph.
 * All ranks or none: ranks compare what they found, and compile together if one of them found something else.
-
-The log `graphshard.cache` tells of each step.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +62,7 @@ _REMEDY = (
 
 @dataclass
 class ProgramCache:
-    """A directory of compiled programs.
-
-    Attributes:
-        directory: it need not exist.
-        limit: bytes that it may have.
-    """
+    """A directory of compiled programs, which need not exist, and the bytes that it may have."""
 
     directory: Path
     limit: int
@@ -83,11 +76,7 @@ class ProgramCache:
         tensors: Sequence[torch.Tensor],
         program: Program,
     ) -> CacheLookup | None:
-        """Return the lookup for the program of a trace; None if it cannot be cached, and the log says why.
-
-        Args:
-            program: of the trace, before passes.
-        """
+        """Return the lookup for a traced program, before passes; None if it cannot be cached, and the log says why."""
         tracer = maker.tracer
         with contextlib.suppress(OSError):  # it does not exist, or reading it says more
             if others_can_write(self.directory):
@@ -96,7 +85,7 @@ class ProgramCache:
                 return None
         text = ""
         try:
-            problem = why_not_cached(tracer) or _why_graph_is_not_cached(program)
+            problem = why_not_cached(tracer, program)
             if not problem:
                 facts = {**key_facts(module, tracer, signature), "graph": graph_digest(program)}
                 text = json.dumps(facts, sort_keys=True, allow_nan=False)
@@ -106,7 +95,7 @@ class ProgramCache:
             log.info("cache: %s is neither looked for nor kept: %s", tracer.label, problem)
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return CacheLookup(self, maker, module, signature, tensors, json.loads(text), key)
+        return CacheLookup(self, maker, module, signature, tensors, json.loads(text), self.directory / f"{key}{ENDING}")
 
     def warn(self, message: str, *args: Any) -> None:
         """Log a problem of the directory once."""
@@ -115,22 +104,11 @@ class ProgramCache:
             log.warning(message, *args)
 
 
-def _why_graph_is_not_cached(program: Program) -> str:
-    if program.sizes:
-        return "it has dynamic sizes"
-    if any(axis.role == "inner" for axis in program.mesh.axes):
-        return "the model communicates in process groups of its own"
-    return ""
-
-
 @dataclass
 class CacheLookup:
-    """One program that may be in the cache, or is to be put there.
+    """One program that may be in the cache, or is to be put there, of a call with tensors.
 
-    Attributes:
-        tensors: of the call.
-        facts: everything that the program depends on, by name.
-        key: their hash.
+    `facts` are everything that it depends on, by name, and `path` is named by their hash.
     """
 
     cache: ProgramCache
@@ -139,56 +117,49 @@ class CacheLookup:
     signature: Signature
     tensors: Sequence[torch.Tensor]
     facts: dict[str, Any]
-    key: str
-
-    @property
-    def _path(self) -> Path:
-        return self.cache.directory / f"{self.key}{ENDING}"
-
-    @property
-    def _label(self) -> str:
-        return self.maker.tracer.label
+    path: Path
 
     def find(self) -> CachedProgram | None:
         """Return the program, ready to be installed; None if there is none, and the log says why."""
-        start, path = time.perf_counter(), self._path
+        start, path, label = time.perf_counter(), self.path, self.maker.tracer.label
         try:
-            kept = self._read(path)
+            kept = self._read()
         except FileNotFoundError:
-            log.info("cache: %s is not in %s: %s", self._label, self.cache.directory, self._difference())
+            log.info("cache: %s is not in %s: %s", label, path.parent, self._difference())
             return None
         except OSError as error:
-            self.cache.warn("cache: %s cannot be read (%s): compiling. %s", self.cache.directory, error, _REMEDY)
+            self.cache.warn("cache: %s cannot be read (%s): compiling. %s", path.parent, error, _REMEDY)
             return None
         except Exception as error:
             what = "removed, and the program is compiled again" if remove(path) else _REMEDY
             self.cache.warn("cache: %s: %s: %s. It is %s", path, type(error).__name__, error, what)
             return None
         touch(path)
-        log.info("cache: %s found in %s in %.2f s", self._label, path, time.perf_counter() - start)
+        log.info("cache: %s found in %s in %.2f s", label, path, time.perf_counter() - start)
         return kept
 
-    def _read(self, path: Path) -> CachedProgram:
-        tracer, artifact = self.maker.tracer, artifact_of(read_private(path))
-        backend, device = tracer.options.backend, tracer.spec.device
+    def _read(self) -> CachedProgram:
+        maker, artifact = self.maker, artifact_of(read_private(self.path))
+        tracer, device = maker.tracer, maker.tracer.spec.device
         ((entry,),) = (mesh.programs for mesh in artifact.manifest.meshes)
         data = artifact.archive.json(f"{entry.file}.json")
         compiled = dict(tracer.compiled)
         for key in data["regions"]:
             if key not in compiled:
-                compiled[key] = RegionCall(read_region(artifact, key, backend, device)[0])
+                compiled[key] = RegionCall(read_region(artifact, key, tracer.options.backend, device)[0])
         program = decode_lowered(data, compiled, self.module, device)
         program.model, program.reason = tracer.label, "kept"
-        partitioned: Callable[[], Partitioned] | None = None
-        for file in entry.partitioned_files:
-            content = artifact.archive.members[file]
-            partitioned = functools.partial(_partitioned, content, program, self.maker)
-        return CachedProgram(program, partitioned, {key: compiled[key] for key in data["regions"]})
+        content = next((artifact.archive.members[file] for file in entry.partitioned_files), b"")
+
+        def partitioned() -> Partitioned:
+            return decode_partitioned(json.loads(content), program, maker.passes, device)
+
+        return CachedProgram(program, partitioned if content else None, {key: compiled[key] for key in data["regions"]})
 
     def _difference(self) -> str:
         """Return what differs from the most recently used program of the same model."""
         for entry in entries(self.cache.directory):
-            if entry.label.get("model") == self.facts["model"] and entry.label.get("key") != self.key:
+            if entry.label.get("model") == self.facts["model"] and entry.label.get("key") != self.path.stem:
                 with contextlib.suppress(Exception):
                     facts = read_private(entry.path).json("key.json")
                     names = [name for name in self.facts if facts.get(name) != self.facts[name]]
@@ -197,21 +168,24 @@ class CacheLookup:
 
     def keep(self, program: Program, partitioned: Partitioned | None) -> None:
         """Write a program; if it cannot be written, the log says why."""
+        path, label = self.path, self.maker.tracer.label
         try:
-            self._write(program, partitioned)
+            if self._write(program, partitioned):
+                removed = shrink(path.parent, self.cache.limit, path)
+                log.info("cache: %s kept in %s%s", label, path, f", {removed} older removed" if removed else "")
         except OSError as error:
-            where = self.cache.directory
-            self.cache.warn("cache: %s cannot be written (%s): nothing is kept there. %s", where, error, _REMEDY)
+            warning = "cache: %s cannot be written (%s): nothing is kept there. %s"
+            self.cache.warn(warning, path.parent, error, _REMEDY)
         except Exception as error:  # values that no file can hold
-            log.info("cache: %s is not kept: %s: %s", self._label, type(error).__name__, error)
+            log.info("cache: %s is not kept: %s: %s", label, type(error).__name__, error)
 
-    def _write(self, program: Program, partitioned: Partitioned | None) -> None:
-        path, tracer = self._path, self.maker.tracer
+    def _write(self, program: Program, partitioned: Partitioned | None) -> bool:
+        path, tracer = self.path, self.maker.tracer
         data = encode_lowered(program, self.module)
         start = None if partitioned is None else encode_partitioned(partitioned, program)
         # Another rank has written it, or does: a thousand of them would, on a file system of all machines.
         if path.exists() or is_being_written(path):
-            return
+            return False
         writer = ArtifactWriter({"key.json": to_bytes(self.facts)})
         for key, region in program.regions.items():
             fn = tracer.compiled[key].fn
@@ -222,27 +196,18 @@ class CacheLookup:
 
                 kernels = inductor.kernels_of(fn)
             writer.add_region(key, region, kernels or Package(), otherwise="later" if generated else "operators")
+        digests = [self.facts["graph"]]
         compiled = CompiledProgram.of(
-            data,
-            entry=tracer.name,
-            digests=[self.facts["graph"]],
-            signature=self.signature,
-            partitioned=start,
+            data, entry=tracer.name, digests=digests, signature=self.signature, partitioned=start
         )
         mesh, params = tracer.spec.mesh, tracer.current_spec().params
         writer.add_mesh(MeshPrograms(mesh, mesh.shape, describe_options(tracer), params, (compiled,)))
         here = environment(tracer.spec.device, native=True)
         inputs = ", ".join(f"{short_name(each.dtype)}{list(each.shape)}" for each in self.tensors)
-        label = CacheLabel(
-            self.key, self.facts["model"], self._label, inputs, str(mesh), tracer.options.backend, here.torch
-        )
+        of_call = tracer.label, inputs, str(mesh), tracer.options.backend, here.torch
+        label = CacheLabel(path.stem, self.facts["model"], *of_call)
         writer.write(path, here, model_facts(self.module), cached=label)
-        removed = shrink(self.cache.directory, self.cache.limit, path)
-        log.info("cache: %s kept in %s%s", self._label, path, f", {removed} older removed" if removed else "")
-
-
-def _partitioned(content: bytes, program: Program, maker: ProgramCompiler) -> Partitioned:
-    return decode_partitioned(json.loads(content), program, maker.passes, maker.tracer.spec.device)
+        return True
 
 
 @functools.cache
@@ -252,14 +217,7 @@ def _warn_once(message: str) -> None:
 
 
 def cache_at(chosen: Any) -> ProgramCache | None:
-    """Return the cache of a directory; None if nothing is to be cached.
-
-    Args:
-        chosen: as `compile` takes it.
-
-    Raises:
-        ArgumentError: the limit in the environment is no size.
-    """
+    """Return the cache of a directory, as `compile` takes it; None if nothing is to be cached."""
     try:
         directory = directory_of(chosen)
     except HomelessError as error:

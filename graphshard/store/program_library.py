@@ -1,26 +1,32 @@
-"""The programs of an artifact for one mesh; traces of calls select them by their digests."""
+"""The programs of an artifact for one mesh; traces of calls select them by their digests.
+
+A program that loads can be called. Reading has checked the type of each field; then fields are compared with each
+other: slots with graphs, calls with regions, operators with their values, and inputs with those of the trace. Thus
+forged contents with the right digest are an error of loading, before anything is changed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Graph, Node
 
 from graphshard.codec.converter import decode_pass
-from graphshard.codec.graph_format import strings
+from graphshard.codec.graph_format import parse_size, strings
 from graphshard.codec.program_format import decode_lowered, decode_partitioned, graph_digest
-from graphshard.codec.size_format import parse_size
 from graphshard.cross.gpu_kernels import GpuRegion
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
-from graphshard.ir.printer import number, print_program
-from graphshard.ir.program import Program, Region
+from graphshard.ir.printer import describe, number, print_program
+from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.aoti_package import PackagedRegion
 from graphshard.lower.backends import Backend
 from graphshard.lower.eager import compile_eager, compile_operators
@@ -30,11 +36,10 @@ from graphshard.module.installed_programs import reason_of
 from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.module.runner import Runner
 from graphshard.passes import AccumulateGradients
-from graphshard.pipeline.rules import Checked
+from graphshard.pipeline.rules import Checked, consistent_values, saved_is_returned, wrong_values
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.store.artifact_file import Artifact
 from graphshard.store.artifact_manifest import BackwardEntry, ProgramEntry
-from graphshard.store.validate_program import check_program, check_region, differs_from_trace
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
@@ -70,14 +75,10 @@ class ProgramLibrary:
         """Return the programs of the model, or of a submodule that is called on its own."""
         return [program for program in self.programs if program.entry.entry == entry]
 
-    def read(self, stored: StoredProgram, module: nn.Module, runner: ProgramCompiler) -> Program:
-        """Return the program for its module."""
-        return decode_lowered(stored.data, runner.tracer.compiled, module, runner.tracer.spec.device)
-
     def check_same(self, module: nn.Module, runner: ProgramCompiler) -> None:
         """Check that the other ranks have read the same programs; all ranks call this together."""
         for stored in self.programs:
-            runner.agreement.anew().check(self.read(stored, module.get_submodule(stored.entry.entry), runner))
+            runner.agreement.anew().check(_decoded(stored.data, module.get_submodule(stored.entry.entry), runner))
 
     def find(self, runner: ProgramCompiler, module: nn.Module, traced: Program) -> LoweredProgram | None:
         """Return the program of a trace, ready to be installed; None if the file has none.
@@ -85,11 +86,14 @@ class ProgramLibrary:
         Raises:
             ArtifactError: the program of this digest belongs to another trace: export did not write the file.
         """
-        digest = graph_digest(traced)
+        digest, sizes = graph_digest(traced), {size.name: size.value for size in traced.sizes}
         for stored in self.of(runner.tracer.name):
-            if digest not in stored.entry.digests or not _conditions_hold(stored, traced):
+            if digest not in stored.entry.digests:
                 continue
-            program = self.read(stored, module, runner)
+            # The program's assumptions about dynamic sizes are added to the guards of the trace.
+            if not all(bool(parse_size(text, sizes)) for text in strings(stored.data["conditions"])):
+                continue
+            program = _decoded(stored.data, module, runner)
             fault = differs_from_trace(program, traced)
             if fault:
                 raise ArtifactError(f"{self.artifact.path}: a program is for another call: {fault}. Export it again.")
@@ -101,13 +105,9 @@ class ProgramLibrary:
     def _backward_factory(
         self, stored: StoredProgram, program: Program, owner: nn.Module, runner: ProgramCompiler
     ) -> BackwardFactory | None:
-        device = runner.tracer.spec.device
-        if not stored.entry.partitioned_files:
-            return None
-
         def make_backward(variant: Variant, _: Strides) -> Program:
             if variant in stored.backwards:
-                other = decode_lowered(stored.backwards[variant], runner.tracer.compiled, owner, device)
+                other = _decoded(stored.backwards[variant], owner, runner)
                 if variant[1] is not None:
                     runner.agreement.check(other)
                 return other
@@ -116,10 +116,10 @@ class ProgramLibrary:
                 raise lacks
             log.warning("compiling instead of loading: %s", lacks)
             (file,) = stored.entry.partitioned_files
-            start = decode_partitioned(self.artifact.archive.json(file), program, runner.passes, device)
-            return runner.rerun(program, start, variant)
+            data, device = self.artifact.archive.json(file), runner.tracer.spec.device
+            return runner.rerun(program, decode_partitioned(data, program, runner.passes, device), variant)
 
-        return make_backward
+        return make_backward if stored.entry.partitioned_files else None
 
     def _no_backward(self, stored: StoredProgram, variant: Variant) -> ArtifactError:
         path, (used, accumulate) = self.artifact.path, variant
@@ -149,30 +149,29 @@ class ProgramLibrary:
     def missing(self, runner: ProgramCompiler, call: Signature, traced: Program) -> ArtifactError:
         """Return the error for a call for which there is no program."""
         found = self.of(runner.tracer.name)
-        why = self._reason(runner, call)
-        if not why:
-            why = self._different_trace(traced, [stored for stored in found if stored.entry.signature == call])
+        alike = [stored for stored in found if stored.entry.signature == call]
         conditions = dict.fromkeys(text for stored in found for text in stored.data["conditions"])
-        if conditions:
-            why += f" (programs of dynamic sizes hold where {brief(', '.join(conditions))})"
+        known = f" (programs of dynamic sizes hold where {brief(', '.join(conditions))})" if conditions else ""
         return self._no_program(
-            runner,
-            f"{why}. Export it with calls=[graphshard.Call(...)] for such calls too, or use "
+            *(runner, call, lambda: self._different_trace(traced, alike)),
+            f"{known}. Export it with calls=[graphshard.Call(...)] for such calls too, or use "
             "graphshard.compile(..., artifact=...), which compiles what the file lacks.",
         )
 
     def untraceable(self, runner: ProgramCompiler, call: Signature, error: GraphBreak) -> ArtifactError:
         """Return the error for a call that cannot be traced whole, so that no program can be for it."""
-        return self._no_program(runner, f"{self._reason(runner, call) or 'it has a graph break'}. {error}")
+        return self._no_program(runner, call, lambda: "it has a graph break", f". {error}")
 
-    def _no_program(self, runner: ProgramCompiler, why: str) -> ArtifactError:
-        model = runner.tracer.name or "the model"
-        return ArtifactError(f"{self.artifact.path} has no program for this call of {model}: {why}", field="inputs")
-
-    def _reason(self, runner: ProgramCompiler, call: Signature) -> str:
-        """Return how a call differs from the calls of the file; "" if its signature does not."""
-        found = self.of(runner.tracer.name)
-        return reason_of(call, [stored.entry.signature for stored in found]).text if found else "it has none at all"
+    def _no_program(
+        self, runner: ProgramCompiler, call: Signature, otherwise: Callable[[], str], remedy: str
+    ) -> ArtifactError:
+        """Return the error for a call; `otherwise` says why there is no program if its signature is one of the file."""
+        found, model = self.of(runner.tracer.name), runner.tracer.name or "the model"
+        why = "it has none at all"
+        if found:
+            why = reason_of(call, [stored.entry.signature for stored in found]).text or otherwise()
+        text = f"{self.artifact.path} has no program for this call of {model}: {why}{remedy}"
+        return ArtifactError(text, field="inputs")
 
     def _different_trace(self, traced: Program, found: Sequence[StoredProgram]) -> str:
         """Return the first line in which a trace differs from the traces of the file, of calls with equal inputs."""
@@ -187,20 +186,14 @@ class ProgramLibrary:
         return "forward computes something else than when it was exported"
 
 
-def _conditions_hold(stored: StoredProgram, traced: Program) -> bool:
-    """Add a program's assumptions about dynamic sizes to the guards of a trace; return whether they hold."""
-    sizes = {size.name: size.value for size in traced.sizes}
-    return all(bool(parse_size(text, sizes)) for text in strings(stored.data["conditions"]))
+def _decoded(data: dict[str, Any], module: nn.Module, runner: ProgramCompiler) -> Program:
+    return decode_lowered(data, runner.tracer.compiled, module, runner.tracer.spec.device)
 
 
 def read_programs(
     artifact: Artifact, index: int, model: nn.Module, runner: Runner
 ) -> tuple[ProgramLibrary, list[Program]]:
-    """Read the programs for a mesh, and check them; the regions that they call are added to the runner's.
-
-    Raises:
-        ArtifactError: something cannot be read.
-    """
+    """Read the programs for a mesh, and check them; the regions that they call are added to the runner's."""
     try:
         return _read(artifact, index, model, runner)
     except ArtifactError:
@@ -230,10 +223,8 @@ def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> t
     library, programs = ProgramLibrary(artifact, tuple(stored)), []
     for found in stored:
         module = model.get_submodule(found.entry.entry)
-        program = library.read(found, module, runner)
-        called = {
-            name: region for name, key in program.region_names.items() if (region := regions.get(key)) is not None
-        }
+        program = _decoded(found.data, module, runner)
+        called = {name: regions.get(key) for name, key in program.region_names.items()}
         check_program(program, found.entry.phases, module, called)
         programs.append(program)
     return library, programs
@@ -253,8 +244,7 @@ def read_region(
 ) -> tuple[Boxed, Region | None]:
     """Return the function that runs a region of a file, and its operators unless there is code for it.
 
-    Args:
-        checked: calls that were found right in other regions; None does not check them.
+    They are checked if calls that were found right in other regions are given as `checked`.
     """
     code = artifact.manifest.regions[key].code
     if code == "native":
@@ -273,3 +263,128 @@ def read_region(
 
     ((_, fn),) = inductor.compile_all({key: region}, lambda _: None)
     return fn, region
+
+
+# --- consistency of a program that was read ----------------------------------------------------------------------
+
+_OF_PARAMETERS = ("param", "part", "gathered", "grad", "accumulated", "partial", "pending", "piece")
+_OF_TENSORS = ("mutation", "saved", "accumulated", "partial", "pending", "piece")
+
+
+def check_program(program: Program, phases: list[str], module: nn.Module, regions: Mapping[str, Region | None]) -> None:
+    """Raise ArtifactError for the first inconsistency of a program.
+
+    Args:
+        phases: of the program, as the manifest says.
+        regions: by the names that the program calls them by; None is native code, which checks its inputs itself.
+    """
+
+    def faults() -> Iterator[str]:
+        if list(program.phases) != phases or "forward" not in phases:
+            yield f"its phases are {brief(list(program.phases))}, and not {brief(phases)}"
+        yield from _faults_of_outputs(program)
+        for name, phase in program.phases.items():
+            yield from _faults_of_slots(program, phase, module)
+            yield from _faults_of_calls(phase.module.graph, regions)
+            rules = [*consistent_values(program, name), *saved_is_returned(program, name)]
+            yield from (violation.message for violation in rules)
+
+    for fault in faults():
+        raise ArtifactError(f"a program cannot run: {fault}. Export it again.")
+
+
+def check_region(region: Region, checked: Checked) -> None:
+    """Raise ArtifactError if a value of a region is not what its operator makes; `checked` are calls known as right."""
+    for violation in wrong_values(region.module.graph, checked):
+        raise ArtifactError(f"region {region.key} cannot run: {violation.message}. Export it again.")
+
+
+def differs_from_trace(program: Program, traced: Program) -> str:
+    """Return how a program's inputs and outputs differ from a trace's, before passes; "" if they do not."""
+    for what, found, wanted in (
+        ("structure of the output", program.out_spec, traced.out_spec),
+        ("outputs with gradients", program.tangents, traced.tangents),
+        ("device", program.device, traced.device),
+        ("dynamic sizes", [(s.name, s.source) for s in program.sizes], [(s.name, s.source) for s in traced.sizes]),
+    ):
+        if found != wanted:
+            return f"its {what}: {brief(str(found))}, and not {brief(str(wanted))}"
+    ((_, phase),) = traced.phases.items()
+    given = {slot: _described(node) for node, slot in phase.slot_of().items() if slot.kind == "input"}
+    for node, slot in program.phases["forward"].slot_of().items():
+        if slot.kind == "input" and _described(node) != given.get(slot):
+            return f"{slot} is {_described(node)}, and not {given.get(slot, 'there')}"
+    return ""
+
+
+def _described(node: Node) -> str:
+    """Return dtype and shape of an input; symbols of dynamic sizes differ between programs."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return describe(value)
+    return f"{value.dtype}{[size if type(size) is int else None for size in value.shape]}"
+
+
+def _faults_of_outputs(program: Program) -> Iterator[str]:
+    """Outputs are numbered in order, and match the structure, the checks and the tangents."""
+    forward = program.phases["forward"]
+    results = [(value, slot) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
+    names = [slot.name for _, slot in results]
+    if names != [str(index) for index in range(len(names))]:
+        yield f"its outputs are called {brief(names)}"
+    returned, checks = program.out_spec.num_leaves, len(program.checks)
+    if returned != len(names) - checks:
+        yield f"it has {len(names)} outputs, the structure of the output has {returned}, and {checks} are checked"
+    tensors = {slot.name for value, slot in results if isinstance(value, Node)}
+    inputs = program.phases["backward"].inputs if "backward" in program.phases else ()
+    arriving = {slot.name for slot in inputs if slot.kind == "tangent"}
+    if not arriving <= set(program.tangents) <= tensors:
+        yield f"it is differentiated through {brief(program.tangents)} of the outputs {brief(sorted(tensors))}"
+
+
+def _faults_of_slots(program: Program, phase: Phase, module: nn.Module) -> Iterator[str]:
+    """Every slot names something that exists, and is a tensor where one is bound."""
+    sizes, params = {size.name for size in program.sizes}, {row.name for row in program.params}
+    buffers = {*program.constants, *(name for name, _ in module.named_buffers(remove_duplicate=False))}
+    known = {"buffer": buffers, "late": buffers, "size": sizes, **dict.fromkeys(_OF_PARAMETERS, params)}
+    for value, slot in [*zip(phase.placeholders, phase.inputs), *zip(phase.results, phase.outputs)]:
+        kind = slot.of if slot.kind in ("mutation", "grad") else slot.kind
+        if kind in known and slot.name not in known[kind]:
+            yield f"{brief(str(slot))} is not there"
+        if slot.kind in _OF_TENSORS and not isinstance(value, Node):
+            yield f"{brief(str(slot))} is {brief(value)} and no tensor"
+        if slot.kind == "grad" and not (value is None or isinstance(value, Node)):
+            yield f"{brief(str(slot))} is {brief(value)} and no gradient"
+
+
+def _faults_of_calls(graph: Graph, regions: Mapping[str, Region | None]) -> Iterator[str]:
+    """Calls fit their regions, and parts that are picked exist."""
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            several, index = node.args[0].meta.get("val"), node.args[1]
+            if not isinstance(several, (list, tuple)) or type(index) is not int or not 0 <= index < len(several):
+                yield f"{brief(node.name)} is part {brief(index)} of {describe(several)}"
+        if node.op != "call_module":
+            continue
+        given = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+        if not isinstance(given, (list, tuple)) or not all(isinstance(item, Node) for item in given):
+            yield f"{brief(node.name)} calls {brief(node.target)} with {brief(node.args)}"
+            continue
+        region = regions.get(str(node.target))
+        if region is None:
+            continue
+        (output,) = region.module.graph.find_nodes(op="output")
+        for what, here, there in (
+            ("takes", given, region.module.graph.find_nodes(op="placeholder")),
+            ("makes", node.meta.get("val"), output.args[0]),
+        ):
+            said, wanted = (brief(_ranks(values)) for values in (here, there))
+            if said != wanted:
+                yield f"{brief(node.name)}: its region {what} tensors of {wanted} dimensions, it has {said}"
+
+
+def _ranks(values: Any) -> list[Any]:
+    """Return number of dimensions and dtype of tensors; sizes may be dynamic, under other names."""
+    found = values if isinstance(values, (list, tuple)) else [values]
+    vals = [value.meta.get("val") if isinstance(value, Node) else value for value in found]
+    return [(val.dim(), val.dtype) if isinstance(val, torch.Tensor) else type(val).__name__ for val in vals]

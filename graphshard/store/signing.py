@@ -9,6 +9,7 @@ takes the package `cryptography`, which `graphshard[sign]` installs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,8 @@ def signer_of(key: Any) -> Signer:
 def verifier_of(keys: Any) -> Verifier | None:
     """Return the function that checks that one of these public keys signed a file; None for None, which trusts any.
 
-    Args:
-        keys: one or several, PEM files or cryptography's objects.
-
     Raises:
-        ArgumentError: there is none, or one is not an ed25519 public key.
+        ArgumentError: there is none, or one is not an ed25519 public key, a PEM file or cryptography's object.
     """
     if keys is None:
         return None
@@ -49,6 +47,7 @@ def verifier_of(keys: Any) -> Verifier | None:
     found = [_key_of("trust", key, "public") for key in several]
     if not found:
         raise ArgumentError(f"trust must be one public key or several, got {brief(keys)}. {_MAKE}")
+    from cryptography.exceptions import InvalidSignature
 
     def verify(path: Path, digest: bytes, signature: bytes | None) -> None:
         if signature is None:
@@ -57,7 +56,11 @@ def verifier_of(keys: Any) -> Verifier | None:
                 "would run it as a program.",
                 field="signature",
             )
-        if not any(_has_signed(key, digest, signature) for key in found):
+        for key in found:
+            with contextlib.suppress(InvalidSignature):
+                key.verify(signature, _PURPOSE + digest)
+                break
+        else:
             raise ArtifactError(
                 f"{path} is not signed by a key that is trusted: it was signed with another one, or changed. It is not "
                 "loaded. Give trust= the key of who exported it.",
@@ -65,16 +68,6 @@ def verifier_of(keys: Any) -> Verifier | None:
             )
 
     return verify
-
-
-def _has_signed(key: Any, digest: bytes, signature: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key.verify(signature, _PURPOSE + digest)
-    except InvalidSignature:
-        return False
-    return True
 
 
 def _key_of(argument: str, key: Any, kind: str) -> Any:

@@ -86,10 +86,10 @@ def test_fields_of_compiled_regions_are_compared_only_with_compiled_regions() ->
     with mock.patch("torch.get_num_threads", return_value=77), mock.patch("torch.__version__", "2.99.0+rocm"):
         changed = environment(device, native=True)
         assert environment(device, native=False).torch == "2.99.0"
-    assert {found.field for found in differences(native, changed)} == {"threads", "torch"}
+    assert {field for field, *_ in differences(native, changed)} == {"threads", "torch"}
     with mock.patch("torch.backends.cpu.get_cpu_capability", return_value="AVX9"):
         (found,) = differences(native, environment(device, native=True))
-    assert (found.field, found.where, found.here) == ("cpu", "vectors", "AVX9")
+    assert (found[0], found[1], found[3]) == ("cpu", "vectors", "AVX9")
 
 
 def test_mesh_shape(net_file: Path, fake_world: FakeWorld) -> None:

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 import graphshard
 from graphshard.aot.load import _check_place
 from graphshard.cli.main import main
-from graphshard.cross.cubin import read_cubin
-from graphshard.cross.gpu_kernels import GpuRegion, OnGpu, check_code
+from graphshard.cross.gpu_kernels import GpuRegion, OnGpu, check_code, read_cubin
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh

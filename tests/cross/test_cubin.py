@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphshard.cross.cubin import Resources, read_cubin
+from graphshard.cross.gpu_kernels import Resources, read_cubin
 from graphshard.errors import ArtifactError
 from graphshard.lower.inductor_cache import damage_of
 

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils._python_dispatch import autograd_would_have_decomposed
 
-from graphshard.cross import cuda_library
-from graphshard.cross.cuda_library import KERNELS, as_built_for_cuda, hooks_functions, virtual_functions
-from graphshard.cross.driver import stand_in
+from graphshard.cross import driver
+from graphshard.cross.driver import KERNELS, as_built_for_cuda, hooks_functions, stand_in, virtual_functions
 from graphshard.errors import ArgumentError
 from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program
@@ -230,11 +229,11 @@ def test_functions_of_headers() -> None:
 
 def test_another_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the hooks differ, there is an error instead of the CPU's decisions."""
-    monkeypatch.setattr(cuda_library, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
-    monkeypatch.setattr(cuda_library, "_VERSIONS", {})
+    monkeypatch.setattr(driver, "_CUDNN", {"hasCuDNN": (ctypes.c_bool, True)})
+    monkeypatch.setattr(driver, "_VERSIONS", {})
     with pytest.raises(ArgumentError, match=r"does not ask CUDA's hooks for cuDNN\. Export where there is a GPU"):
         as_built_for_cuda().__enter__()
-    monkeypatch.setattr(cuda_library, "_CUDNN", {"hasNothing": (ctypes.c_bool, True)})
+    monkeypatch.setattr(driver, "_CUDNN", {"hasNothing": (ctypes.c_bool, True)})
     with pytest.raises(ArgumentError, match="its hooks have no hasNothing"):
         as_built_for_cuda().__enter__()
     monkeypatch.undo()

@@ -131,13 +131,12 @@ def test_equal_regions_are_scheduled_once(study: Study) -> None:
 
 def test_falls_back_to_rules(study: Study, caplog: pytest.LogCaptureFixture) -> None:
     """The log names region and reason."""
-    from graphshard.cross import fused_kernels
 
     found = study.explain((8,), H100, "isolated")
     assert found._program is not None
     with (
         caplog.at_level(logging.WARNING, "graphshard"),
-        mock.patch.object(fused_kernels, "decompose", side_effect=RuntimeError("no such operator")),
+        mock.patch("graphshard.cross.compile_for_gpus.decompose", side_effect=RuntimeError("no such operator")),
         stand_in((9, 0)),
     ):
         assert schedule_regions(found._program.regions, H100, {}, lambda _: None) == {}

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import graphshard
 from graphshard.errors import PeerError
 from graphshard.lower import inductor
-from graphshard.lower.rank_work_split import cores_here
+from graphshard.lower.inductor_cache import cores_here
 from tests.distributed.twins import world_mesh
 from tests.helpers import Blocks
 from tests.ranks import RankError, Ranks

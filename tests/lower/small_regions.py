@@ -10,7 +10,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
+from graphshard.lower.batch_compile import Batch
 from graphshard.lower.eager import outputs_of
+from graphshard.lower.inductor import generate
 from graphshard.lower.regions import Boxed, extract
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 
@@ -43,3 +45,11 @@ def region_of(
 def values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
     """Compute the regions in the order of their names."""
     return [compiled[name]([INPUT])[0] for name in sorted(compiled)]
+
+
+def compile_inductor(region: Region, name: str) -> Boxed:
+    """One region by Inductor, in this process."""
+    with Batch(1) as batch:
+        finish = generate(region, name, batch)
+        batch.submit()
+        return finish()

@@ -17,11 +17,11 @@ from filelock import FileLock
 
 from graphshard.lower import batch_compile, inductor
 from graphshard.lower.batch_compile import Batch, Pending
-from graphshard.lower.inductor import compile_all, compile_inductor
+from graphshard.lower.inductor import compile_all
 from graphshard.lower.inductor_cache import check_whole, damage_of
 from graphshard.lower.region_store import Store
 from graphshard.utils.progress import cancelled_by
-from tests.lower.small_regions import INPUT, compute, regions_from, values
+from tests.lower.small_regions import INPUT, compile_inductor, compute, regions_from, values
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,18 @@ from torch.fx import Graph
 from graphshard.ir.graph import WAIT, aten, c10d
 from graphshard.ir.program import Program
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.executor import Executor, lines_of, profiler_range
-from graphshard.lower.executor_lines import CallLine, Operator, Return, Start, Take, WaitLine, print_lines
+from graphshard.lower.executor import (
+    CallLine,
+    Executor,
+    Operator,
+    Return,
+    Start,
+    Take,
+    WaitLine,
+    lines_of,
+    print_lines,
+    profiler_range,
+)
 from graphshard.lower.regions import RegionCall, executor, lower
 from tests.helpers import PACKED, Blocks, captured, through
 

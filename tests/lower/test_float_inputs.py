@@ -10,10 +10,10 @@ from torch.fx import Graph
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Region
-from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.inductor_rewrites import float_inputs, floats_as_tensors
 from graphshard.lower.regions import extract
 from graphshard.torch_compat.symbolic_sizes import new_unknown_float
+from tests.lower.small_regions import compile_inductor
 
 
 def _region(*, swapped: bool = False) -> Region:

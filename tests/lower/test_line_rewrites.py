@@ -11,8 +11,7 @@ import torch
 from torch.fx import Graph
 
 from graphshard.ir.graph import aten
-from graphshard.lower.executor import profiler_range
-from graphshard.lower.executor_lines import (
+from graphshard.lower.executor import (
     Arrive,
     Begin,
     CallLine,
@@ -24,6 +23,7 @@ from graphshard.lower.executor_lines import (
     Take,
     Variable,
     WaitLine,
+    profiler_range,
 )
 from graphshard.lower.line_rewrites import Run, Taken, hand_over_gradients, take_out_gathers, take_out_runs
 from graphshard.lower.regions import RegionCall, executor
@@ -51,7 +51,7 @@ def _call(result: str, read: str, where: str = "layers.0") -> Line:
 
 def _order(lines: list[Line]) -> list[str]:
     """Return the first result of each line, and for `Arrive` the gradients."""
-    return [f"-> {' '.join(line.values)}" if isinstance(line, Arrive) else "".join(line.results[:1]) for line in lines]
+    return [f"-> {' '.join(line.inputs)}" if isinstance(line, Arrive) else "".join(line.results[:1]) for line in lines]
 
 
 def test_views_of_a_bucket_are_handed_over_together() -> None:
@@ -179,10 +179,7 @@ def test_extracts_gathers_at_the_start() -> None:
     ]
     found, gathers = take_out_gathers(lines, [0, 1, 2])
     assert _begun_or_made(found) == ["w", "begin gather embed", "begin gather 0", "m", "f", "k", ""]
-    assert [(one.bucket, one.sources, one.num_results) for one in gathers] == [
-        ("gather embed", (0,), 1),
-        ("gather 0", (1,), 1),
-    ]
+    assert [(one.sources, one.num_results) for one in gathers] == [((0,), 1), ((1,), 1)]
     assert [_begun_or_made(list(one.start)) for one in gathers] == [["w", "c", "g", ""], ["v", "a", "h", ""]]
     assert [_begun_or_made(list(one.sent)) for one in gathers] == [["w", "c", ""], ["v", "a", ""]]
     assert gathers[0].start[-1].reads == _v("g", "c")

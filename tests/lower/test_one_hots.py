@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from graphshard.lower.inductor import compile_inductor, decompose
+from graphshard.lower.inductor import decompose
 from graphshard.lower.inductor_rewrites import has_one_hots
+from tests.lower.small_regions import compile_inductor
 from tests.lower.test_regions import _region
 
 ROWS, COLUMNS = 6, 40

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphshard.ir.program import Region
-from graphshard.lower import inductor, onednn_products, region_store
+from graphshard.lower import inductor, region_store
 from graphshard.lower.aoti_package import PackagedRegion, check_package
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.region_store import KeptRegion
@@ -27,7 +27,7 @@ _LINEAR = "mkldnn._linear_pointwise"
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
     """Let tests set the processor's vendor, with an empty cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with mock.patch.object(onednn_products, "vendor", return_value="AuthenticAMD") as found:
+    with mock.patch.object(inductor, "vendor", return_value="AuthenticAMD") as found:
         yield found
 
 
@@ -85,7 +85,7 @@ def test_other_matmuls_do_not_change(size: int, dtype: torch.dtype, mode: str) -
     region = region_of(*_layer(size, dtype), mode)
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     assert len(products) == 3
-    assert not any(map(onednn_products._suits, products))
+    assert not any(map(inductor._suits, products))
     if mode == "fake":
         assert _LINEAR not in _compiled(region).source_code  # type: ignore[attr-defined]
 
@@ -94,19 +94,19 @@ def test_slices_do_not_change() -> None:
     """oneDNN would copy it."""
     region = region_of(lambda x, w, g: [x[:, :192] @ w[:192], x @ w[:, :192], g @ w.t()], _layer(512)[1])
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert [onednn_products._suits(node) for node in products] == [False, False, True]
+    assert [inductor._suits(node) for node in products] == [False, False, True]
 
 
 def test_inductors_choice_takes_precedence() -> None:
-    config = onednn_products.inductor_config
+    config = inductor.inductor_config
     with config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         assert _LINEAR not in _compiled(region_of(*_layer(256))).source_code  # type: ignore[attr-defined]
 
 
 def test_inductors_lowering_is_restored() -> None:
-    lowerings, mm = onednn_products.lowerings, torch.ops.aten.mm.default
+    lowerings, mm = inductor.lowerings, torch.ops.aten.mm.default
     before = lowerings[mm]
-    with onednn_products.products():
+    with inductor.products():
         assert lowerings[mm] is not before
     assert lowerings[mm] is before
 

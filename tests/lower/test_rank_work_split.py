@@ -12,9 +12,9 @@ import pytest
 from filelock import FileLock
 
 from graphshard.ir.program import Region
-from graphshard.lower import inductor, rank_work_split
+from graphshard.lower import inductor
 from graphshard.lower.eager import compile_operators
-from graphshard.lower.rank_work_split import Claim, Claims, place_here, shares_of
+from graphshard.lower.inductor_cache import Claim, Claims, place_here, shares_of
 from graphshard.lower.regions import Boxed
 from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import regions_from
@@ -126,7 +126,7 @@ def test_a_region_is_released_when_it_is_done(tmp_path: Path) -> None:
 def test_does_not_wait_forever_for_a_hanging_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_work_split, "PATIENCE", 0.5)
+    monkeypatch.setattr("graphshard.lower.inductor_cache.PATIENCE", 0.5)
     with _holder(tmp_path / "locks" / "aa.lock") as other:
         try:
             (claim,) = claims([["region_0"]], tmp_path / "locks")

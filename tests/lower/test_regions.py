@@ -18,9 +18,9 @@ from graphshard.ir.kernel_shapes import new_tracing_mode
 from graphshard.ir.program import Program, Region
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.eager import compile_eager
-from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.regions import Boxed, RegionCall, cut, extract, lower
 from tests.helpers import Blocks, Scales, assert_gradients, captured, copied, step, through
+from tests.lower.small_regions import compile_inductor
 
 BATCH = (torch.ones(3, 4),)
 

@@ -10,11 +10,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.kernel_shapes import new_tracing_mode
-from graphshard.lower.inductor import compile_inductor
 from graphshard.lower.inductor_rewrites import sums_as_sizes, unknown_in
 from graphshard.lower.regions import extract
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from graphshard.torch_compat.symbolic_sizes import new_size, new_unknown_size
+from tests.lower.small_regions import compile_inductor
 
 
 def _input(graph: Graph, value: torch.Tensor) -> Node:

@@ -21,8 +21,7 @@ from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
 from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.executor import Executor
-from graphshard.lower.executor_lines import CallLine, Line, Start, Take, WaitLine
+from graphshard.lower.executor import CallLine, Executor, Line, Start, Take, WaitLine
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
 from graphshard.pipeline import rules

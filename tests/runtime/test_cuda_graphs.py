@@ -17,7 +17,7 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import aten, emit
 from graphshard.ir.program import Program, Region
-from graphshard.lower.executor_lines import CallLine, Operator, Return, Take, Variable
+from graphshard.lower.executor import CallLine, Operator, Return, Take, Variable
 from graphshard.lower.line_rewrites import Run
 from graphshard.lower.regions import RegionCall
 from graphshard.runtime.cuda_graphs import MOST_GRAPHS, GraphedRun, ModelGraphs, can_be_captured

@@ -20,8 +20,7 @@ from graphshard.ir import operators
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.program import Phase, Program
-from graphshard.lower.executor import Executor, _with_frees
-from graphshard.lower.executor_lines import CallLine, Line, Start, WaitLine
+from graphshard.lower.executor import CallLine, Executor, Line, Start, WaitLine, _with_frees
 from graphshard.lower.line_rewrites import Taken, hand_over_gradients
 from graphshard.passes import MakePlan, OffloadActivations, OffloadParameters
 from graphshard.schedule.fsdp2_order import PlanByUnit
