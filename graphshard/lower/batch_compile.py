@@ -348,7 +348,7 @@ def _kept_later(save: Callable[..., None]) -> Callable[..., None]:
 
     def keep(key: str, graph: Any, *args: Any, **kwargs: Any) -> None:
         scopes = _SCOPES.get()
-        if scopes is None:
+        if scopes is None or scopes.batch is not None:
             return save(key, graph, *args, **kwargs)
         kept, context = copy.copy(graph), TracingContext.try_get()
         kept.compiled_fn_runner = None  # a graph that ends takes that apart, and it is the other one's
