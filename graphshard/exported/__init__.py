@@ -1,4 +1,4 @@
-"""From a program of `torch.export` to a module, which is traced and guarded like any other.
+"""Conversion of a `torch.export` program to a module that the rest of graphshard treats like any other.
 
 `exported_program.py` turns an `ExportedProgram`, or a `.pt2` file, into a module. `program_module.py` makes the module,
 its tensors and the checks of its inputs, with code by `program_code.py`.
