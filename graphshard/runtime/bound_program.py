@@ -21,8 +21,7 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import given_sizes
 from graphshard.ir.strides import strides_without_gaps
 from graphshard.ir.subclasses import padded_to, parts_of, shard_in
-from graphshard.lower.executor import Executor, profiler_range
-from graphshard.lower.executor import Boxed, Line
+from graphshard.lower.executor import Boxed, Executor, Line, profiler_range
 from graphshard.runtime.collective_launches import (
     UserCollectives,
     exchange_reductions,
