@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,42 +14,34 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.ranks import FakeWorld, RankPool, Ranks, reset_distributed
 
 # Programs are verified before the first pass and after the last, here and in the processes that tests start. Verifying
-# after every pass takes a third of a test's time; the fixture `rules_after_every_pass` does it.
+# after every pass takes a third of a test's time: CI does it in one step, with GRAPHSHARD_VERIFY=each.
 os.environ.setdefault("GRAPHSHARD_VERIFY", "ends")
 # Tests compile without the cache; tests of the cache set a directory. With a directory set here, a second run of all
 # tests is a second launch of each model.
 os.environ["GRAPHSHARD_CACHE"] = os.environ.get("GRAPHSHARD_TEST_CACHE", "off")
 
 
-SLOW_CASES = frozenset(
-    line for line in Path(__file__).with_name("slow_cases.txt").read_text().splitlines() if not line.startswith("#")
-)
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects tests
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    found = {item.nodeid for item in items}
-    tests = {nodeid.partition("[")[0] for nodeid in found}
-    asked = {argument.partition("::")[0] for argument in config.args if "::" in argument}
-    for case in SLOW_CASES - found:
-        test = case.partition("[")[0]
-        if test in tests and test.partition("::")[0] not in asked:
-            raise pytest.UsageError(f"tests/slow_cases.txt: {case} is no case of its test")
+    """Mark the cases slow that `quick_cases` does not list, and reject an id in it that no case has."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
-        if item.nodeid in SLOW_CASES:
-            item.add_marker(pytest.mark.slow)
+        marker = item.get_closest_marker("quick_cases")
+        if marker is not None and isinstance(item, pytest.Function):
+            case = item.callspec.id
+            unknown.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(case)
+            if case not in marker.args:
+                item.add_marker(pytest.mark.slow)
+    files_of_single_cases = {argument.partition("::")[0] for argument in config.args if "::" in argument}
+    for test, cases in unknown.items():
+        if cases and test.partition("::")[0] not in files_of_single_cases:
+            raise pytest.UsageError(f"quick_cases of {test} names {sorted(cases)}, which are not cases of it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)  # the same random numbers whatever ran before
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-@pytest.fixture
-def rules_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify programs after every pass, here and on the first rank."""
-    monkeypatch.setenv("GRAPHSHARD_VERIFY", "each")
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ def test_packages_import_lower_floors_only() -> None:
     assert not upwards
 
 
+@pytest.mark.slow
 def test_no_two_files_import_each_other() -> None:
     arrows = nx.DiGraph([(each.source, each.target) for each in imports()])
     assert not circles(arrows)

@@ -57,7 +57,7 @@ def _level(rank: int, world_size: int) -> str | None:
 
 
 def test_the_first_rank_verifies(ranks: Ranks) -> None:
-    assert ranks(3).run(_level) == ["ends", "off", "off"]
+    assert ranks(3).run(_level) == [os.environ["GRAPHSHARD_VERIFY"], "off", "off"]
 
 
 def _with_threads(rank: int, world_size: int, threads: int) -> int:
@@ -66,6 +66,7 @@ def _with_threads(rank: int, world_size: int, threads: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_ranks_with_many_threads_are_replaced(ranks: Ranks) -> None:
     first = ranks(1).run(_with_threads, 1)
     assert ranks(1).run(_with_threads, MOST_THREADS) == first
@@ -77,6 +78,7 @@ def _footprint(rank: int, world_size: int) -> tuple[int, str, bool]:
     return torch.get_num_threads(), threads, "torch._dynamo" in sys.modules
 
 
+@pytest.mark.slow
 def test_pool_is_small_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
@@ -93,6 +95,7 @@ def _hash(rank: int, world_size: int) -> int:
     return hash("layers.0.weight")
 
 
+@pytest.mark.slow
 def test_hash_seeds_differ(ranks: Ranks) -> None:
     assert len(set(ranks(2).run(_hash))) == 2
 
@@ -103,6 +106,7 @@ def _fail_on(rank: int, world_size: int, failing: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_error_of_one_rank(ranks: Ranks) -> None:
     """The waiting ranks are woken, and the same processes continue."""
     pids = ranks(4).run(_pid)
@@ -135,6 +139,7 @@ def _hang_on(rank: int, world_size: int, hanging: int) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_hanging_rank_has_a_grace_after_an_error(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"^rank 0 of 2: ValueError: the other fails\n") as caught:
         ranks(2).run(_hang_on, 1, grace=0.5)
@@ -148,6 +153,7 @@ def _barrier_on(rank: int, world_size: int, lonely: int) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_hanging_ranks_are_shown_and_replaced(ranks: Ranks) -> None:
     pids = ranks(2).run(_pid)
     with pytest.raises(RankError, match=r"^rank \d of 2: no answer within 1 s\n") as caught:
@@ -165,6 +171,7 @@ def _exit_on(rank: int, world_size: int, exiting: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_dead_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"^rank 1 of 2: died with exit code 3\n"):
         ranks(2).run(_exit_on, 1)
@@ -209,6 +216,7 @@ def _names_after(rank: int, world_size: int, extra_groups: int) -> tuple[list[st
     return list(x.device_mesh._dim_group_names), total, torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_runs_do_not_see_each_other(ranks: Ranks) -> None:
     """Groups of earlier runs neither accumulate nor reappear through DTensor's caches."""
     plain = ranks(4).run(_names_after, 0)

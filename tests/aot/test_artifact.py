@@ -81,6 +81,7 @@ def test_interrupted_export_leaves_no_files(tmp_path: Path, where: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_equal_exports_are_equal_files(net_file: Path, tmp_path: Path) -> None:
     assert export_net(tmp_path / "again.gshard", (2,)).read_bytes() == net_file.read_bytes()
 
@@ -211,6 +212,7 @@ def test_rejects_an_invalid_accumulation(tmp_path: Path, mesh: DeviceMesh) -> No
 # --- two mesh axes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_shapes_of_one_and_two_axes(tmp_path: Path, fake_world: FakeWorld) -> None:
     """Each shape has separate options; all plans are cost-based."""
     path = export_blocks(tmp_path / "b.gshard", [(4,), (2, 2), {"outer": 4, "inner": 1}])
@@ -237,6 +239,7 @@ def test_several_shapes_of_one_and_two_axes(tmp_path: Path, fake_world: FakeWorl
     ],
     ids=str,
 )
+@pytest.mark.quick_cases("(4,)-('shard',)", "(2, 2)-('dp_replicate', 'dp_shard')", "(4, 1)-('replicate', 'shard')")
 def test_rejects_other_axes(
     tmp_path: Path, fake_world: FakeWorld, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> None:

@@ -70,6 +70,15 @@ def in_facts(section: str, field: str, value: Any) -> Callable[[dict[str, Any], 
         ("deterministic", True, "Call torch.use_deterministic_algorithms accordingly"),
     ],
 )
+@pytest.mark.quick_cases(
+    "torch-2.10.0-Install that version, or export again with this one",
+    "device-cuda-Load it on a mesh of such devices, or export again for these",
+    "capability-value3-export again on this one",
+    "cpu-value4-export again on a machine like this one",
+    "threads-96-call torch.set_num_threads, set OMP_NUM_THREADS, or export with threads=",
+    "matmul_precision-high-Call torch.set_float32_matmul_precision",
+    "deterministic-True-Call torch.use_deterministic_algorithms accordingly",
+)
 def test_versions_and_machine(net_file: Path, mesh: DeviceMesh, field: str, value: Any, remedy: str) -> None:
     error = load_error(rewritten(net_file, in_facts("environment", field, value)), mesh)
     assert error.field == field
@@ -164,6 +173,7 @@ def test_code_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
             model(*batch())
 
 
+@pytest.mark.slow
 def test_equivalent_code(net_file: Path, mesh: DeviceMesh) -> None:
     def forward(self: Layer, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -175,6 +185,7 @@ def test_equivalent_code(net_file: Path, mesh: DeviceMesh) -> None:
         model(*batch())["loss"].backward()
 
 
+@pytest.mark.slow
 def test_attributes_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
     model = graphshard.load(net_file, Net(p=0.5), mesh)
     with pytest.raises(graphshard.ArtifactError, match=r"had the line .*0\.8\).* and now has .*0\.5\)"):
@@ -232,6 +243,7 @@ def test_plan_options(net_file: Path, mesh: DeviceMesh) -> None:
     assert "passes of plan was" in str(error)
 
 
+@pytest.mark.slow
 def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh) -> None:
     model = graphshard.load(
         net_file, Net(), mesh, backend="eager", mp_policy=MixedPrecisionPolicy(), units=["layers.*"]
@@ -241,6 +253,7 @@ def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh
         graphshard.load(net_file, Net(), mesh, colour="red")
 
 
+@pytest.mark.slow
 def test_options_of_the_plan(tmp_path: Path, mesh: DeviceMesh) -> None:
     """They may be omitted; given options that affect the plan must be equal."""
     options: dict[str, Any] = {"memory_limit": 10**9, "hardware": "h100"}
@@ -289,6 +302,7 @@ def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> No
         (lambda m: m.requires_grad_(False)(*batch()), "requires_grad of a parameter changed"),
     ],
 )
+@pytest.mark.quick_cases("<lambda>-requires_grad of a parameter changed")
 def test_inputs_and_modes_of_a_call(net_file: Path, mesh: DeviceMesh, call: Callable[[Net], Any], text: str) -> None:
     model = graphshard.load(net_file, Net(), mesh)
     with pytest.raises(graphshard.ArtifactError, match=text) as caught:
@@ -297,6 +311,7 @@ def test_inputs_and_modes_of_a_call(net_file: Path, mesh: DeviceMesh, call: Call
     assert "Export it with calls=[graphshard.Call(...)]" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_equivalent_calls(net_file: Path, mesh: DeviceMesh) -> None:
     """Keyword inputs are traced, and served by the file's program."""
     model, (tokens, targets) = graphshard.load(net_file, Net(), mesh), batch()
@@ -307,6 +322,7 @@ def test_equivalent_calls(net_file: Path, mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(model)) == 1
 
 
+@pytest.mark.slow
 def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
     path = graphshard.export(Net(), (2,), tmp_path / "n.gshard", example_inputs=batch(), backend="eager")
     model = graphshard.load(path, Net(), mesh)
@@ -319,6 +335,7 @@ def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> N
 # --- compile(..., artifact=) ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compile_loads_a_matching_file(net_file: Path, mesh: DeviceMesh) -> None:
     with nothing_is_compiled():
         model = graphshard.compile(Net(), mesh, backend="eager", artifact=net_file, example_inputs=batch())

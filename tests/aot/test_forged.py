@@ -114,6 +114,7 @@ STRIDES = {"programs/0.json": 4, "meshes/0.json": 3, "regions": 4, "programs/0.p
 
 
 @pytest.mark.parametrize("member", STRIDES)
+@pytest.mark.quick_cases("meshes/0.json", "regions")
 def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
     names = [name for name in members(file) if name.startswith(member)]
     counts = check(file, mesh, names[0], STRIDES[member])

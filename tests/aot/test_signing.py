@@ -57,6 +57,7 @@ def signed(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("as_object", [False, True], ids=["file", "object"])
+@pytest.mark.quick_cases("object")
 def test_loads_with_the_right_key(folder: Path, mesh: DeviceMesh, tmp_path: Path, as_object: bool) -> None:
     """One of several keys is enough, and keys may be objects."""
     mine = ed25519.Ed25519PrivateKey.generate()

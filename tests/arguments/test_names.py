@@ -54,6 +54,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.quick_cases("half a character", "empty part")
 def test_a_name_is_captured_and_dumped(
     name: str, fake_world: FakeWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_name_is_captured_and_dumped(
 
 
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+@pytest.mark.quick_cases("half a character")
 def test_a_name_is_predicted_and_exported(name: str, fake_world: FakeWorld, tmp_path: Path) -> None:
     path = tmp_path / "a.gshard"
     if "\ud800" in name:

@@ -55,6 +55,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: Any, status: int = 0) -> 
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_show(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", net_file)
     for part in (

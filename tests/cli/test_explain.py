@@ -69,6 +69,7 @@ def test_command(factory, tmp_path, capsys):
     assert phases[-4:] == ["8 ranks: reorder", "8 ranks: lower", "8 ranks, h100: predict", "in all"]
 
 
+@pytest.mark.slow
 def test_command_with_a_grid(factory, capsys, monkeypatch):
     """Several values of each option give a table; a module's name works like a file's."""
     monkeypatch.chdir(factory.parent)
@@ -143,6 +144,7 @@ def test_what_if(factory, tmp_path, capsys):
     assert {change["about"] for change in changes} == {"accumulate", "network"}
 
 
+@pytest.mark.slow
 def test_a_program_for_gpus(factory, tmp_path, capsys, monkeypatch):
     """Regions of a GPU program are captured without a GPU, so that measured times match by key."""
     pytest.importorskip("cffi")
@@ -296,6 +298,14 @@ def test_meshes_with_a_tensor_axis(tmp_path, capsys):
         (["--mesh", "dp=3,tp=2", "--parallelize", "FILE:tp", "--global-batch", "8"], "does not divide the batch"),
         (["--mesh", "8", "--best", "0"], "--best"),
     ],
+)
+@pytest.mark.quick_cases(
+    "options1-is made for them by parallelize=, a function of (model, mesh)",
+    "options2---mesh must name each axis, with a name of its own",
+    "options3-has no function or class no",
+    "options4---parallelize must be module:name or file.py:name, got 'tp'",
+    "options5-does not divide the batch",
+    "options6---best",
 )
 def test_wrong_axes(tmp_path, capsys, options, message):
     """An error in one line."""

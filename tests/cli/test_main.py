@@ -54,6 +54,7 @@ def usage_error(capsys: Capture, *argv: str) -> str:
 # show
 
 
+@pytest.mark.slow
 def test_show_a_stage(dump: Path, capsys: Capture):
     """The original text, or text rebuilt from JSON; folded or in full."""
     program = program_from_json((dump / "09-bucket.json").read_text())
@@ -282,6 +283,7 @@ def test_help_of_a_command(capsys: Capture, command: str):
     assert "--full" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_as_a_module_with_a_reader_that_stops(dump: Path):
     """`python -m graphshard show ... | head -1` ends without a traceback."""
     command = f"{sys.executable} -m graphshard show {dump / '08'} --full | head -1"

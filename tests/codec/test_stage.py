@@ -126,6 +126,7 @@ def first(text: str, op: str = "call_function", phase: str = "joint") -> int:
     return next(i for i, node in enumerate(json.loads(text)["phases"][phase]["nodes"]) if node["op"] == op)
 
 
+@pytest.mark.quick_cases("blocks", "tied", "uneven", "noisy", "inference")
 def test_every_stage_survives_a_round_trip(saved: list[Saved]):
     """Text and JSON are equal, and the same rules hold."""
     for stage in saved:
@@ -137,6 +138,66 @@ def test_every_stage_survives_a_round_trip(saved: list[Saved]):
 
 
 @pytest.mark.parametrize("start", range(len(STAGES) - 1), ids=STAGES[:-1])
+@pytest.mark.quick_cases(
+    "blocks-capture",
+    "blocks-insert-collectives",
+    "blocks-mixed-precision",
+    "blocks-reshard-after-forward",
+    "blocks-partition",
+    "blocks-drop-unused-tangents",
+    "blocks-overlap-model-collectives",
+    "blocks-coalesce-model-collectives",
+    "blocks-plan",
+    "blocks-bucket",
+    "tied-capture",
+    "tied-insert-collectives",
+    "tied-mixed-precision",
+    "tied-reshard-after-forward",
+    "tied-partition",
+    "tied-drop-unused-tangents",
+    "tied-overlap-model-collectives",
+    "tied-coalesce-model-collectives",
+    "tied-plan",
+    "tied-bucket",
+    "uneven-capture",
+    "uneven-insert-collectives",
+    "uneven-mixed-precision",
+    "uneven-reshard-after-forward",
+    "uneven-partition",
+    "uneven-drop-unused-tangents",
+    "uneven-overlap-model-collectives",
+    "uneven-coalesce-model-collectives",
+    "uneven-plan",
+    "uneven-bucket",
+    "llama-insert-collectives",
+    "llama-mixed-precision",
+    "llama-reshard-after-forward",
+    "llama-partition",
+    "llama-overlap-model-collectives",
+    "llama-coalesce-model-collectives",
+    "llama-plan",
+    "llama-bucket",
+    "noisy-capture",
+    "noisy-insert-collectives",
+    "noisy-mixed-precision",
+    "noisy-reshard-after-forward",
+    "noisy-partition",
+    "noisy-drop-unused-tangents",
+    "noisy-overlap-model-collectives",
+    "noisy-coalesce-model-collectives",
+    "noisy-plan",
+    "noisy-bucket",
+    "inference-capture",
+    "inference-insert-collectives",
+    "inference-mixed-precision",
+    "inference-reshard-after-forward",
+    "inference-partition",
+    "inference-drop-unused-tangents",
+    "inference-overlap-model-collectives",
+    "inference-coalesce-model-collectives",
+    "inference-plan",
+    "inference-bucket",
+)
 def test_passes_have_the_same_effect_on_a_reloaded_program(saved: list[Saved], start: int):
     """From any stage on, partitioner, planner and passes find all their inputs."""
     program = program_from_json(saved[start].json)
@@ -157,6 +218,7 @@ def test_everything_except_graphs_survives_a_round_trip():
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of_shape({"dp": 2, "fsdp": 4}), Mesh.of_shape(4).with_regather(2)], ids=str)
+@pytest.mark.quick_cases("shard 4")
 def test_every_mesh_axis_survives_a_round_trip(mesh: Mesh):
     """After every pass the rules hold, which check axes of communication."""
     program = replace(captured(Blocks(2), (torch.randn(2, 4),), world_size=4), mesh=mesh)

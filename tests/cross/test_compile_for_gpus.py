@@ -75,6 +75,7 @@ def mesh(fake_world: FakeWorld) -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
+@pytest.mark.slow
 def test_a_file_holds_cubins_for_each_kind_of_gpu(file: Path) -> None:
     artifact = read_artifact(file)
     assert artifact.manifest.capabilities == [(8, 0), (9, 0), (10, 0)]
@@ -99,6 +100,7 @@ def test_a_file_holds_cubins_for_each_kind_of_gpu(file: Path) -> None:
     assert seen >= 12
 
 
+@pytest.mark.slow
 def test_registers_match_cuobjdump(file: Path, tmp_path: Path) -> None:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
@@ -129,6 +131,7 @@ def test_code_runs_on_operators_of_aten_and_kernels(file: Path) -> None:
     assert {name.partition(".")[0] for name in targets} <= {"aten", "<built-in function getitem>"}
 
 
+@pytest.mark.slow
 def test_kernels_match_operators(file: Path, tmp_path: Path) -> None:
     """Triton's interpreter runs each kernel of the file on the CPU."""
     assert_kernels_compute(file, tmp_path)
@@ -245,6 +248,7 @@ def test_compiled_and_predicted_programs_have_the_same_regions(file: Path, tmp_p
 
 
 @pytest.mark.parametrize("here", CAPABILITIES)
+@pytest.mark.quick_cases("here2")
 def test_a_program_captured_on_the_target_uses_the_files_code(
     file: Path, here: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +338,7 @@ def test_a_kernel_cannot_be_loaded_here(file: Path) -> None:
         OnGpu(kernel, 0)([], [1, 1, 1])
 
 
+@pytest.mark.slow
 def test_code_is_made_ready_without_a_compiler(file: Path) -> None:
     """Neither Triton nor Inductor is imported, and PATH is empty."""
     command = [sys.executable, "-W", "ignore", "-c", _READY, str(file)]
@@ -409,6 +414,7 @@ def test_a_region_that_inductor_cannot_compile_runs_as_operators(
     assert "Inductor cannot compile it for CUDA. NotImplementedError: a call of nothing" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compiling_for_the_cpu_afterwards(tmp_path: Path) -> None:
     """torch's cached device properties are not the GPU's."""
     graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", example_inputs=(torch.zeros(2, 4),), **_FOR_H100)

@@ -64,6 +64,7 @@ def with_kernels_for_cuda() -> dict[str, torch._ops.OpOverload]:
     return found
 
 
+@pytest.mark.slow
 def test_operators_with_a_cuda_kernel_are_not_decomposed(h100: None) -> None:
     operators = with_kernels_for_cuda()
     assert len(operators) > 1000
@@ -202,6 +203,7 @@ class Convolution(nn.Module):
     [nn.Conv2d(8, 16, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 16, 3, dilation=2), nn.ConvTranspose2d(8, 16, 3)],
     ids=["plain", "depthwise", "dilated", "transposed"],
 )
+@pytest.mark.quick_cases("plain-fp32", "depthwise-fp32", "dilated-bf16", "transposed-fp32")
 def test_convolutions_leave_channels_last_as_cudnn_does(
     h100: None, layer: nn.Module, dtype: torch.dtype | None
 ) -> None:

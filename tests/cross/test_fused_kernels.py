@@ -65,6 +65,7 @@ def study() -> Study:
     return found
 
 
+@pytest.mark.slow
 def test_kernels_have_the_schedulers_bytes(study: Study) -> None:
     """Fused values are read and written once; matmuls are library kernels."""
     found = study.explain((8,), H100, "isolated")
@@ -116,6 +117,7 @@ def test_resets_inductors_caches(study: Study) -> None:
     assert not has_triton()
 
 
+@pytest.mark.slow
 def test_equal_regions_are_scheduled_once(study: Study) -> None:
     """Once per study for each kind of GPU; an A100 is another kind. Depth does not add regions."""
     deep = study_of(Net(4))

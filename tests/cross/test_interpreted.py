@@ -70,6 +70,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 def test_in_bfloat16(tmp_path: Path) -> None:
     """A norm, a gated layer and a loss, forward and backward."""
     given: dict[str, Any] = {"example_inputs": (torch.zeros(6, dtype=torch.int64),), "mp_policy": BF16}
@@ -109,6 +110,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.slow
 def test_layouts_of_convolutions(tmp_path: Path, given: torch.memory_format) -> None:
     """Kernels read cuDNN's result layouts, which the CPU's convolutions have, too."""
     images = torch.zeros(2, 4, 5, 5).to(memory_format=given)

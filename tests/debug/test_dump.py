@@ -60,6 +60,7 @@ def test_files(dump: Path) -> None:
     assert names - wanted == {f"regions/region_{i}.py" for i in range(len(names - wanted))}
 
 
+@pytest.mark.slow
 def test_contents(dump: Path, fake_world: FakeWorld, tmp_path: Path) -> None:
     """The files match the program."""
     (program,) = graphshard.programs(compiled(fake_world, tmp_path / "other"))
@@ -139,6 +140,7 @@ def test_inputs_that_are_states_of_generators(fake_world: FakeWorld, tmp_path: P
     assert inputs["param:random_state"].startswith("torch.empty_strided")
 
 
+@pytest.mark.slow
 def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
     """With Inductor the code of each region is stored next to its operators, and the report links to it."""
     compiled(fake_world, tmp_path, backend="inductor")
@@ -149,6 +151,7 @@ def test_kernels(fake_world: FakeWorld, tmp_path: Path) -> None:
     assert f"regions/{kernels[0]}" in (dump / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_environment(fake_world: FakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GRAPHSHARD_DUMP names the directory, GRAPHSHARD_DUMP_RANKS the ranks; the argument takes precedence."""
     monkeypatch.setenv("GRAPHSHARD_DUMP", str(tmp_path / "a"))
@@ -225,6 +228,7 @@ def test_other_files_are_kept(fake_world: FakeWorld, tmp_path: Path) -> None:
     assert mine.exists()
 
 
+@pytest.mark.slow
 def test_a_second_capture_and_a_second_backward(fake_world: FakeWorld, tmp_path: Path) -> None:
     """Each program has a directory, and so has a backward for non-default gradients."""
 
@@ -253,6 +257,7 @@ def test_files_are_never_half_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path.read_text() == "old"
 
 
+@pytest.mark.slow
 def test_folded_text_is_dumped(fake_world: FakeWorld, tmp_path: Path) -> None:
     compiled(fake_world, tmp_path, model=Blocks(8))
     text = (tmp_path / "rank0" / "Blocks-0" / "10-reorder.txt").read_text()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.browser import Show, texts
 from tests.reports import measured_report, small_report
 
 
+@pytest.mark.slow
 def test_measured_lanes_are_below_the_predicted_ones(show: Show) -> None:
     """On a common time axis as long as the longer one."""
     page = show(measured_report())
@@ -36,6 +39,7 @@ def test_a_measured_span_shows_the_times_of_all_ranks(show: Show) -> None:
     assert sorted(page.js(same)) == [False, True, True], "its span, and the measured one with its wait"
 
 
+@pytest.mark.slow
 def test_measured_numbers_are_next_to_the_predicted_ones(show: Show) -> None:
     """With minimum and maximum of all ranks, in sortable columns; a report of a prediction has none."""
     page = show(measured_report())

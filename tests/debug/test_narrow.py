@@ -16,6 +16,7 @@ from tests.reports import measured_report, small_report
 NARROW: dict[str, Any] = {"width": 480, "height": 800}
 
 
+@pytest.mark.slow
 def test_one_pane_shows_old_and_new_lines(show: Show) -> None:
     """Below 700 pixels; the counts equal two panes, and a changed line shows as an old one and a new one."""
     page = show(small_report(), **NARROW)
@@ -84,6 +85,7 @@ def test_the_diff_follows_the_width(show: Show) -> None:
 
 
 @pytest.mark.parametrize("width", [480, 720, 1400])
+@pytest.mark.slow
 def test_the_header_hides_no_heading(show: Show, width: int) -> None:
     """A link's target is below the header, even if the header has several lines."""
     long = "Transformer-0, 8.03 billion parameters, graphshard 0.1.0, " + "a longer title than there is room for " * 3
@@ -147,6 +149,7 @@ def test_twenty_rows_are_visible_at_the_peak(show: Show) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.quick_cases("light")
 def test_no_overflow_and_readable_text(show: Show, dark: bool) -> None:
     page = show(measured_report(), dark=dark, **NARROW)
     compare(page, 0, 1)

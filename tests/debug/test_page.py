@@ -338,6 +338,7 @@ def test_filter(show: Show) -> None:
     assert texts(page, "#buckets output") == [f"{shown} of 5 buckets"]
 
 
+@pytest.mark.slow
 def test_keyboard_reaches_every_control(show: Show) -> None:
     """Tab visits every mouse control in document order."""
     page = show(small_report(error="PassError: reorder"))
@@ -356,6 +357,7 @@ def test_keyboard_reaches_every_control(show: Show) -> None:
     )
 
 
+@pytest.mark.slow
 def test_focus_is_visible(show: Show) -> None:
     page = show(small_report())
     for _ in range(25):
@@ -396,6 +398,7 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.slow
 def test_contrast(show: Show, dark: bool) -> None:
     """All text has WCAG AA contrast for small text, also when marked, selected or changed."""
     page = show(small_report(error="PassError: reorder"), dark=dark)

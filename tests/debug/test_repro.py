@@ -148,6 +148,9 @@ def test_the_table_has_all_other_passes():
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.quick_cases(
+    "activation-checkpointing", "to-device", "accumulate-gradients", "regather-in-subgroup", "float8-all-gather"
+)
 def test_every_other_pass_is_reproduced(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
     """With its options, from the stage before it; the next pass from its stage."""
     step, pipeline = OTHERS[name]
@@ -336,6 +339,7 @@ def test_a_stage_the_rules_cannot_read(dump: Path, tmp_path: Path, capsys: pytes
     assert "the stage cannot be checked: KeyError: 'val'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rejects_the_last_stage(dump: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(dump / "10")]) == 2
     assert "no pass follows 'reorder'. Give --pass, one of insert-collectives" in capsys.readouterr().err

@@ -97,17 +97,20 @@ def _train(rank: int, world_size: int, setting: Setting, policy: MixedPrecisionP
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.slow
 def test_microbatches_without_sync_match_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Gradients accumulate in the reduce dtype."""
     ranks(2).run(_train, _no_sync, policy)
 
 
 @pytest.mark.parametrize("setting", [_one_block, _root_only])
+@pytest.mark.slow
 def test_accumulation_in_some_units_matches_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(2).run(_train, setting, BF16)
 
 
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
+@pytest.mark.slow
 def test_microbatches_over_replicas_match_fsdp2(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_train, setting, FP32)
 
@@ -134,6 +137,7 @@ def _train_expanded(rank: int, world_size: int, policy: MixedPrecisionPolicy) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.quick_cases("bf16 reductions")
 def test_expanded_gradients_accumulate(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     ranks(2).run(_train_expanded, policy)
 
@@ -154,6 +158,7 @@ def _counts(rank: int, world_size: int) -> list[list[dict[str, int]]]:
     return counted
 
 
+@pytest.mark.slow
 def test_reductions_of_three_microbatches(ranks: Ranks) -> None:
     """Three units are reduced once; or over shards for each microbatch and over replicas once, as in FSDP2."""
     for ours, theirs in ranks(4).run(_counts):
@@ -224,6 +229,7 @@ def _given_up(rank: int, world_size: int, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", [_no_sync, _no_all_reduce])
+@pytest.mark.slow
 def test_an_abandoned_step_leaves_no_gradients(ranks: Ranks, setting: Setting) -> None:
     """With gradients on the rank and on the shards."""
     ranks(4).run(_given_up, setting)
@@ -264,6 +270,7 @@ def _inputs_only(rank: int, world_size: int, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", REPLICATED.values(), ids=REPLICATED)
+@pytest.mark.slow
 def test_input_gradients_alone_do_not_accumulate(ranks: Ranks, setting: Setting) -> None:
     ranks(4).run(_inputs_only, setting)
 

@@ -128,6 +128,7 @@ def _user(rank: int, world_size: int, call: str, options: dict[str, Any]) -> str
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.slow
 def test_user_checkpoints_match_fsdp2(ranks: Ranks, call: str) -> None:
     """Every way to checkpoint, with dropout inside; checkpoints add no collectives."""
     table = ranks(2).run(_user, call, {})[0]
@@ -155,11 +156,13 @@ def _wrapped_root(rank: int, world_size: int) -> None:
     assert all(grad is not None for grad in grads_of(blocks).values())
 
 
+@pytest.mark.slow
 def test_compiles_a_checkpoint_wrapper(ranks: Ranks) -> None:
     ranks(2).run(_wrapped_root)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.slow
 def test_checkpoints_with_parameters_resharded_or_kept(ranks: Ranks, reshard: bool) -> None:
     """Recomputation reads parameters that are kept, without another gather."""
     ranks(2).run(_user, "non-reentrant", {"reshard_after_forward": reshard})
@@ -231,6 +234,7 @@ def _dpo(rank: int, world_size: int, call: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_two_forwards_then_a_joint_loss_with_checkpoints(ranks: Ranks) -> None:
     """DPO: each backward finds its own saved values and random states; gradients accumulate."""
     ranks(2).run(_dpo, "non-reentrant")
@@ -250,6 +254,7 @@ def _policy(rank: int, world_size: int, activation: Any, backend: str, steps: in
 
 
 @pytest.mark.parametrize("activation", ["full", ["addmm"], 0.5, 0, 1])
+@pytest.mark.slow
 def test_activation_policies_match_fsdp2(ranks: Ranks, activation: Any) -> None:
     """Recomputed or saved, the bits equal FSDP2 without checkpointing."""
     table = ranks(2).run(_policy, activation, "eager", 3)[0]

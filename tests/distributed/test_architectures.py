@@ -31,6 +31,20 @@ CHANGES: dict[str, dict[str, Any]] = {"wav2vec2": {"apply_spec_augment": False}}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.quick_cases(
+    "t5",
+    "mixtral",
+    "mamba",
+    "whisper",
+    "aya_vision",
+    "bart",
+    "gemma3",
+    "segformer",
+    "deepseek_v3",
+    "nllb-moe",
+    "swin",
+    "wav2vec2",
+)
 def test_training_matches_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients and parameters of two steps on two ranks with different batches."""
     first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}))
@@ -38,6 +52,7 @@ def test_training_matches_fsdp2(ranks: Ranks, name: str) -> None:
     assert (first["result"], first.get("difference")) == ("equal", 0.0), first.get("why")
 
 
+@pytest.mark.slow
 def test_caches_match_eager_mode(mesh: DeviceMesh) -> None:
     """Each call returns a new cache with the call's keys and values, which transformers can use."""
     model, task = tiny_model("llama")

@@ -65,6 +65,7 @@ def _goes_on(rank: int, world_size: int, impl: str, folder: Path) -> list[float]
 
 
 @pytest.mark.parametrize("impl", ["graphshard", "fsdp2"])
+@pytest.mark.slow
 def test_saves_a_snapshot_of_the_call(ranks: Ranks, tmp_path: Path, impl: str) -> None:
     assert ranks(2).run(_saves, impl, tmp_path) == ranks(2).run(_goes_on, impl, tmp_path)
 
@@ -84,6 +85,7 @@ def _one_after_the_other(rank: int, world_size: int, folder: Path) -> None:
     assert graphshard.load_checkpoint(folder / "step-2", model, optim) == (2, None)
 
 
+@pytest.mark.slow
 def test_writes_one_checkpoint_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_one_after_the_other, tmp_path)
 
@@ -111,6 +113,7 @@ def _fails_on_one(rank: int, world_size: int, folder: Path) -> None:
     assert latest_checkpoint(folder) == folder / "first"
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_fails_on_one, tmp_path)
 
@@ -158,5 +161,6 @@ def _of_a_group(rank: int, world_size: int, folder: Path) -> None:
     assert found == (None, {"of": rank})
 
 
+@pytest.mark.slow
 def test_save_on_some_of_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks(3).run(_of_a_group, tmp_path)

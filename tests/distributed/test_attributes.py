@@ -135,12 +135,14 @@ def _switches(rank: int, world_size: int, path: str, new: Any, old: Any, make: A
 
 
 @pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.quick_cases("a dropout")
 def test_a_changed_attribute_takes_effect_and_changing_back_reuses_the_program(ranks: Ranks, case: str) -> None:
     path, new, old, reason = CHANGES[case]
     for reasons in ranks(2).run(_switches, path, new, old):
         assert reasons == ["first call", reason]
 
 
+@pytest.mark.slow
 def test_guards_hold_after_a_json_round_trip(ranks: Ranks) -> None:
     """The second rank reads programs from JSON, which has descriptions instead of objects."""
     path, new, old, reason = CHANGES["a field"]
@@ -192,6 +194,7 @@ def _tensors(rank: int, world_size: int) -> list[str]:
     return _steps(rank, world_size, make, changes, None)
 
 
+@pytest.mark.slow
 def test_tensors_in_attributes_are_read_at_every_call(ranks: Ranks) -> None:
     for reasons in ranks(2).run(_tensors):
         assert reasons == ["first call", "tensor 'Net.freqs' rank mismatch. expected 1, actual 2"]
@@ -249,6 +252,7 @@ def _writes(rank: int, world_size: int, case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", WRITES)
+@pytest.mark.slow
 def test_attributes_written_by_forward(ranks: Ranks, case: str) -> None:
     for reasons in ranks(2).run(_writes, case):
         assert len(reasons) == WRITES[case][2], reasons
@@ -313,6 +317,7 @@ def _watched(model: nn.Module) -> tuple[_Keeps, list[Tensor], dict[str, int], Ca
     return keeps, outputs, count, remember
 
 
+@pytest.mark.slow
 def test_forward_hooks_of_submodules_run_at_every_call(ranks: Ranks) -> None:
     for reasons in ranks(2).run(_hooks):
         assert len(reasons) == 4  # two lists grow
@@ -337,6 +342,7 @@ def _backward_hooks(rank: int, world_size: int) -> list[str]:
     return _steps(rank, world_size, make, [hook], None)
 
 
+@pytest.mark.slow
 def test_backward_hooks_of_submodules_change_gradients(ranks: Ranks) -> None:
     """Python runs forward, and each layer is a program."""
     for reasons in ranks(2).run(_backward_hooks):
@@ -360,6 +366,7 @@ def _backward_effect(rank: int, world_size: int) -> None:
     assert_same(*norms, "what the hook keeps")
 
 
+@pytest.mark.slow
 def test_attributes_written_by_backward_hooks(ranks: Ranks) -> None:
     ranks(2).run(_backward_effect)
 
@@ -381,6 +388,7 @@ def _globals(rank: int, world_size: int) -> tuple[int, list[str]]:
     return len(both), reasons
 
 
+@pytest.mark.slow
 def test_forward_reads_and_writes_globals(ranks: Ranks) -> None:
     for number, reasons in ranks(2).run(_globals):
         assert number == 6

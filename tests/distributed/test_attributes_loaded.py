@@ -107,6 +107,7 @@ def _loaded(rank: int, world_size: int, path: Path) -> None:
         ours(rows(rank))
 
 
+@pytest.mark.slow
 def test_a_loaded_model_reads_and_writes_like_the_compiled_one(ranks: Ranks, file: Path) -> None:
     ranks(2).run(_loaded, file)
 
@@ -143,6 +144,7 @@ def _refused(rank: int, world_size: int, path: Path, case: str) -> tuple[str, li
 
 
 @pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.quick_cases("no hook")
 def test_a_difference_is_named_and_compiled_on_request(ranks: Ranks, file: Path, case: str) -> None:
     for message, reasons in ranks(2).run(_refused, file, case):
         assert re.search(CHANGES[case][1], message), message

@@ -281,11 +281,13 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.quick_cases("linalg")
 def test_autograd_matches_eager_mode(ranks: Ranks, name: str) -> None:
     ranks(2).run(_train, name, FP32)
 
 
 @pytest.mark.parametrize("name", sorted(NETS.keys() - set(IN_FLOAT32)))
+@pytest.mark.quick_cases("norm first")
 def test_autograd_in_mixed_precision(ranks: Ranks, name: str) -> None:
     ranks(2).run(_train, name, BF16)
 
@@ -300,6 +302,7 @@ def _through_units(rank: int, world_size: int) -> None:
         torch.testing.assert_close(actual, averaged, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_penalty_through_units(ranks: Ranks) -> None:
     ranks(2).run(_through_units)
 
@@ -328,6 +331,7 @@ def _gradients_of_the_input(rank: int, world_size: int, policy: MixedPrecisionPo
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.quick_cases("bf16")
 def test_an_input_that_forward_makes_require_a_gradient(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     ranks(2).run(_gradients_of_the_input, policy)
 

@@ -150,6 +150,16 @@ _SLOW = (
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])
+@pytest.mark.quick_cases(
+    "by heads",
+    "ring",
+    "context alone",
+    "neighbors by heads",
+    "neighbors and replicas",
+    "neighbors on a context axis",
+    "all of a data axis",
+    "experts and replicas",
+)
 def test_losses_match_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """One file for all coordinates on these axes, with separate programs if they differ."""
     shape, make, parallelize, batch, places = CASES[name]
@@ -206,6 +216,7 @@ def _context_of_others(rank: int, world_size: int, path: str) -> list[str]:
     return [*found, str(caught.value)]
 
 
+@pytest.mark.slow
 def test_rejects_the_same_number_of_ranks_on_other_axes(ranks: Ranks, tmp_path: Path) -> None:
     """All of them shard over four ranks; the model's communication differs."""
     path = tmp_path / "model.gshard"
@@ -229,6 +240,7 @@ def _without_group(rank: int, world_size: int, path: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_neighbors_without_a_group(ranks: Ranks, tmp_path: Path) -> None:
     """A model built differently on the ranks than for the export has no process group for its programs."""
     path = tmp_path / "model.gshard"

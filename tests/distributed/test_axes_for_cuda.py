@@ -50,6 +50,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_regions_become_cubins(file: Path) -> None:
     artifact = read_artifact(file)
     regions = {key: row for key, row in artifact.manifest.regions.items() if row.gpus}
@@ -93,6 +94,7 @@ def _for_cpu(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [*RUN_ANYWHERE, *(pytest.param(n, marks=pytest.mark.slow) for n in RUN_ANYWHERE_SLOW)])
+@pytest.mark.quick_cases("mlps", "ring", "neighbors", "context alone")
 def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Programs captured for a GPU run on CPUs: they contain no device of the exporting process."""
     shape, make, parallelize, batch, places = CASES[name]
@@ -124,6 +126,7 @@ def _export_mlps(folder: Path, **options: Any) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_several_kinds_of_gpu_share_a_file(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     path = _export_mlps(tmp_path, capability=[(8, 0), (10, 0)])
@@ -153,6 +156,7 @@ def test_dropout_of_a_distributed_tensor(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_cpu_generator_is_restored(tmp_path: Path) -> None:
     before = _random._rng_tracker
     _export_mlps(tmp_path, backend="eager")

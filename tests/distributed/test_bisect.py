@@ -131,6 +131,7 @@ def _sound(rank: int, world_size: int, policy: MixedPrecisionPolicy | None) -> N
     [None, MixedPrecisionPolicy(reduce_dtype=torch.float64)],
     ids=["float32", "mixed"],
 )
+@pytest.mark.slow
 def test_a_correct_program(ranks: Ranks, world_size: int, policy: MixedPrecisionPolicy | None) -> None:
     """Every stage of the default pipeline computes the same, including dropout, and the model is unchanged."""
     ranks(world_size).run(_sound, policy)
@@ -154,6 +155,7 @@ def _faulty(rank: int, world_size: int, fault: Pass, after: str, where: str) -> 
     ],
     ids=["scaled", "scaled at the end", "summed"],
 )
+@pytest.mark.quick_cases("summed")
 def test_finds_wrong_numbers(ranks: Ranks, fault: Pass, after: str, where: str) -> None:
     """A fault that no rule can find: a pass that wrongly claims to be exact."""
     ranks(2).run(_faulty, fault, after, where)
@@ -181,6 +183,7 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.slow) for n in AXES])
+@pytest.mark.quick_cases("expert", "context")
 def test_model_parallel_axes(ranks: Ranks, name: str) -> None:
     """Shards are gathered and reduced over the sharding axes, and partial sums are added up."""
     ranks(4).run(_along_axes, name)
@@ -214,6 +217,7 @@ def _refused(rank: int, world_size: int, fault: Pass, message: str) -> None:
     ],
     ids=["wait", "order"],
 )
+@pytest.mark.slow
 def test_rules_name_wrong_communication(ranks: Ranks, fault: Pass, message: str) -> None:
     """A missing wait and swapped reductions often compute correct numbers; the rules name the pass."""
     ranks(2).run(_refused, fault, message)

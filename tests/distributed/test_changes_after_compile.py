@@ -48,6 +48,7 @@ def _wrapped(rank: int, world_size: int, wrap: Callable[[Any], None], after: int
 
 @pytest.mark.parametrize("wrap", [_wrap, _wrap_by_class])
 @pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.slow
 def test_a_forward_that_wraps_the_original(ranks: Ranks, wrap: Callable[[Any], None], after: int) -> None:
     """The wrapper itself was captured, and failed when it called the original forward."""
     ranks(2).run(_wrapped, wrap, after)
@@ -74,6 +75,7 @@ def _microbatches(rank: int, world_size: int) -> None:
         assert_same(actual, expected, "gradients")
 
 
+@pytest.mark.slow
 def test_resuming_sync_includes_replicas(ranks: Ranks) -> None:
     """`set_requires_gradient_sync` kept the setting of `set_requires_all_reduce`; FSDP2 resets it."""
     ranks(2).run(_microbatches)
@@ -147,6 +149,7 @@ def _kept_under_autocast(rank: int, world_size: int) -> None:
     assert_same(*seen, "losses and gradients")
 
 
+@pytest.mark.slow
 def test_keeps_parameters_that_autocast_casts(ranks: Ranks) -> None:
     """The plan was reused from the previous program, although other values are alive at once, and a rule failed."""
     ranks(2).run(_kept_under_autocast)
@@ -177,6 +180,7 @@ def _skipping(rank: int, world_size: int) -> None:
     assert seen[0]["told"][1:3] == ["ValueError: a batch of 5 is too long", "AssertionError: rows are wanted"]
 
 
+@pytest.mark.slow
 def test_exceptions_of_forward_propagate(ranks: Ranks) -> None:
     """A script that skips such a batch got a CaptureError."""
     ranks(2).run(_skipping)

@@ -86,6 +86,7 @@ def _load(rank: int, world_size: int, impl: str, path: Path) -> tuple[list[float
     [("graphshard", 2, "graphshard", 2), ("fsdp2", 2, "graphshard", 3), ("graphshard", 3, "fsdp2", 2)],
     ids=["resume", "from-fsdp2", "to-fsdp2"],
 )
+@pytest.mark.quick_cases("from-fsdp2")
 def test_resumed_training_equals_uninterrupted_training(
     ranks: Ranks, tmp_path: Path, writer: str, written_by: int, reader: str, read_by: int
 ) -> None:

@@ -51,6 +51,7 @@ def _compare_with_fsdp2(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.quick_cases("bf16-2")
 def test_matches_fsdp2(ranks: Ranks, num_ranks: int, policy: str) -> None:
     """Losses and gradients of three steps with two microbatches."""
     ranks(num_ranks).run(_compare_with_fsdp2, "eager", POLICIES[policy], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +52,7 @@ def _sums_of_norms(rank: int, world_size: int) -> tuple[Counter[str], Counter[st
     return joined, single
 
 
+@pytest.mark.slow
 def test_gradients_of_norms_are_coalesced(ranks: Ranks) -> None:
     """Both norms of a block are reduced together, without waiting for norms of another block."""
     for joined, single in ranks(4).run(_sums_of_norms):
@@ -71,6 +73,7 @@ def _keys_and_values(rank: int, world_size: int) -> list[str]:
     return graphshard.programs(model)[0].communication
 
 
+@pytest.mark.slow
 def test_gathers_of_keys_and_values_are_coalesced(ranks: Ranks) -> None:
     for lines in ranks(4).run(_keys_and_values):
         assert lines.count("forward: joined_together over dp_shard_cp/2") == 2

@@ -80,6 +80,7 @@ def _both_counts(rank: int, world_size: int, frozen: list[str], options: dict[st
     [(True, BLOCKS + 1), (None, BLOCKS), (False, 0)],
     ids=lambda value: str(value),
 )
+@pytest.mark.quick_cases("False-0")
 def test_counts_of_collectives_match_fsdp2(ranks: Ranks, reshard: bool | None, backward_gathers: int) -> None:
     """One launch per unit and direction. By default the root stays gathered between forward and backward."""
     expected = (BLOCKS + 1, 0), (backward_gathers, BLOCKS + 1)
@@ -99,6 +100,7 @@ def test_counts_of_collectives_match_fsdp2(ranks: Ranks, reshard: bool | None, b
     ],
     ids=["lower-part", "one-block", "all-weights"],
 )
+@pytest.mark.slow
 def test_frozen_parameters_are_not_reduced(
     ranks: Ranks, frozen: list[str], backward: Counts, backward_of_fsdp2: Counts
 ) -> None:
@@ -119,6 +121,7 @@ def _with_comm_debug_mode(rank: int, world_size: int) -> list[Counts]:
     return counts
 
 
+@pytest.mark.slow
 def test_counts_match_comm_debug_mode(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's `CommDebugMode` sees the same counts."""
 
@@ -143,6 +146,7 @@ def _tower_counts(rank: int, world_size: int) -> list[tuple[Counts, Counts]]:
     return [_count_step(model, torch.arange(4)) for model in twins(_Tower(), world_mesh())]
 
 
+@pytest.mark.slow
 def test_units_unused_in_backward_are_not_gathered_again(ranks: Ranks) -> None:
     """The gradient of an embedding does not depend on its weight. FSDP2 gathers it nevertheless."""
     for ours, theirs in ranks(2).run(_tower_counts):
@@ -161,6 +165,7 @@ def _alone(rank: int, world_size: int) -> tuple[tuple[Counts, Counts], tuple[Cou
     return counts
 
 
+@pytest.mark.slow
 def test_world_of_one_launches_no_collectives(ranks: Ranks) -> None:
     for ours, plain in ranks(2).run(_alone):
         assert ours == plain == ((0, 0), (0, 0))
@@ -177,6 +182,7 @@ def _inference(rank: int, world_size: int) -> list[Counts]:
     return counts
 
 
+@pytest.mark.slow
 def test_inference_reduces_nothing(ranks: Ranks) -> None:
     for ours, theirs in ranks(2).run(_inference):
         assert ours == theirs == (BLOCKS + 1, 0)

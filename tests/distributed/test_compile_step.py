@@ -142,6 +142,7 @@ def _optimizers(rank: int, world_size: int, which: Optimizers, clip_norm: float 
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
+@pytest.mark.slow
 def test_optimizers_equal_fsdp2(ranks: Ranks, clip_norm: float | None) -> None:
     """With parameter groups and a schedule, on uneven and empty shards; parameters and state bit for bit."""
     ranks(3).run(_optimizers, OPTIMIZERS, clip_norm)
@@ -202,6 +203,7 @@ def _separate_by_name(model: nn.Module, optim: Any, calls: list[dict[str, Tensor
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("mesh", "n"), [((2,), 1), ((2,), 3), ((2, 2), 2)], ids=str)
+@pytest.mark.slow
 def test_llama(ranks: Ranks, policy: MixedPrecisionPolicy, mesh: tuple[int, ...], n: int) -> None:
     """One microbatch, and several with clipping; in mixed precision; on two axes."""
     ranks(4 if len(mesh) == 2 else 2).run(_llama_steps, policy, mesh, n)
@@ -233,6 +235,7 @@ def _odd(rank: int, world_size: int, clip_norm: float | None) -> list[bool]:
     return taken
 
 
+@pytest.mark.slow
 def test_odd_parameters(ranks: Ranks) -> None:
     """Tied, frozen, unused, scalar and transposed parameters; the optimizer state is loaded in between.
 
@@ -289,6 +292,7 @@ def _losses(rank: int, world_size: int, clip_norm: float | None) -> dict[str, bo
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
+@pytest.mark.slow
 def test_losses(ranks: Ranks, clip_norm: float | None) -> None:
     """If parameters receive gradients outside of the call, updates follow backward, with equal results."""
     expected = {name: name == "one call" for name in LOSSES}
@@ -372,6 +376,7 @@ def _scaler(rank: int, world_size: int, clip_norm: float | None) -> list[float]:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
+@pytest.mark.quick_cases("0.0001")
 def test_scaler(ranks: Ranks, clip_norm: float | None) -> None:
     """An inf on one rank skips the step on all ranks, and all lower their scale."""
     assert ranks(2).run(_scaler, clip_norm) == [[1024.0, 2048.0, 1024.0, 1024.0]] * 2
@@ -414,6 +419,7 @@ def _replicated(rank: int, world_size: int) -> None:
         _train_both(rank, step, pair, optims)
 
 
+@pytest.mark.slow
 def test_replicated(ranks: Ranks) -> None:
     """Data parallelism without sharding."""
     ranks(2).run(_replicated)
@@ -467,6 +473,7 @@ def _in_units(rank: int, world_size: int) -> None:
         _assert_same_state(pair, optims, f"step {number}")
 
 
+@pytest.mark.slow
 def test_fully_shard(ranks: Ranks) -> None:
     """A model sharded part by part, with everything gathered again in backward."""
     ranks(2).run(_in_units)
@@ -483,6 +490,7 @@ def _loaded(rank: int, world_size: int, path: Path) -> None:
     _train_both(rank, step, pair, optims)
 
 
+@pytest.mark.slow
 def test_loaded(ranks: Ranks, tmp_path: Path) -> None:
     """Programs loaded from a file."""
     path = graphshard.export(Net(), (2,), tmp_path / "net.gshard", example_inputs=(_input(0),), backend="eager")
@@ -513,6 +521,7 @@ def _muon(rank: int, world_size: int, clip_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1e-4])
+@pytest.mark.quick_cases("None")
 def test_muon(ranks: Ranks, clip_norm: float | None) -> None:
     """torch's Muon multiplies whole matrices, as DTensors; its updates run after backward."""
     ranks(2).run(_muon, clip_norm)

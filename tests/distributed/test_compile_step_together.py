@@ -91,6 +91,7 @@ def _train(rank: int, world_size: int, path: Path | None, policy: MixedPrecision
 
 @pytest.mark.parametrize(("policy", "scaled"), [(FP32, True), (BF16, False)], ids=["scaled", "bf16"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["compiled", "loaded"])
+@pytest.mark.quick_cases("compiled-bf16")
 def test_all_at_once(ranks: Ranks, tmp_path: Path, loaded: bool, scaled: bool, policy: MixedPrecisionPolicy) -> None:
     """Bitwise equal to FSDP2's separate step; with a scaler updates follow backward, otherwise they run inside."""
     path = None

@@ -136,6 +136,7 @@ def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: d
 
 
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.slow
 def test_training_equals_fsdp2(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     """Ranks take different branches at each step, and one program serves them."""
     ranks(2).run(_train, make, {})
@@ -152,6 +153,7 @@ def _train_with_inductor(rank: int, world_size: int, make: Callable[[], nn.Modul
         torch.testing.assert_close(*(full(grads_of(each)) for each in (compiled, twin)))
 
 
+@pytest.mark.slow
 def test_inductor_compiles_both_branches(ranks: Ranks) -> None:
     ranks(2).run(_train_with_inductor, Gates)
 
@@ -168,6 +170,7 @@ def _load(rank: int, world_size: int, path: Path) -> None:
     assert_same(full(grads_of(loaded)), grads_of(twin), "loaded")
 
 
+@pytest.mark.slow
 def test_artifacts_hold_both_branches(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1).run(_load, tmp_path / "nested.gshard")
 
@@ -198,6 +201,7 @@ def _experts(rank: int, world_size: int) -> None:
     assert_same(full(grads_of(compiled)), grads_of(plain), "gradients")
 
 
+@pytest.mark.slow
 def test_branches_call_units(ranks: Ranks) -> None:
     """All ranks gather both units, whichever branch they take."""
     ranks(2).run(_experts)

@@ -83,6 +83,7 @@ _KINDS = [pytest.param(kind, marks=_looks_into_it) if kind == "dataclass" else k
 
 
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.quick_cases("dataclass")
 def test_units_take_and_return_containers(ranks: Ranks, kind: str) -> None:
     """In float32 and bfloat16, three steps match FSDP2 bit for bit."""
     ranks(2).run(_containers, kind)

@@ -58,6 +58,7 @@ def _compare_with_fsdp2(
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.quick_cases("fp32-gathered")
 def test_matches_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
     """Two data ranks with two context ranks each."""
     for lines in ranks(4).run(_compare_with_fsdp2, (2, 2), name, policy, False):
@@ -66,12 +67,14 @@ def test_matches_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2,), (2, 1, 2)], ids=str)
+@pytest.mark.slow
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Context ranks only, on a separate mesh, and with replicas."""
     size = 4 if len(shape) == 3 else 2
     ranks(size).run(_compare_with_fsdp2, shape, "ring", "fp32", False)
 
 
+@pytest.mark.slow
 def test_a_flattened_axis(ranks: Ranks) -> None:
     """The group in the model's code is found among the neighbor groups of the axis."""
     ranks(4).run(_compare_with_fsdp2, (2, 2), "ring", "fp32", True)
@@ -90,6 +93,7 @@ def _compare_with_one_rank(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "gathered" else ()) for n in ATTENTIONS]
 )
+@pytest.mark.quick_cases("gathered")
 def test_gradients_match_whole_sequences(ranks: Ranks, name: str) -> None:
     """Also with Inductor: the mean over two ranks with half a sequence each equals one rank."""
     ranks(2).run(_compare_with_one_rank, name)
@@ -103,6 +107,7 @@ def _among_distant_ranks(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_rejects_ranks_that_are_not_neighbors(ranks: Ranks) -> None:
     for rank, message in enumerate(ranks(4).run(_among_distant_ranks)):
         assert (

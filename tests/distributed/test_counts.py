@@ -110,6 +110,7 @@ def _counted(rank: int, world_size: int, mode: str) -> None:
 @pytest.mark.parametrize(
     "mode", [pytest.param(m, marks=needs_newer_fsdp2 if m == "a head that accumulates chunks" else ()) for m in MODES]
 )
+@pytest.mark.slow
 def test_collectives_of_a_step(ranks: Ranks, mode: str) -> None:
     ranks(4).run(_counted, mode)
 
@@ -138,6 +139,7 @@ def _equal(rank: int, world_size: int, mode: str, policy: MixedPrecisionPolicy) 
 @pytest.mark.parametrize(
     "mode", ["two calls before a backward", "three calls that keep parameters", "a head in chunks"]
 )
+@pytest.mark.quick_cases("a head in chunks-fp32")
 def test_several_calls_with_one_backward_match_fsdp2(ranks: Ranks, mode: str, policy: MixedPrecisionPolicy) -> None:
     """Their gradients are accumulated before they are reduced, in the compute dtype."""
     ranks(2).run(_equal, mode, policy)
@@ -196,5 +198,6 @@ def _written(rank: int, world_size: int) -> None:
     assert torch.equal(plain(x), ours(x))
 
 
+@pytest.mark.slow
 def test_weights_written_between_two_calls(ranks: Ranks) -> None:
     ranks(2).run(_written)

@@ -80,6 +80,7 @@ def _custom(rank: int, world_size: int, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.slow
 def test_custom_collectives_of_a_unit(ranks: Ranks, policy: Any) -> None:
     """Called the same number of times as by FSDP2, with its memory; the other units use the default."""
     ranks(3).run(_custom, policy or torch.distributed.fsdp.MixedPrecisionPolicy())
@@ -132,6 +133,7 @@ def _hooked(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
+@pytest.mark.slow
 def test_a_hook_sees_reduced_gradients(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Runs once per reduction, after the all-reduce over replicas, on FSDP2's buffer; in-place changes take effect."""
     ranks(4).run(_hooked, shape)
@@ -172,6 +174,7 @@ def _separate(rank: int, world_size: int) -> None:
 
 
 @_needs("set_separate_reduce_scatter_group")
+@pytest.mark.slow
 def test_reductions_in_a_separate_group(ranks: Ranks) -> None:
     """For all units, for none, and for one."""
     ranks(3).run(_separate)
@@ -193,6 +196,7 @@ def _buffers(rank: int, world_size: int) -> list[list[str]]:
 
 
 @_needs("set_reduce_scatter_max_input_buffers")
+@pytest.mark.slow
 def test_concurrent_reductions(ranks: Ranks) -> None:
     last, first, root = (f"reduce {unit} in backward" for unit in ("blocks.1", "blocks.0", "(root)"))
     for one, two in ranks(2).run(_buffers):

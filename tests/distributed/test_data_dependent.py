@@ -120,11 +120,13 @@ def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: d
 
 
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.quick_cases("Masked")
 def test_training_equals_fsdp2(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     """One program for all sizes matches bit for bit, although the sizes differ between ranks."""
     ranks(2).run(_train, make, {})
 
 
+@pytest.mark.slow
 def test_captures_are_shared_and_parameters_kept(ranks: Ranks) -> None:
     """The other ranks read the program from JSON, with its sizes."""
     ranks(2).run(_train, Experts, {"reshard_after_forward": False})
@@ -144,6 +146,7 @@ def _train_with_inductor(rank: int, world_size: int, make: Callable[[], nn.Modul
 
 
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.quick_cases("Shortened")
 def test_inductor_compiles_regions_for_all_sizes(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     ranks(2).run(_train_with_inductor, make)
 

@@ -93,6 +93,7 @@ def _many_shapes(rank: int, world_size: int, checkpointed: bool) -> int:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.slow
 def test_many_shapes_one_program(ranks: Ranks, checkpointed: bool) -> None:
     """20 shapes, which differ between ranks in the same step; checkpointed blocks recompute dropout."""
     assert ranks(2).run(_many_shapes, checkpointed) == [1, 1]
@@ -114,6 +115,7 @@ def _ragged(rank: int, world_size: int) -> list[str]:
     return [message for message in messages if message.startswith("capture")]
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_captured_again(ranks: Ranks) -> None:
     """One rank captures again first, and the other does not wait; the sequence stays dynamic."""
     for logged, shape in zip(ranks(2).run(_ragged), ("1, 5", "1, 7"), strict=True):
@@ -136,6 +138,7 @@ def _marked(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 2
 
 
+@pytest.mark.slow
 def test_dimensions_marked_on_the_first_inputs(ranks: Ranks) -> None:
     ranks(2).run(_marked)
 
@@ -184,6 +187,7 @@ def _slices(rank: int, world_size: int, backend: str, dynamic: bool) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", False), ("inductor", True))),
     ],
 )
+@pytest.mark.quick_cases("eager-True", "eager-False", "inductor-True")
 def test_inputs_that_are_strided_slices(ranks: Ranks, backend: str, dynamic: bool) -> None:
     """Inputs and targets that are slices of one tensor with longer rows."""
     ranks(1).run(_slices, backend, dynamic)
@@ -208,6 +212,7 @@ def _written(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(model)) == 1
 
 
+@pytest.mark.slow
 def test_writes_to_a_strided_input(ranks: Ranks) -> None:
     ranks(1).run(_written)
 

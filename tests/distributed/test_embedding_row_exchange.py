@@ -36,6 +36,7 @@ def _train(rank: int, world_size: int, shape: Sequence[int], policy: str) -> lis
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
+@pytest.mark.quick_cases("fsdp-bf16")
 def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], policy: str) -> None:
     """Losses, gradients, norms and parameters of AdamW, bit for bit; with replicas only forward exchanges rows."""
     for lines in ranks(2 * len(shape)).run(_train, shape, policy):
@@ -59,6 +60,7 @@ def _close(rank: int, world_size: int) -> None:
             model.zero_grad()
 
 
+@pytest.mark.slow
 def test_on_four_ranks(ranks: Ranks) -> None:
     """Up to rounding; the last of two microbatches reduces the sum."""
     ranks(4).run(_close)

@@ -149,6 +149,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.quick_cases("detached")
 def test_code_between_blocks(ranks: Ranks, name: str) -> None:
     ranks(2).run(_trains, name)
 

@@ -237,6 +237,30 @@ def _rejected(rank: int, world_size: int, name: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick_cases(
+    "container",
+    "compiled",
+    "submodule compiled",
+    "DTensor parameters",
+    "mesh is a shape",
+    "mesh is a device",
+    "two axes without names",
+    "three named axes",
+    "mesh of meta devices",
+    "mesh of GPUs",
+    "mesh without this rank",
+    "reshard over some ranks",
+    "policy",
+    "backend",
+    "no captures",
+    "text for a number",
+    "unknown units",
+    "units is one string",
+    "example_inputs is a tensor",
+    "example_kwargs is a tuple",
+    "example of an unknown class",
+    "example on another device",
+)
 def test_compile_rejects(ranks: Ranks, name: str) -> None:
     """The message says what to do, and nothing changes."""
     for message, unchanged in ranks(2).run(_rejected, name):
@@ -370,6 +394,7 @@ def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
     ],
     ids=["extra-layer", "other-width", "frozen-parameter", "other-option"],
 )
+@pytest.mark.quick_cases("other-option")
 def test_rank_with_a_different_program(ranks: Ranks, how: str, where: str, ours: str, theirs: str) -> None:
     """Rank 1 of 3 differs: the others do not hang, but name it and the first difference."""
     results = ranks(3).run(_diverge, how)

@@ -76,6 +76,7 @@ def _compare_with_fsdp2(rank: int, world_size: int, shape: tuple[int, ...], prod
 
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_matches_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
     """2 x 2 ranks: experts are sharded over two ranks, other parameters over four.
 
@@ -90,6 +91,7 @@ def test_matches_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
     [(1, 2), (2, 1), (1, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(2, 1, 2), (2, 2, 1)])],
     ids=str,
 )
+@pytest.mark.quick_cases("(2, 1, 2)", "(2, 2, 1)")
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
     ranks(4 if len(shape) == 3 else 2).run(_compare_with_fsdp2, shape, "one by one", "fp32")
@@ -108,6 +110,7 @@ def _as_fsdp2_code(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", [pytest.param("placements", marks=needs_placements), "units"])
+@pytest.mark.quick_cases("units")
 def test_code_written_for_fsdp2(ranks: Ranks, way: str) -> None:
     """Parameters of one unit on two meshes, and units on separate meshes."""
     ranks(4).run(_as_fsdp2_code, way)
@@ -121,6 +124,7 @@ def _with_function(rank: int, world_size: int) -> None:
 
 
 @needs_placements
+@pytest.mark.slow
 def test_a_mesh_for_each_parameter(ranks: Ranks) -> None:
     """`compile` accepts FSDP2's `shard_placement_fn`."""
     ranks(4).run(_with_function)
@@ -137,6 +141,7 @@ def _with_options(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_options(ranks: Ranks, name: str) -> None:
     ranks(4).run(_with_options, name)
 
@@ -151,6 +156,7 @@ def _microbatches(rank: int, world_size: int) -> None:
     assert all(grad is not None for grad in grads_of(pair[0]).values())
 
 
+@pytest.mark.slow
 def test_microbatches(ranks: Ranks) -> None:
     """Unreduced gradients accumulate as in FSDP2."""
     ranks(4).run(_microbatches)
@@ -199,6 +205,7 @@ def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
 
 
 @needs_placements
+@pytest.mark.slow
 def test_with_tensor_parallelism(ranks: Ranks) -> None:
     """Some parameters are sharded over a tensor axis, and experts are distributed to all ranks."""
     for lines in ranks(4).run(_with_tensor_parallelism):
@@ -222,6 +229,7 @@ def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
         assert torch.equal(values["exp_avg"].full_tensor(), loaded[key]["exp_avg"].full_tensor())
 
 
+@pytest.mark.slow
 def test_resumes_a_checkpoint_with_a_different_distribution_of_experts(ranks: Ranks, tmp_path: Path) -> None:
     """Two experts on each of two ranks, and one on each of four."""
     ranks(4).run(_checkpointed, tmp_path)
@@ -241,6 +249,7 @@ def _whole_steps(rank: int, world_size: int) -> None:
     assert_same(params_of(ours), params_of(theirs), "parameters")
 
 
+@pytest.mark.slow
 def test_steps_as_one_program(ranks: Ranks) -> None:
     ranks(4).run(_whole_steps)
 
@@ -259,6 +268,7 @@ def _compare_with_one_rank(rank: int, world_size: int) -> None:
         torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_match_one_rank_with_all_experts(ranks: Ranks) -> None:
     """Also with Inductor: the mean over the tokens of all ranks."""
     ranks(4).run(_compare_with_one_rank)

@@ -83,6 +83,7 @@ def _train_patched(rank: int, world_size: int) -> None:
     train_and_compare_with_fsdp2(on_meta, world_mesh(), prepare=on_shards_alone)
 
 
+@pytest.mark.slow
 def test_methods_set_on_shards(ranks: Ranks) -> None:
     """Also on shards of a subclass without them, whose values are then gathered like a plain tensor's."""
     ranks(2).run(_train_patched)
@@ -123,6 +124,7 @@ def _train_noting(rank: int, world_size: int) -> dict[str, list[bool]]:
     return {whose: [given for who, given in noted if who == whose] for whose in ("ours", "theirs")}
 
 
+@pytest.mark.slow
 def test_out_is_never_passed(ranks: Ranks) -> None:
     """FSDP2 passes `out` from the second gather on, to be written in place; a program creates a new parameter."""
     for given in ranks(2).run(_train_noting):
@@ -146,6 +148,7 @@ def _train_on_two_axes(rank: int, world_size: int) -> None:
     assert {call.args for call in _note_mesh.call_args_list} == {(1, 2)}
 
 
+@pytest.mark.slow
 def test_replicas(ranks: Ranks) -> None:
     ranks(4).run(_train_on_two_axes)
 
@@ -168,6 +171,7 @@ def _meta(rank: int, world_size: int) -> None:
             assert all(not torch.equal(old[i], new[i]) for i in ("0", "1"))
 
 
+@pytest.mark.slow
 def test_from_the_meta_device(ranks: Ranks) -> None:
     ranks(2).run(_meta)
 
@@ -210,6 +214,7 @@ def _state(rank: int, world_size: int) -> None:
     assert_same(plain_parts(copy.deepcopy(patched)(x)), changed, "copied with its methods")
 
 
+@pytest.mark.slow
 def test_state_and_copies(ranks: Ranks) -> None:
     ranks(2).run(_state)
 
@@ -226,6 +231,7 @@ def _accumulate(rank: int, world_size: int) -> None:
             torch.testing.assert_close(local(param.grad), local(other.grad))
 
 
+@pytest.mark.slow
 def test_microbatches(ranks: Ranks) -> None:
     ranks(2).run(_accumulate)
 

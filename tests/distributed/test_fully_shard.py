@@ -140,12 +140,14 @@ def _trains(rank: int, world_size: int, parallelize: Callable[[Shard, Any], None
 
 
 @pytest.mark.parametrize("parallelize", PARALLELIZE, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.quick_cases("on_two_meshes")
 def test_models_parallelized_by_the_same_code_train_alike(
     ranks: Ranks, parallelize: Callable[[Shard, Any], None]
 ) -> None:
     ranks(2).run(_trains, parallelize)
 
 
+@pytest.mark.slow
 def test_gathers_again_among_neighbors(ranks: Ranks) -> None:
     ranks(4).run(_trains, _gathered_again_in_pairs)
 
@@ -236,6 +238,7 @@ def _on_meta(rank: int, world_size: int) -> None:
     assert model.stem.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device(ranks: Ranks) -> None:
     ranks(2).run(_on_meta)
 

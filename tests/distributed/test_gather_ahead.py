@@ -87,6 +87,7 @@ def _llama(rank: int, world_size: int, policy: str, shape: tuple[int, ...], n: i
 @pytest.mark.parametrize(
     ("shape", "n", "reshard"), [((2,), 1, True), ((2,), 2, False), ((2, 2), 1, True)], ids=["fsdp", "clipped", "hsdp"]
 )
+@pytest.mark.slow
 def test_llama(ranks: Ranks, policy: str, shape: tuple[int, ...], n: int, reshard: bool) -> None:
     """The next step takes all gathers, and all except the last parameter's start during updates."""
     for started, finished in ranks(2 * len(shape)).run(_llama, policy, shape, n, reshard):
@@ -178,6 +179,7 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 
 
+@pytest.mark.slow
 def test_changes_between_steps(ranks: Ranks) -> None:
     """Writes, loading, other programs and settings: parameters are gathered again, with the same bits."""
     for taken in ranks(2).run(_between):
@@ -235,6 +237,7 @@ BEHIND: dict[str, tuple[type[nn.Module], Any, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_updates_after_backward(ranks: Ranks) -> None:
     """Gathers also start after updates; with several calls in a loss the next step has another program."""
     for found in ranks(2).run(_after_backward):
@@ -261,6 +264,7 @@ def _memory(rank: int, world_size: int) -> list[float]:
     return most
 
 
+@pytest.mark.slow
 def test_peak_memory(ranks: Ranks) -> None:
     """The gathered parameters exist while nothing else is gathered, so the peak does not rise."""
     for without, ahead in ranks(2).run(_memory):

@@ -125,6 +125,7 @@ def _steps(rank: int, world_size: int, case: str) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick_cases("method")
 def test_hooks_match_eager_mode(ranks: Ranks, case: str) -> None:
     """If forward changes hooks, the next call is captured again."""
     assert ranks(2).run(_steps, case) == [CASES[case][1]] * 2

@@ -30,12 +30,14 @@ def _train(rank: int, world_size: int, shape: tuple[int, int], policy: MixedPrec
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), FP16], ids=[*POLICIES, "fp16"])
+@pytest.mark.slow
 def test_hsdp_equals_fsdp2(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Reduce-scatter over one axis, all-reduce over the other; in fp16 both divisors count all ranks."""
     ranks(4).run(_train, (2, 2), policy)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 4)], ids=["replicated", "sharded"])
+@pytest.mark.quick_cases("replicated")
 def test_an_axis_of_one_rank_equals_fsdp2(ranks: Ranks, shape: tuple[int, int]) -> None:
     """Replication only is data parallelism; sharding only is FSDP on one axis."""
     ranks(4).run(_train, shape, FP32)
@@ -63,6 +65,7 @@ def _counts(rank: int, world_size: int, shape: tuple[int, int]) -> list[dict[str
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_collective_counts_and_placements(ranks: Ranks, shape: tuple[int, int], expected: dict[str, int]) -> None:
     """One of each per unit, none over an axis of one rank; FSDP2 has at least this number, and equal placements.
 
@@ -118,6 +121,7 @@ def _checkpointed(rank: int, world_size: int) -> None:
     assert not any(p.full_tensor().any() for p in ours.parameters())
 
 
+@pytest.mark.slow
 def test_state_of_a_2d_mesh(ranks: Ranks) -> None:
     """State dicts load between graphshard and FSDP2, and full tensors load."""
     ranks(4).run(_checkpointed)

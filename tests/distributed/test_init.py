@@ -78,6 +78,7 @@ def _meta_init(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.quick_cases("1")
 def test_meta_init_equals_unsharded_init(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_meta_init)
 
@@ -132,6 +133,7 @@ def _peak_memory(rank: int, world_size: int) -> dict[str, float]:
     return {"peak": peak / MIB, "shards": shards / MIB, "one": one / MIB}
 
 
+@pytest.mark.slow
 def test_peak_of_init_is_the_shards_and_one_parameter(ranks: Ranks) -> None:
     ranks(2).run(_peak_memory)
 
@@ -232,6 +234,7 @@ def _convert(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("3")
 def test_conversion_after_compile_equals_fsdp2(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_convert)
 
@@ -271,6 +274,7 @@ def _deepcopy(rank: int, world_size: int) -> None:
     assert torch.equal(parent["net"](tokens), tied(tokens))
 
 
+@pytest.mark.slow
 def test_deepcopy_is_independent(ranks: Ranks) -> None:
     ranks(2).run(_deepcopy)
 
@@ -295,5 +299,6 @@ def _ema_on_one_rank(rank: int, world_size: int) -> None:
         assert_same(params_of(average), expected, "averages")
 
 
+@pytest.mark.slow
 def test_averages_on_one_rank(ranks: Ranks) -> None:
     ranks(2).run(_ema_on_one_rank)

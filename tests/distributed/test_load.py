@@ -151,6 +151,7 @@ def _use(model: nn.Module, rank: int) -> list[Tensor]:
     return [*found, part.detach(), logits, *bits(model)]
 
 
+@pytest.mark.slow
 def test_one_file_trains_on_1_2_and_4_ranks(ranks: Ranks, net_file: Path) -> None:
     assert ranks(4).run(_train_loaded, net_file) == [[1, 2, 4], [2, 4], [4], [4]]
 
@@ -171,6 +172,7 @@ def _load_llama(rank: int, world_size: int, path: Path) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_causal_model_of_transformers(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Its generation_config holds the hash of an object, which differs in another process."""
     ranks(1).run(_load_llama, exported_elsewhere("llama", tmp_path_factory))
@@ -194,6 +196,7 @@ def _train_on_two_axes(rank: int, world_size: int, path: Path) -> list[tuple[int
     return shapes
 
 
+@pytest.mark.slow
 def test_one_file_trains_on_shapes_of_two_axes(ranks: Ranks, microbatches_file: Path) -> None:
     """Both axes, replication only, and sharding only."""
     shapes = [(2, 2), (2, 1), (1, 2)]
@@ -256,6 +259,7 @@ def _train_microbatches(rank: int, world_size: int, path: Path, shapes: list[tup
     return synced
 
 
+@pytest.mark.slow
 def test_microbatches_have_the_bits_of_compile(ranks: Ranks, microbatches_file: Path) -> None:
     """Without sync on 1 and 2 ranks; a single rank has nothing to wait for."""
     alone, together = [True, True, True], [False, False, True]
@@ -286,12 +290,14 @@ def _compile_what_is_missing(
         assert all(map(torch.equal, ours, _accumulate(twin, rank, setting, "logits"))), setting
 
 
+@pytest.mark.slow
 def test_compile_adds_missing_programs(ranks: Ranks, net_file: Path, microbatches_file: Path) -> None:
     """Steps of microbatches on two ranks; on two axes, gradients of another output."""
     ranks(2).run(_compile_what_is_missing, net_file, (2,))
     ranks(4).run(_compile_what_is_missing, microbatches_file, (2, 2))
 
 
+@pytest.mark.slow
 def test_a_missing_backward_gathers_among_neighbors(ranks: Ranks, regathered_file: Path) -> None:
     """The neighbor axis is part of the program in the file."""
     ranks(4).run(_compile_what_is_missing, regathered_file, (4,), 2)

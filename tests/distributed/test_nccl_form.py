@@ -101,6 +101,7 @@ def _assert_functional(launched: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.slow
 def test_plain(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
     _assert_functional(_train((2,), policy, tmp_path, []))
 
@@ -109,15 +110,18 @@ def test_plain(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "policy", [FP32, pytest.param(BF16, marks=pytest.mark.slow), POLICIES["bf16 reductions"]], ids=POLICIES
 )
+@pytest.mark.quick_cases("bf16", "bf16 reductions")
 def test_hsdp(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
     launched = _train((2, 2), policy, tmp_path, [])
     _assert_functional(launched)
     assert sum(count for name, count in launched.items() if name.startswith("all_reduce")) > 0
 
 
+@pytest.mark.slow
 def test_microbatches(tmp_path: Path) -> None:
     _assert_functional(_train((2,), BF16, tmp_path, [_no_sync]))
 
 
+@pytest.mark.slow
 def test_microbatches_over_replicas(tmp_path: Path) -> None:
     _assert_functional(_train((2, 2), FP32, tmp_path, [_no_all_reduce]))

@@ -95,6 +95,7 @@ def _train(rank: int, world_size: int, body: Any, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", BODIES)
+@pytest.mark.quick_cases("warm-up")
 def test_training_matches_fsdp2_with_few_programs(ranks: Ranks, case: str) -> None:
     body, programs = BODIES[case]
     for reasons in ranks(2).run(_train, body, "eager"):
@@ -113,6 +114,7 @@ def test_training_in_inductor(ranks: Ranks) -> None:
         assert reasons == ["first call", "_Net.step was 0 and is 1"]
 
 
+@pytest.mark.slow
 def test_names_a_number_that_cannot_be_an_input(fake_world: FakeWorld, caplog: Any) -> None:
     fake_world(1)
     model = _Net(lambda net, x: nn.functional.dropout(x, net.scale))

@@ -50,6 +50,7 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("inductor")
 def test_offloaded_training_equals_fsdp2(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_offload, backend)
 
@@ -81,6 +82,7 @@ def _by_hand(rank: int, world_size: int) -> None:
         assert_same(train(ours, inputs), train(theirs, inputs), "afterwards")
 
 
+@pytest.mark.slow
 def test_unshard_of_offloaded_shards(ranks: Ranks) -> None:
     """Programs read the unsharded parameters, upload nothing, and see the optimizer's later updates of the shards."""
     ranks(2).run(_by_hand)
@@ -107,6 +109,7 @@ def _activations(rank: int, world_size: int) -> None:
         assert_same(grads_of(ours), grads_of(theirs), "microbatches")
 
 
+@pytest.mark.slow
 def test_offloaded_activations_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_activations)
 

@@ -96,6 +96,7 @@ def _steps(rank: int, world_size: int) -> None:
         assert [group["lr"] for group in optims[0].param_groups] == [group["lr"] for group in optims[1].param_groups]
 
 
+@pytest.mark.slow
 def test_optimizers_equal_fsdp2(ranks: Ranks) -> None:
     """With parameter groups and a schedule, on uneven and empty shards; parameters and state bit for bit."""
     ranks(3).run(_steps)
@@ -110,6 +111,7 @@ def _fused_sgd(rank: int, world_size: int, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["graphshard", "fsdp2"])
+@pytest.mark.quick_cases("fsdp2")
 def test_fused_sgd_rejects_dtensors(ranks: Ranks, impl: str) -> None:
     """torch 2.13 rejects DTensors of any origin. When this test fails, add fused SGD to OPTIMIZERS."""
     with pytest.raises(RankError, match=r"_fused_sgd_"):
@@ -183,6 +185,7 @@ def _whole(rank: int, world_size: int) -> None:
     assert_same(_full_params(pair[0]), {name: p.detach() for name, p in plain.named_parameters()}, "one step")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_whole_matrices(ranks: Ranks) -> None:
     """With parameters gathered one by one, the step equals the unsharded model's."""
     ranks(3).run(_whole)
@@ -213,6 +216,7 @@ def _muon(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.slow
 def test_muon(ranks: Ranks) -> None:
     """Muon runs on DTensors, whose operators gather, with FSDP2's bits; on one matrix bfloat16 rounds differently."""
     ranks(2).run(_muon)
@@ -246,6 +250,7 @@ def _clip(rank: int, world_size: int, norm_types: tuple[float, ...]) -> None:
     assert_same(*map(grads_of, pair), "clipped values")
 
 
+@pytest.mark.slow
 def test_clip_grad_norm(ranks: Ranks) -> None:
     """The norm of the whole model for p = 1 and 2, with empty shards, and for inf."""
     ranks(3).run(_clip, (1.0, 2.0))
@@ -295,6 +300,7 @@ def _scaler(rank: int, world_size: int, bad_rank: int | None, where: str) -> lis
 
 
 @pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.slow
 def test_grad_scaler(ranks: Ranks, where: str) -> None:
     """An inf on one rank skips the step on all ranks, and all lower their scale."""
     pool = ranks(2)
@@ -336,6 +342,7 @@ def _in_backward(rank: int, world_size: int) -> None:
     assert calls == [expected, expected]
 
 
+@pytest.mark.slow
 def test_optimizer_in_backward(ranks: Ranks) -> None:
     """Hooks run once per parameter, with its reduced gradient, and may clear it."""
     ranks(3).run(_in_backward)
@@ -374,6 +381,7 @@ def _averages(rank: int, world_size: int) -> None:
     assert_same(*map(params_of, pair), "back to training")
 
 
+@pytest.mark.slow
 def test_averages_of_parameters(ranks: Ranks) -> None:
     """An exponential average of the shards, without gathers and with no more memory than the shards."""
     ranks(3).run(_averages)
@@ -403,6 +411,7 @@ def _averaged_model(rank: int, world_size: int) -> None:
         AveragedModel(twin)
 
 
+@pytest.mark.slow
 def test_averaged_model(ranks: Ranks) -> None:
     """torch.optim.swa_utils.AveragedModel deep-copies the model, which FSDP2 rejects."""
     ranks(2).run(_averaged_model)

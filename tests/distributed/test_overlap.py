@@ -102,11 +102,13 @@ def _gathered_blocks(
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("inductor")
 def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
     """The block that computes and the next one, whose gather overlaps."""
     assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2
 
 
+@pytest.mark.slow
 def test_without_resharding_all_blocks_stay_gathered(ranks: Ranks) -> None:
     assert ranks(2).run(_gathered_blocks, "eager", False) == [(4, 4, 4, 0)] * 2
 
@@ -142,6 +144,7 @@ def _peaks(rank: int, world_size: int) -> list[tuple[float, float]]:
     return peaks
 
 
+@pytest.mark.slow
 def test_peak_memory(ranks: Ranks) -> None:
     """Below FSDP2, which copies inputs and outputs of collectives."""
     for ours, theirs in ranks(2).run(_peaks):
@@ -193,6 +196,7 @@ def _seconds(rank: int, world_size: int) -> tuple[float, float]:
     return forward.now, backward.now
 
 
+@pytest.mark.slow
 def test_compute_overlaps_the_next_gather_and_the_last_reduction(ranks: Ranks) -> None:
     """Only the first gather and the last reduction are exposed. Without overlap a block would take 2 and 4 seconds."""
     for forward, backward in ranks(2).run(_seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -76,6 +77,7 @@ def _freeze_later(rank: int, world_size: int) -> None:
     assert reduced == {n for n, p in ours.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 def test_frozen_after_compile(ranks: Ranks) -> None:
     """Frozen parameters have no reduction and no gradient, also if frozen later."""
     ranks(2).run(_freeze_later)
@@ -93,6 +95,7 @@ def _swapped(rank: int, world_size: int) -> None:
     assert_same(train(ours, inputs), train(theirs, inputs), "after three steps")
 
 
+@pytest.mark.slow
 def test_parameters_swapped_after_compile(ranks: Ranks) -> None:
     ranks(2).run(_swapped)
 
@@ -131,6 +134,7 @@ def _wrapped(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours.get_buffer(name), buffer)
 
 
+@pytest.mark.slow
 def test_parametrizations_and_adapters(ranks: Ranks) -> None:
     ranks(2).run(_wrapped)
 
@@ -178,6 +182,7 @@ def _tied(rank: int, world_size: int) -> None:
     assert torch.isfinite(ours(tokens[0])).all()
 
 
+@pytest.mark.slow
 def test_tied_weights(ranks: Ranks) -> None:
     """One shard, one gather, one gradient, both names; ties survive."""
     ranks(2).run(_tied)
@@ -237,6 +242,7 @@ def _pair(rank: int, world_size: int) -> None:
     assert_same(train(pair, inputs), train(theirs, inputs), "after three steps")
 
 
+@pytest.mark.slow
 def test_two_compiled_modules_in_one_parent(ranks: Ranks) -> None:
     ranks(2).run(_pair)
 
@@ -263,6 +269,7 @@ def _submodule(rank: int, world_size: int) -> None:
     assert titles == ["Net-0", "Block-blocks.1-0", "Linear-blocks.0.up-0", "Block-blocks.1-1"]
 
 
+@pytest.mark.slow
 def test_a_submodule_called_directly(ranks: Ranks) -> None:
     ranks(2).run(_submodule)
 

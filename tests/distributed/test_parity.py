@@ -26,8 +26,6 @@ from tests.distributed.twins import (
 )
 from tests.ranks import RankError, Ranks
 
-pytestmark = pytest.mark.usefixtures("rules_after_every_pass")
-
 # --- models -------------------------------------------------------------------------------------------------
 
 
@@ -136,12 +134,29 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "precision", "world_size"), CASES)
+@pytest.mark.quick_cases(
+    "example-llama-bf16-3ranks",
+    "hf-llama-fp32-3ranks",
+    "hf-llama-bf16-2ranks",
+    "hf-llama-bf16-3ranks",
+    "hf-llama-long-fp32-3ranks",
+    "hf-llama-long-bf16-2ranks",
+    "hf-llama-long-bf16-3ranks",
+    "hf-gpt2-fp32-3ranks",
+    "hf-gpt2-bf16-2ranks",
+    "hf-gpt2-bf16-3ranks",
+    "hf-vit-fp32-3ranks",
+    "hf-vit-bf16-2ranks",
+    "hf-vit-bf16-3ranks",
+    "hf-resnet-fp32-3ranks",
+)
 def test_training_equals_fsdp2(ranks: Ranks, name: str, precision: str, world_size: int) -> None:
     """20 steps of AdamW with clipped gradients; two blocks on two ranks, one on three, to save time."""
     ranks(world_size).run(_train_side_by_side, name, precision, {})
 
 
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.quick_cases("False")
 def test_reshard_after_forward_equals_fsdp2(ranks: Ranks, reshard: bool) -> None:
     """None, which keeps the root, is the default and tested above."""
     ranks(2).run(_train_side_by_side, "example-llama", "fp32", {"reshard_after_forward": reshard})

@@ -69,12 +69,14 @@ def _microbatches(rank: int, world_size: int, dim: int, number: int, policy: Mix
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.slow
 def test_microbatches(ranks: Ranks, policy: MixedPrecisionPolicy, number: int, dim: int) -> None:
     """Shards one after another and interleaved; accumulated in the compute dtype, and in the reduce dtype."""
     ranks(4).run(_microbatches, dim, number, policy)
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.quick_cases("fp32")
 def test_one_data_rank(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Only ranks of the tensor axis are reduced."""
     ranks(2).run(_microbatches, 0, 3, policy)
@@ -88,6 +90,7 @@ def _several_calls(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients of two calls")
 
 
+@pytest.mark.slow
 def test_several_calls_in_one_backward(ranks: Ranks) -> None:
     ranks(4).run(_several_calls)
 

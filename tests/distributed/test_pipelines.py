@@ -152,6 +152,7 @@ def _train(
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_cases("GPipe-fp32")
 def test_stages_equal_fsdp2(ranks: Ranks, schedule: str, policy: MixedPrecisionPolicy) -> None:
     """Gradients are reduced once a step; parameters are gathered at most as often as with FSDP2."""
     for ours, theirs in ranks(4).run(_train, schedule, policy):
@@ -177,6 +178,7 @@ def _counted(rank: int, world_size: int, schedule: str) -> tuple[dict[str, int],
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "interleaved"])
+@pytest.mark.quick_cases("1F1B")
 def test_many_microbatches_launch_the_collectives_of_one(ranks: Ranks, schedule: str) -> None:
     """As `graphshard.explain` assumes: one reduction, and one gather per unit or one gather for all units."""
     for found, alone, stages in ranks(4).run(_counted, schedule):
@@ -212,6 +214,7 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
         assert_same(pipeline.named(params_of), saved.named(params_of), "parameters")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_all_stages(ranks: Ranks, tmp_path: Path) -> None:
     """DCP saves the states of all ranks in one checkpoint; training resumes from it, also with FSDP2."""
     ranks(4).run(_resume, tmp_path)
@@ -227,6 +230,7 @@ def _zero_bubble(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.12", reason="zero-bubble stages of torch 2.11 fail themselves")
+@pytest.mark.slow
 def test_rejects_separate_backwards_of_weights(ranks: Ranks) -> None:
     """A program's backward computes all its gradients."""
     message = (
@@ -290,5 +294,6 @@ def _finished(rank: int, world_size: int, by_replicas: bool) -> None:
 
 
 @pytest.mark.parametrize("by_replicas", [False, True])
+@pytest.mark.quick_cases("True")
 def test_accumulated_gradients_are_reduced_without_a_backward(ranks: Ranks, by_replicas: bool) -> None:
     ranks(4).run(_finished, by_replicas)

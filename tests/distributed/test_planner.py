@@ -18,8 +18,6 @@ from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.usefixtures("rules_after_every_pass")
-
 VOCAB = 101
 
 
@@ -70,11 +68,13 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("3")
 def test_cost_based_plans_match_fsdp2(ranks: Ranks, world_size: int) -> None:
     """Packed and early gathers; ranks with other batch sizes use the first rank's plan."""
     ranks(world_size).run(_train, False)
 
 
+@pytest.mark.slow
 def test_plans_of_least_memory_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_train, True)
 

@@ -74,6 +74,7 @@ def _replicated(rank: int, world_size: int, shape: tuple[int, int], limited: boo
 
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.quick_cases("(2, 2)-False", "(4, 1)-False", "(4, 1)-True")
 def test_replicas(ranks: Ranks, shape: tuple[int, int], limited: bool) -> None:
     """Two-stage reductions, packed and moved; or only all-reduces."""
     ranks(4).run(_replicated, shape, limited)
@@ -96,6 +97,7 @@ def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: b
 
 
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.quick_cases("False")
 def test_experts(ranks: Ranks, limited: bool) -> None:
     """Their parameters are gathered over other axes, on the same link."""
     assert len(set(ranks(4).run(_with_experts, (2, 2), limited))) == 1
@@ -119,6 +121,7 @@ def _regathered(rank: int, world_size: int, limited: bool) -> None:
 
 
 @pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.quick_cases("False")
 def test_gathers_again_among_neighbors(ranks: Ranks, limited: bool) -> None:
     ranks(4).run(_regathered, limited)
 
@@ -133,6 +136,7 @@ def _parallelized(rank: int, world_size: int, shape: tuple[int, ...], make: Any,
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("model", ["mlps", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("mlps-True", "llama-False", "llama-True")
 def test_a_tensor_axis(ranks: Ranks, model: str, limited: bool) -> None:
     """The model's collectives keep their position between collectives of parameters and gradients."""
     make, batch = {"mlps": (mlps, rows), "llama": (llama, tokens)}[model]
@@ -200,6 +204,7 @@ def _peaks(
     ],
     ids=["one axis", "replicas", "neighbors", "tensor axis"],
 )
+@pytest.mark.quick_cases("one axis")
 def test_measured_memory_matches_the_plan(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
     """Never more: a plan counts the maximum of each stretch of compute."""
     for shares in ranks(4).run(_peaks, shape, names, again):
@@ -274,6 +279,7 @@ def _without_sizes(line: str) -> str:
 
 
 @pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.slow
 def test_uneven_shards_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
     """All ranks use the first rank's plan, so all launch the same collectives in the same order."""
     first, *others = ranks(4).run(_pieces, limited, None)
@@ -281,6 +287,7 @@ def test_uneven_shards_on_a_tensor_axis(ranks: Ranks, limited: bool) -> None:
     assert any("over tp" in line for line in first[0])
 
 
+@pytest.mark.slow
 def test_activation_policy_with_uneven_shards(ranks: Ranks) -> None:
     """The first rank selects saved values by name, because sizes differ between ranks."""
     first, *others = ranks(4).run(_pieces, True, "auto")
@@ -322,6 +329,7 @@ def _shares(rank: int, world_size: int, share: float) -> list[str]:
 
 
 @pytest.mark.parametrize(("share", "again"), [(0.12, 1), (0.18, 0)])
+@pytest.mark.quick_cases("0.12-1")
 def test_activation_share_with_uneven_shards(ranks: Ranks, share: float, again: int) -> None:
     """Ranks with smaller shards would save one value less, and repeat a sum that others do not."""
     first, *others = ranks(4).run(_shares, share)
@@ -423,6 +431,7 @@ def _five_experts(rank: int, world_size: int, limited: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.slow
 def test_uneven_shards_on_an_expert_axis(ranks: Ranks, limited: bool) -> None:
     """Ranks with more experts and ranks with fewer gather different parameters."""
     first, *others = ranks(4).run(_five_experts, limited)

@@ -102,6 +102,7 @@ def _check_times(profile: StepProfile, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("inductor")
 def test_a_step_is_measured(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     """Every region, collective and wait on all ranks; all ranks get the same profile."""
     first, second = ranks(2).run(_measured, backend, str(tmp_path))
@@ -156,6 +157,7 @@ def _predicted(rank: int, world_size: int) -> None:
     assert slower.step.predicted != profile.step.predicted
 
 
+@pytest.mark.slow
 def test_the_prediction_equals_explain(ranks: Ranks) -> None:
     """Although the running graphs are bound to process groups, with collectives rewritten for gloo."""
     ranks(2).run(_predicted)
@@ -191,6 +193,7 @@ def _left(rank: int, world_size: int) -> None:
     assert_same(dict(model.named_buffers()), dict(twin.named_buffers()), "its buffers")
 
 
+@pytest.mark.slow
 def test_profiling_has_no_lasting_effect(ranks: Ranks) -> None:
     ranks(2).run(_left)
 
@@ -208,6 +211,7 @@ def _recorded(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("inductor")
 def test_recorded_code_has_the_same_gradients(ranks: Ranks, backend: str) -> None:
     """Bit for bit; nothing is recorded after the block."""
     ranks(2).run(_recorded, backend)
@@ -229,6 +233,7 @@ def _accumulating(rank: int, world_size: int) -> None:
     assert_same(grads_of(model), grads_of(twin), "microbatches")
 
 
+@pytest.mark.slow
 def test_between_microbatches(ranks: Ranks) -> None:
     ranks(2).run(_accumulating)
 

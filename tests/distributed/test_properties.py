@@ -185,12 +185,14 @@ def _together(rank: int, world_size: int, case: Case, folder: str) -> None:
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@pytest.mark.slow
 def test_random_modules(ranks: Ranks, world_size: int, case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks(world_size).run(_together, case, folder)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
+@pytest.mark.quick_cases("4", "5", "6", "7")
 def test_random_programs(ranks: Ranks, seed: int) -> None:
     program = random_program(seed)
     found = ranks(program.world_size).run(differences, program)
@@ -226,6 +228,10 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
+@pytest.mark.quick_cases(
+    "a region recomputes random numbers and saves sizes",
+    "a selective checkpoint, run by Python, around a unit that draws in a region",
+)
 def test_programs_that_failed_before(ranks: Ranks, name: str) -> None:
     program = from_json(FOUND[name])
     found = ranks(program.world_size).run(differences, program)

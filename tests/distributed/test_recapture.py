@@ -102,6 +102,7 @@ def _train(rank: int, world_size: int, case: str, options: dict[str, Any], accum
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_rank_captures_alone(ranks: Ranks, case: str) -> None:
     found = ranks(2).run(_train, case, {}, False, timeout=TIMEOUT)
     assert [left for left, _ in found] == CASES[case][1]
@@ -109,6 +110,7 @@ def test_a_rank_captures_alone(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["lengths of one rank", "lengths of both", "tags of one rank"])
+@pytest.mark.slow
 def test_a_rank_evicts_alone(ranks: Ranks, case: str) -> None:
     """It captures evicted programs again."""
     found = ranks(2).run(_train, case, {"max_captures": 2}, False, timeout=TIMEOUT)
@@ -118,6 +120,7 @@ def test_a_rank_evicts_alone(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lengths of one rank", "lengths of both"])
 @pytest.mark.parametrize("options", [{}, {"max_captures": 1}], ids=["default", "one program"])
+@pytest.mark.slow
 def test_microbatches_of_ranks_that_capture_alone(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
     ranks(2).run(_train, case, options, True, timeout=TIMEOUT)
 
@@ -126,6 +129,7 @@ LIMITED = {"memory_limit": 1 << 30, "hardware": "cpu-gloo"}
 
 
 @pytest.mark.parametrize("options", [LIMITED, {**LIMITED, "activation": "auto"}], ids=["plan", "activation"])
+@pytest.mark.quick_cases("activation")
 def test_a_rank_captures_alone_under_a_limit_of_memory(ranks: Ranks, options: dict[str, Any]) -> None:
     """This raised an error: ranks planned each size together."""
     found = ranks(2).run(_train, "lengths of one rank", options, False, timeout=TIMEOUT)

@@ -64,6 +64,7 @@ def _statistics(rank: int, world_size: int, where: str, reentrant: bool) -> int:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["first", "middle", "last", "behind"])
+@pytest.mark.slow
 def test_buffer_writes_are_repeated_as_in_eager_mode(ranks: Ranks, where: str, reentrant: bool) -> None:
     """Twice in a step; once after the point where a non-reentrant checkpoint stops recomputation."""
     assert ranks(2).run(_statistics, where, reentrant)[0] == (3 if where == "behind" and not reentrant else 6)
@@ -116,6 +117,7 @@ def _outside() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_shared, _outside])
+@pytest.mark.quick_cases("_outside")
 def test_falls_back_to_python_for_repeated_writes(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     ranks(2).run(_split, make)
 
@@ -195,6 +197,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize(("then", "reentrant"), [(then, False) for then in LOOKS] + [("two microbatches", True)])
+@pytest.mark.quick_cases("two microbatches-False")
 def test_buffers_are_the_same_between_forward_and_backward(ranks: Ranks, then: str, reentrant: bool) -> None:
     """At any time: calls between the two, calls without backward, and gradients that miss the region."""
     assert ranks(2).run(_between, then, reentrant) == [LOOKS[then]] * 2
@@ -298,6 +301,7 @@ def _leaves(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
+@pytest.mark.slow
 def test_attributes_that_a_region_writes_identically_twice(ranks: Ranks) -> None:
     """Python runs forward, because Dynamo traces no region that changes an attribute."""
     ranks(2).run(_leaves)

@@ -163,11 +163,13 @@ SCRIPTS = [_steps, _two_sizes, _microbatches, _several_forwards, _moved, _evalua
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__.strip("_"))
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.quick_cases("1-several_forwards")
 def test_scripts(ranks: Ranks, world_size: int, script: Script) -> None:
     ranks(world_size).run(_train, script, {"mp_policy": BF16, "max_captures": 16}, {})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_graphs_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
     """Some regions are in graphs, others are not."""
     options = {"mp_policy": BF16, "cuda_graphs": "auto", "hardware": "h100"}
@@ -179,6 +181,7 @@ def test_graphs_chosen_by_cost(ranks: Ranks, world_size: int) -> None:
     [(_steps, {"dropout": 0.5}), (_microbatches, {"dropout": 0.5, "again": True})],
     ids=["dropout", "recomputed dropout"],
 )
+@pytest.mark.slow
 def test_random_numbers(ranks: Ranks, script: Script, made: dict[str, Any]) -> None:
     """The generator has the same state as without graphs, also at the end."""
     ranks(2).run(_train, script, {"mp_policy": FP32}, made)
@@ -189,6 +192,7 @@ def _dynamic(rank: int, world_size: int) -> None:
     _train(rank, world_size, _two_sizes, {"dynamic_shapes": shapes}, {})
 
 
+@pytest.mark.slow
 def test_dynamic_sizes(ranks: Ranks) -> None:
     """One program, and a graph for each size."""
     ranks(2).run(_dynamic)
@@ -201,6 +205,7 @@ def _offloaded(rank: int, world_size: int, script: Script) -> None:
 
 @pytest.mark.parametrize("script", [_steps, _microbatches], ids=["steps", "microbatches"])
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_offloading(ranks: Ranks, world_size: int, script: Script) -> None:
     ranks(world_size).run(_offloaded, script)
 
@@ -223,6 +228,7 @@ def _updates(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(twin), "parameters")
 
 
+@pytest.mark.slow
 def test_updates_in_backward(ranks: Ranks) -> None:
     ranks(2).run(_updates)
 

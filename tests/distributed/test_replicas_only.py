@@ -79,6 +79,7 @@ def _train(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.quick_cases("fp32-4")
 def test_matches_fsdp2(ranks: Ranks, name: str, num_ranks: int) -> None:
     """Losses, gradients, placements and steps; in fp16 FSDP2 divides before and after the sum."""
     ranks(num_ranks).run(_train, POLICIES[name])
@@ -113,6 +114,7 @@ def _some(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads_of(model).items() if grad is not None}
 
 
+@pytest.mark.slow
 def test_microbatches_and_settings(ranks: Ranks) -> None:
     ranks(4).run(_settings)
 
@@ -149,6 +151,7 @@ def _state(rank: int, world_size: int, folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_state(ranks: Ranks, tmp_path: Path) -> None:
     """State dicts load into FSDP2 and back, and a checkpoint loads into sharded models."""
     ranks(4).run(_state, tmp_path)
@@ -190,6 +193,7 @@ def _plain(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.slow
 def test_plain_parameters(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """A Llama, its placements and clipped steps."""
     ranks(2).run(_plain, policy)
@@ -222,6 +226,7 @@ def _with_a_tensor_axis(rank: int, world_size: int) -> None:
     assert ours.head.weight.device_mesh == mesh["dp"]
 
 
+@pytest.mark.slow
 def test_with_a_tensor_axis(ranks: Ranks) -> None:
     """DTensors on the tensor axis only, from `parallelize_module`."""
     ranks(4).run(_with_a_tensor_axis)
@@ -239,6 +244,7 @@ def _counts(rank: int, world_size: int) -> list[int]:
     return [mode.of(kind) for kind in ("gather", "scatter", "all_reduce")]
 
 
+@pytest.mark.slow
 def test_collective_counts(ranks: Ranks) -> None:
     """One all-reduce for each unit, and nothing else."""
     assert ranks(2).run(_counts) == [[0, 0, 3]] * 2
@@ -274,6 +280,7 @@ def _kept(rank: int, world_size: int) -> None:
     assert tied.b.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_nested_replication_keeps_parameters(ranks: Ranks) -> None:
     """An outer call must not mistake parameters replicated by an inner call for unprocessed ones."""
     ranks(2).run(_kept)
@@ -312,6 +319,7 @@ def test_rejects_reshard_after_forward(fake_world: FakeWorld) -> None:
 
 
 @pytest.mark.parametrize("parallelize", [None, lambda model, mesh: mlps(mesh["tp"])], ids=["plain", "tensor axis"])
+@pytest.mark.quick_cases("tensor axis")
 def test_explain(parallelize: Callable[..., nn.Module] | None) -> None:
     """The shape is written as in programs; the prediction equals replicas with a sharding axis of size 1."""
     tensor = {} if parallelize is None else {"tp": 2}
@@ -343,6 +351,7 @@ def _seeded(mesh: DeviceMesh | None) -> nn.Module:
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["plain", "tensor axis"])
+@pytest.mark.slow
 def test_a_file(ranks: Ranks, tmp_path: Path, tensor: bool) -> None:
     """Exported for the shape that the warning about a mismatched file suggests."""
     path, shape = tmp_path / "a.gshard", {"dp": 2, "dp/1": 1}

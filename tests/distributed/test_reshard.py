@@ -105,6 +105,7 @@ def _freed_and_gathered_again(rank: int, world_size: int, policy: str) -> None:
             assert_same(*map(grads_of, pair), f"{way.__name__}, gradients of step {step}")
 
 
+@pytest.mark.slow
 def test_backward_gathers_freed_parameters(ranks: Ranks) -> None:
     """Gradients equal FSDP2's, from the current shards."""
     for policy in _POLICIES:
@@ -128,6 +129,7 @@ def _launches(rank: int, world_size: int) -> None:
             )
 
 
+@pytest.mark.slow
 def test_backward_gathers_nothing_else(ranks: Ranks) -> None:
     """One launch for everything that was freed; FSDP2 launches one per unit."""
     ranks(2).run(_launches)
@@ -226,6 +228,7 @@ def _odd(rank: int, world_size: int) -> None:
         assert_same(*grads, f"gradients of shards by {place}")
 
 
+@pytest.mark.slow
 def test_any_layout_is_gathered_again(ranks: Ranks) -> None:
     ranks(2).run(_by_columns)
     ranks(2).run(_odd)

@@ -64,11 +64,13 @@ def _train(rank: int, world_size: int, place: str) -> float:
     return float(grad.full_tensor().sum())
 
 
+@pytest.mark.slow
 def test_hooks_change_gradients_as_in_fsdp2(ranks: Ranks) -> None:
     assert ranks(2).run(_train, "in forward")[0] != ranks(2).run(_train, "on the host")[0]
 
 
 @pytest.mark.parametrize("place", ["in a region", "around a region"])
+@pytest.mark.quick_cases("in a region")
 def test_hooks_around_a_checkpoint_match_fsdp2(ranks: Ranks, place: str) -> None:
     """Python runs the region again in backward, with the module state of forward."""
     ranks(2).run(_train, place)

@@ -105,6 +105,7 @@ def _train(
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), FP16], ids=[*POLICIES, "fp16"])
+@pytest.mark.slow
 def test_training_equals_fsdp2_with_vectors_of_one_element(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Losses, gradients, norms and parameters, with each kind of optimizer."""
     ranks(2).run(_train, (2,), policy, {})
@@ -113,10 +114,12 @@ def test_training_equals_fsdp2_with_vectors_of_one_element(ranks: Ranks, policy:
 @pytest.mark.parametrize(
     "options", [{"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy(False)}], ids=str
 )
+@pytest.mark.quick_cases("{'offload_policy': CPUOffloadPolicy(pin_memory=False)}")
 def test_options_equal_fsdp2(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks(2).run(_train, (2,), POLICIES["fp32"], options)
 
 
+@pytest.mark.slow
 def test_two_axes_equal_fsdp2(ranks: Ranks) -> None:
     """Gradients of scalars are averaged over both."""
     ranks(4).run(_train, (2, 2), POLICIES["bf16"], {})
@@ -133,6 +136,7 @@ def _against_plain_torch(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_training_matches_plain_torch(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_against_plain_torch, backend)
 
@@ -151,6 +155,7 @@ def _accumulate(rank: int, world_size: int) -> None:
     _equal(*found)
 
 
+@pytest.mark.slow
 def test_microbatches_and_another_divisor_equal_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_accumulate)
 
@@ -167,6 +172,7 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_by_the_global_norm(ranks: Ranks) -> None:
     """A scalar counts once, not once per rank. Squares are added in a different order than for FSDP2's vectors."""
     ranks(2).run(_clipped, (2,))
@@ -198,6 +204,7 @@ def _state(rank: int, world_size: int, path: Path) -> None:
     torch.testing.assert_close(other(rows(0)), plain(rows(0)))
 
 
+@pytest.mark.slow
 def test_states_and_checkpoints_hold_scalars(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_state, tmp_path)
 
@@ -234,10 +241,12 @@ def _load(rank: int, world_size: int, path: Path) -> None:
     _equal(*(_steps(each, rank, torch.optim.AdamW) for each in (loaded, ours)))
 
 
+@pytest.mark.slow
 def test_artifacts_hold_scalars(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_load, tmp_path / "scaled.gshard")
 
 
+@pytest.mark.slow
 def test_training_is_predicted() -> None:
     """The gradients of all scalars are one collective, and formulas know that scalars are not sharded."""
     found = graphshard.explain(Scaled(), 8, example_inputs=[rows(0)])

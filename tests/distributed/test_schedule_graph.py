@@ -139,6 +139,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
+@pytest.mark.quick_cases("data parallel-shape0", "exchange-shape1", "two axes-shape4")
 def test_the_same_bits_and_order_on_all_ranks(ranks: Ranks, name: str, shape: tuple[int, ...]) -> None:
     size = 1
     for length in shape:

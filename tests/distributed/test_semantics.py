@@ -52,6 +52,7 @@ def _types(rank: int, world_size: int) -> None:
         assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_parameters_are_dtensors_unless_kept_gathered(ranks: Ranks) -> None:
     """FSDP2 swaps in plain tensors if parameters stay gathered, which is the root's default."""
     ranks(2).run(_types)
@@ -114,6 +115,7 @@ def _repeated(rank: int, world_size: int) -> tuple[int, int]:
     return counted.of("gather"), counted.of("scatter")
 
 
+@pytest.mark.slow
 def test_layers_called_again_and_no_inputs(ranks: Ranks) -> None:
     """A layer is gathered once in forward, once in backward (the root is kept), and reduced once."""
     assert ranks(2).run(_repeated) == [(5, 3)] * 2
@@ -147,6 +149,7 @@ def _views(rank: int, world_size: int) -> None:
     _same_after(pair, step, "views")
 
 
+@pytest.mark.slow
 def test_views_and_in_place_operators(ranks: Ranks) -> None:
     ranks(2).run(_views)
 
@@ -178,6 +181,7 @@ def _phases(rank: int, world_size: int) -> None:
         assert_same(*(dict(model.named_buffers()) for model in pair), f"step {number}")
 
 
+@pytest.mark.slow
 def test_buffers_changed_after_a_read(ranks: Ranks) -> None:
     """Backward recomputes the cosine from the value that forward read."""
     ranks(2).run(_phases)
@@ -217,6 +221,7 @@ def _chunked(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
 
 
+@pytest.mark.slow
 def test_a_head_called_in_chunks(ranks: Ranks) -> None:
     ranks(2).run(_chunked)
 
@@ -238,6 +243,7 @@ def _no_need(rank: int, world_size: int) -> list[int]:
     return gathers
 
 
+@pytest.mark.slow
 def test_backward_gathers_only_what_it_reads(ranks: Ranks) -> None:
     """The linear layer's weight, but not the embedding, which FSDP2 gathers, too."""
     assert ranks(2).run(_no_need) == [[1, 2]] * 2
@@ -281,6 +287,7 @@ def _updated(rank: int, world_size: int, kind: type[Gain]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Gain, GainAsView])
+@pytest.mark.slow
 def test_backward_uses_the_buffer_values_of_forward(ranks: Ranks, kind: type[Gain]) -> None:
     ranks(2).run(_updated, kind)
 
@@ -343,6 +350,7 @@ def _chosen(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_use_different_layers(ranks: Ranks) -> None:
     ranks(2).run(_chosen)
 
@@ -358,6 +366,7 @@ def _branch(rank: int, world_size: int) -> None:
     graphshard.compile(Branch(), world_mesh(), backend="eager")(X, rank)
 
 
+@pytest.mark.slow
 def test_rejects_ranks_that_branch_to_different_layers(ranks: Ranks) -> None:
     """They would gather different parameters; the error replaces a hang."""
     message = r"made a different program than rank .*\n.*gather layers\.\d\.weight.*\n.*gather layers\.\d\.weight"
@@ -373,6 +382,7 @@ def _condition(rank: int, world_size: int) -> None:
     assert torch.equal(model(X, torch.tensor(rank)), plain(X, torch.tensor(rank)))
 
 
+@pytest.mark.slow
 def test_conditional_layers_are_gathered_on_all_ranks(ranks: Ranks) -> None:
     """A branch of torch.cond may select another layer on each rank."""
     ranks(2).run(_condition)
@@ -395,6 +405,7 @@ def _compiled_blocks(rank: int, world_size: int) -> None:
     assert not calls
 
 
+@pytest.mark.slow
 def test_blocks_compiled_by_the_user(ranks: Ranks) -> None:
     ranks(2).run(_compiled_blocks)
 
@@ -456,6 +467,7 @@ def _after_an_exception(rank: int, world_size: int, where: str, accumulate: bool
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.quick_cases("forward-True", "backward-False")
 def test_the_step_after_an_exception_equals_fsdp2(ranks: Ranks, where: str, accumulate: bool) -> None:
     """Out of memory in a region, in forward or backward, on all ranks; FSDP2's steps all succeed."""
     ranks(2).run(_after_an_exception, where, accumulate)
@@ -590,5 +602,6 @@ def _in_eight_bits(rank: int, world_size: int) -> None:
     assert not torch.equal(loss, losses[1]["loss"])
 
 
+@pytest.mark.slow
 def test_gathers_in_eight_bits(ranks: Ranks) -> None:
     ranks(2).run(_in_eight_bits)

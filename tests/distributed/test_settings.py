@@ -64,6 +64,7 @@ def _resharding(rank: int, world_size: int) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_resharding_changes_at_run_time(ranks: Ranks) -> None:
     """Backward gathers two of three layers again (it does not need the first), or none, or one."""
     for counts in ranks(2).run(_resharding):
@@ -95,6 +96,7 @@ def _unsharded(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_unshard_and_reshard(ranks: Ranks) -> None:
     """Unsharded parameters are used until the next backward ends."""
     for found in ranks(2).run(_unsharded):
@@ -126,6 +128,7 @@ def _microbatches(rank: int, world_size: int) -> list[tuple[int, int]]:
     return counts[3:]
 
 
+@pytest.mark.slow
 def test_parameters_stay_gathered_between_microbatches(ranks: Ranks) -> None:
     """Gathered before the first microbatch, small ones packed, and freed after the last."""
     for counts in ranks(2).run(_microbatches):
@@ -153,10 +156,12 @@ def _divided(rank: int, world_size: int, factor: float, reduce_dtype: torch.dtyp
     [(2.0, torch.float32, False), (3.0, torch.float32, True), (3.0, torch.float16, False), (4.0, torch.bfloat16, True)],
     ids=str,
 )
+@pytest.mark.quick_cases("4.0-torch.bfloat16-True")
 def test_divide_factor_and_forced_sums(ranks: Ranks, factor: float, dtype: torch.dtype, force_sum: bool) -> None:
     ranks(2).run(_divided, factor, dtype, force_sum)
 
 
+@pytest.mark.slow
 def test_divide_factor_on_two_axes(ranks: Ranks) -> None:
     ranks(4).run(_divided, 2.0, torch.float32, False)
     ranks(4).run(_divided, 5.0, torch.float32, True)
@@ -220,6 +225,7 @@ def _policies(rank: int, world_size: int) -> None:
         assert_same(grads_of(ours), grads_of(twin), "gradients")
 
 
+@pytest.mark.slow
 def test_precision_of_single_units(ranks: Ranks) -> None:
     """Inputs are cast at the border of each unit, outputs are cast back."""
     ranks(2).run(_policies)
@@ -342,6 +348,7 @@ def _regathered(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list
     return [_step(model)], [bucket.axis for bucket in program.plan.buckets if bucket.kind == "gather"]
 
 
+@pytest.mark.slow
 def test_gathered_again_among_fewer_ranks(ranks: Ranks) -> None:
     for counts, axes in ranks(4).run(_regathered):
         assert counts == [(3, 2)]

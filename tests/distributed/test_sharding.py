@@ -68,6 +68,7 @@ def _uneven_dims(rank: int, world_size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.quick_cases("2-inductor", "3-inductor", "4-inductor")
 def test_uneven_shards_on_any_dim(ranks: Ranks, world_size: int, backend: str) -> None:
     """Sizes that the number of ranks does not divide, and smaller sizes."""
     ranks(world_size).run(_uneven_dims, backend)
@@ -86,6 +87,7 @@ def _uneven_rows(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.slow
 def test_empty_shards_equal_fsdp2(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_uneven_rows)
 
@@ -146,6 +148,7 @@ def _channels_last(rank: int, world_size: int, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_parameters_keep_their_memory_format(ranks: Ranks, world_size: int, dim: int) -> None:
     ranks(world_size).run(_channels_last, dim)
 
@@ -186,6 +189,7 @@ def _dtypes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_several_trainable_dtypes(ranks: Ranks, world_size: int) -> None:
     """One unit with a bucket for each dtype."""
     ranks(world_size).run(_dtypes)
@@ -260,6 +264,7 @@ def _stored(rank: int, world_size: int, backend: str, dtypes: list[torch.dtype])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.quick_cases("2")
 def test_frozen_parameters_of_any_dtype(ranks: Ranks, world_size: int) -> None:
     """Stored, gathered and kept in their dtype; the adapter trains."""
     ranks(world_size).run(_stored, "eager", STORED)

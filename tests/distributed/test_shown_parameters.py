@@ -121,6 +121,7 @@ def _while_shown(rank: int, world_size: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_unsharded_parameters_match_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_as_fsdp2)
 
@@ -158,6 +159,7 @@ def _after_a_forward(rank: int, world_size: int) -> None:
     assert torch.equal(plain(_tokens(rank)), outputs[0][1])
 
 
+@pytest.mark.slow
 def test_forward_reshards_unless_configured_to_keep(ranks: Ranks) -> None:
     ranks(2).run(_after_a_forward)
 
@@ -304,10 +306,12 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.quick_cases("None")
 def test_parameters_kept_by_forward_match_fsdp2(ranks: Ranks, dtype: torch.dtype | None) -> None:
     ranks(2).run(_kept, dtype)
 
 
+@pytest.mark.slow
 def test_only_units_that_keep_parameters_show_them(ranks: Ranks) -> None:
     ranks(2).run(_some_kept)
 

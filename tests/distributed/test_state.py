@@ -99,6 +99,7 @@ def _aliases(rank: int, world_size: int) -> None:
     assert empty == (rank > 0)
 
 
+@pytest.mark.slow
 def test_values_are_the_parameters(ranks: Ranks) -> None:
     """With uneven shards, and one that has only a row, on the first rank."""
     ranks(3).run(_aliases)
@@ -193,6 +194,7 @@ def _load_inner_dims(rank: int, world_size: int) -> None:
             model(x).sum().backward()
 
 
+@pytest.mark.slow
 def test_load_full_tensors_into_shards_of_inner_dims(ranks: Ranks) -> None:
     """With uneven shards of dim 1, channels_last and contiguous."""
     ranks(3).run(_load_inner_dims)
@@ -327,6 +329,7 @@ def _options(rank: int, world_size: int) -> None:
     assert_same(*expected, "nothing was changed")
 
 
+@pytest.mark.slow
 def test_state_dict_options(ranks: Ranks) -> None:
     """Sharded, full, on the CPU, on rank 0 only and broadcast from there; all equal to FSDP2's."""
     ranks(3).run(_options)
@@ -366,6 +369,7 @@ def _rank_0_init(rank: int, world_size: int) -> None:
         assert steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 2) == losses[0]
 
 
+@pytest.mark.slow
 def test_meta_model_gets_its_values_from_rank_0(ranks: Ranks) -> None:
     ranks(3).run(_rank_0_init)
 
@@ -402,6 +406,7 @@ def _dcp_load(
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("graphshard", "fsdp2"), ("fsdp2", "graphshard")])
+@pytest.mark.quick_cases("fsdp2-graphshard")
 def test_checkpoints_match_fsdp2(ranks: Ranks, tmp_path: Path, writer: str, reader: str) -> None:
     """Either reads the other's checkpoint, and continues training like the writer, bit for bit."""
     saved, losses = ranks(2).run(_dcp_save, writer, tmp_path)[0]
@@ -445,5 +450,6 @@ def _async(rank: int, world_size: int, folder: Path) -> None:
     assert steps(again, optim, 2, 6) == rest
 
 
+@pytest.mark.slow
 def test_async_save_during_training(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_async, tmp_path)

@@ -98,12 +98,14 @@ def _methods(rank: int, world_size: int) -> list[str]:
     return [program.title for program in graphshard.programs(ours)]
 
 
+@pytest.mark.slow
 def test_registered_methods_read_and_write_state(ranks: Ranks) -> None:
     """Also state that several entry points share: each sees the writes of the others."""
     for titles in ranks(2).run(_methods):
         assert {title.rpartition("-")[0] for title in titles} == {"_Net-score", "_Net", "_Part-layers.0.encode"}
 
 
+@pytest.mark.slow
 def test_a_prediction_does_not_change_state() -> None:
     torch.manual_seed(0)
     model = _Net()

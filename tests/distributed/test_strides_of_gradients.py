@@ -73,5 +73,6 @@ def _steps(rank: int, world_size: int, net: str) -> None:
 
 
 @pytest.mark.parametrize("net", NETS)
+@pytest.mark.quick_cases("layer norm")
 def test_gradients_keep_their_strides(ranks: Ranks, net: str) -> None:
     ranks(2).run(_steps, net)

@@ -105,6 +105,7 @@ def _compare_with_fsdp2(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick_cases("both and one")
 def test_matches_fsdp2(ranks: Ranks, way: str) -> None:
     """Losses, gradients, placements and steps."""
     communication = ranks(4).run(_compare_with_fsdp2, (1, 2, 2), way, {})[0]
@@ -153,6 +154,7 @@ def _partial_of_fsdp2(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_rejects_partial_parameters(ranks: Ranks) -> None:
     """FSDP2's backward raises an error; `compile` raises one that names the parameter."""
     assert all("to Partial is for internal use only" in message for message in ranks(4).run(_partial_of_fsdp2))

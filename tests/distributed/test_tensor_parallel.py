@@ -55,6 +55,7 @@ def _train_mlps(rank: int, world_size: int, optimizer: str, options: dict[str, A
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.slow
 def test_mlps_match_fsdp2(ranks: Ranks, optimizer: str) -> None:
     """Losses, gradients, norms, parameters, placements and the state dict, on 2 x 2 ranks."""
     ranks(4).run(_train_mlps, optimizer, {})
@@ -65,6 +66,7 @@ def _train_llama(rank: int, world_size: int, shape: tuple[int, ...], options: di
     train_alike(pair_of(llama, mesh, **options), mesh, tokens)
 
 
+@pytest.mark.slow
 def test_a_llama_with_sequence_parallelism_matches_fsdp2(ranks: Ranks) -> None:
     """The usual plan: norms on parts of the sequence, whose gradients are partial sums on the tensor axis."""
     ranks(4).run(_train_llama, (2, 2), {})
@@ -77,6 +79,7 @@ def _one_data_rank(rank: int, world_size: int) -> list[str]:
     return graphshard.programs(pair[0])[0].communication
 
 
+@pytest.mark.slow
 def test_a_data_axis_of_one_rank(ranks: Ranks) -> None:
     """The model gathers and reduces; parameters do not, apart from the gradient of one weight."""
     for lines in ranks(2).run(_one_data_rank):
@@ -89,6 +92,7 @@ def test_replicas_of_tensor_parallel_ranks(ranks: Ranks) -> None:
     ranks(8).run(_train_llama, (2, 2, 2), {})
 
 
+@pytest.mark.slow
 def test_mlps_in_bfloat16_match_fsdp2(ranks: Ranks) -> None:
     """There are no partial sums: FSDP2's bits, reduced in float32."""
     ranks(4).run(_train_mlps, "SGD", {"mp_policy": BF16})
@@ -129,6 +133,7 @@ def _sum_of_pieces(rank: int, world_size: int, shape: tuple[int, int], steps: in
 
 
 @pytest.mark.parametrize(("shape", "steps"), [((2, 2), 1), ((1, 2), 1), ((2, 2), 2)], ids=str)
+@pytest.mark.quick_cases("(1, 2)-1")
 def test_partial_sums_are_added_up_in_the_reduce_dtype(ranks: Ranks, shape: tuple[int, int], steps: int) -> None:
     """bfloat16 cannot represent 257: before torch 2.15 FSDP2 adds the ranks in the compute dtype, which gives 256."""
     for ours, theirs in ranks(math.prod(shape)).run(_sum_of_pieces, shape, steps):
@@ -154,6 +159,7 @@ def _train_with_cut_logits(rank: int, world_size: int, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.slow
 def test_a_loss_of_vocabulary_sharded_logits(ranks: Ranks, inside: bool) -> None:
     """The caller computes the loss from a DTensor output, or the model does."""
     ranks(4).run(_train_with_cut_logits, inside)
@@ -174,6 +180,7 @@ def _accumulate(rank: int, world_size: int) -> None:
         assert_same(grads_of(pair[0]), grads_of(pair[1]), "gradients")
 
 
+@pytest.mark.slow
 def test_microbatches(ranks: Ranks) -> None:
     """Accumulated gradients include partial sums on the tensor axis, which the last backward reduces."""
     ranks(4).run(_accumulate)
@@ -216,6 +223,7 @@ def _train_odd(rank: int, world_size: int) -> None:
     train_alike(pair_of(_odd, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
 
 
+@pytest.mark.slow
 def test_uneven_shards_over_the_data_ranks(ranks: Ranks) -> None:
     """Five rows on each rank of the tensor axis, over two data ranks."""
     ranks(4).run(_train_odd)
@@ -239,6 +247,7 @@ def _tied(rank: int, world_size: int) -> None:
     train_alike(pair_of(tied, mesh), mesh, words, steps=2, clip=False)
 
 
+@pytest.mark.slow
 def test_tied_and_frozen_parameters_and_checkpoints(ranks: Ranks) -> None:
     """A checkpointed layer repeats its collectives."""
     ranks(4).run(_tied)
@@ -254,6 +263,7 @@ def _tied_parts(rank: int, world_size: int) -> None:
     assert model.embed.weight is model.head.weight
 
 
+@pytest.mark.slow
 def test_parameters_tied_across_calls_of_fully_shard(ranks: Ranks) -> None:
     """A tie to a parameter that another call has sharded refers to its shard."""
     ranks(4).run(_tied_parts)
@@ -314,6 +324,7 @@ def _gathered_by_hand(rank: int, world_size: int) -> None:
     train_alike(pair, mesh, rows, steps=1)
 
 
+@pytest.mark.slow
 def test_unshard(ranks: Ranks) -> None:
     """Modules show DTensors on the tensor axis, as FSDP2's do; the next forward reads them."""
     ranks(4).run(_gathered_by_hand)
@@ -330,6 +341,7 @@ def _differing(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_rejects_different_models_on_the_tensor_axis(ranks: Ranks) -> None:
     """Models with other parameters there are found before anything runs."""
     for message in ranks(4).run(_differing):
@@ -364,6 +376,7 @@ def _offload_and_call_parts(rank: int, world_size: int) -> None:
     train_alike(pair, mesh, lambda: (torch.randn(3, 8).double(),), steps=1)
 
 
+@pytest.mark.slow
 def test_offloading_parts_inference_and_conversion(ranks: Ranks) -> None:
     ranks(4).run(_offload_and_call_parts)
 
@@ -413,6 +426,7 @@ def _prepare(rank: int, world_size: int) -> list[str]:
     return graphshard.programs(pair[0])[0].communication
 
 
+@pytest.mark.slow
 def test_prepared_inputs_and_outputs_of_modules(ranks: Ranks) -> None:
     """The output of a block is scattered, and gathered afterwards."""
     for lines in ranks(4).run(_prepare):
@@ -446,6 +460,7 @@ def _drop(rank: int, world_size: int) -> None:
     train_alike(pair_of(_dropouts, mesh), mesh, lambda: (torch.randn(2, 2, 8),), steps=2)
 
 
+@pytest.mark.slow
 def test_dropout_of_tensors_and_of_dtensors(ranks: Ranks) -> None:
     """On a CPU both draw from torch's generator."""
     ranks(4).run(_drop)
@@ -461,6 +476,7 @@ def _dynamic(rank: int, world_size: int) -> int:
     return len(graphshard.programs(ours))
 
 
+@pytest.mark.slow
 def test_dynamic_sizes(ranks: Ranks) -> None:
     """One program for all batches."""
     assert ranks(4).run(_dynamic) == [1] * 4
@@ -492,6 +508,7 @@ def _by_parts(rank: int, world_size: int) -> None:
     train_alike(blocks, mesh, rows, steps=2)
 
 
+@pytest.mark.slow
 def test_fully_shard_on_the_data_axis(ranks: Ranks) -> None:
     """Called like FSDP2: the tensor axis comes from the parameters."""
     ranks(4).run(_by_parts)
@@ -509,6 +526,7 @@ def _initialize_meta(rank: int, world_size: int) -> None:
     train_alike(pair, mesh, tokens, steps=2)
 
 
+@pytest.mark.slow
 def test_meta_init(ranks: Ranks) -> None:
     """Created on the meta device, parallelized, sharded, then initialized as DTensors."""
     ranks(4).run(_initialize_meta)
@@ -578,6 +596,7 @@ def _train_uneven(rank: int, world_size: int) -> None:
     train_alike(pair_of(_uneven, mesh), mesh, lambda: (torch.randn(2, 3),), clip=False)
 
 
+@pytest.mark.slow
 def test_uneven_shards_on_the_tensor_axis(ranks: Ranks) -> None:
     """Seven columns: each rank of the tensor axis has a program for its sizes."""
     ranks(4).run(_train_uneven)

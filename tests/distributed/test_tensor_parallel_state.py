@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,6 +65,7 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
         assert_same(models[name].state_dict(), saved.state_dict(), f"{name}, two steps later")
 
 
+@pytest.mark.slow
 def test_resume_on_meshes_of_other_shapes(ranks: Ranks, tmp_path: Path) -> None:
     """On the same mesh training continues bit for bit; on others, with and without a tensor axis, values are equal."""
     ranks(4).run(_resume, tmp_path)
@@ -140,6 +142,7 @@ def _load(rank: int, world_size: int) -> None:
     train_alike((twin, theirs), mesh, rows, steps=1)
 
 
+@pytest.mark.slow
 def test_state_dicts_and_copies(ranks: Ranks) -> None:
     """Full tensors and shards load, also by assignment; a copy trains like the original."""
     ranks(4).run(_load)

@@ -37,6 +37,7 @@ def _counted(rank: int, world_size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.quick_cases("eager")
 def test_first_and_second_call_have_fsdp2s_counts(ranks: Ranks, backend: str) -> None:
     """Tracing and compilation are not counted as part of the step."""
     ranks(2).run(_counted, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ def _train_in_float8(rank: int, world_size: int) -> None:
     assert type(local(ours.blocks[0][0].weight)).__name__ == "WeightWithDynamicFloat8CastTensor"
 
 
+@pytest.mark.slow
 def test_float8(ranks: Ranks) -> None:
     ranks(2).run(_train_in_float8)
 

@@ -100,6 +100,7 @@ def _modes(rank: int, world_size: int) -> list[str]:
     return [program.reason for program in programs]
 
 
+@pytest.mark.slow
 def test_each_mode_has_a_program(ranks: Ranks) -> None:
     """train(), eval() and no_grad(), with dropout's random numbers and batch norm's statistics as in FSDP2."""
     assert ranks(2).run(_modes)[0] == [
@@ -128,6 +129,7 @@ def _kinds_of_calls(rank: int, world_size: int) -> tuple[list[str], list[int]]:
     return messages, counts
 
 
+@pytest.mark.slow
 def test_beyond_the_limit_the_least_recently_used_program_is_evicted(ranks: Ranks) -> None:
     for logged, counts in ranks(2).run(_kinds_of_calls):
         assert counts == [1, 2, 2, 2, 2, 2]
@@ -156,6 +158,7 @@ def _ahead(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(keyword)) == 1
 
 
+@pytest.mark.slow
 def test_example_inputs_compile_before_the_first_call(ranks: Ranks) -> None:
     ranks(2).run(_ahead)
 
@@ -261,6 +264,7 @@ def _norms(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, pair), f"{dtype}")
 
 
+@pytest.mark.slow
 def test_norms_in_low_precision(ranks: Ranks) -> None:
     ranks(2).run(_norms)
 
@@ -295,6 +299,7 @@ def _meta(rank: int, world_size: int, ahead: bool) -> str:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at-first-call", "ahead"])
+@pytest.mark.slow
 def test_meta_device(ranks: Ranks, ahead: bool) -> None:
     """Compile, to_empty, and init equals init and compile. A call in between is an error."""
     for error in ranks(3).run(_meta, ahead):
@@ -319,6 +324,7 @@ def _input_gradients(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
+@pytest.mark.slow
 def test_inputs_get_gradients(ranks: Ranks) -> None:
     ranks(2).run(_input_gradients)
 
@@ -338,6 +344,7 @@ def _logits(rank: int, world_size: int) -> None:
     assert len(graphshard.programs(pair[0])) == 1
 
 
+@pytest.mark.slow
 def test_outputs_other_than_the_loss_can_be_differentiated(ranks: Ranks) -> None:
     """Backward is compiled for the loss only, and again for the logits when they get a gradient."""
     ranks(2).run(_logits)
@@ -419,6 +426,7 @@ def _own_shapes(rank: int, world_size: int) -> None:
         assert_same(*map(grads_of, pair), f"{rows} rows")
 
 
+@pytest.mark.slow
 def test_ranks_may_have_inputs_of_different_shapes(ranks: Ranks) -> None:
     """For example the last batch of an epoch: the communication is the same, although the programs differ."""
     ranks(2).run(_own_shapes)
@@ -434,5 +442,6 @@ def _unused(rank: int, world_size: int) -> None:
     assert pair[0].blocks[1].extra.weight.grad is None
 
 
+@pytest.mark.slow
 def test_unused_parameters_get_no_gradient(ranks: Ranks) -> None:
     ranks(2).run(_unused)

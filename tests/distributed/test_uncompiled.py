@@ -118,6 +118,7 @@ def _compare_with_fsdp2(rank: int, world_size: int, setting: str, reshard: bool)
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["at once", "unit by unit"])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.quick_cases("fp32-at once")
 def test_results_and_later_training_match_fsdp2(ranks: Ranks, setting: str, reshard: bool) -> None:
     """With a cache that the model writes to, lists, counters, buffers, dropout, casts and hooks; and training."""
     ranks(2).run(_compare_with_fsdp2, setting, reshard)

@@ -99,6 +99,7 @@ def _refused(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.quick_cases("exchanges", "writes in a unit", "trains", "compiles", "copies shards")
 def test_rejects_operations_that_would_be_lost(ranks: Ranks, case: str) -> None:
     ranks(2).run(_refused, case)
 

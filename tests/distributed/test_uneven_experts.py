@@ -103,6 +103,7 @@ def _uneven(rank: int, world_size: int, number: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("number", "own"), [(3, [1, 1, 1, 0]), (5, [2, 1, 1, 1])])
+@pytest.mark.quick_cases("3-own0")
 def test_numbers_that_the_axis_does_not_divide(ranks: Ranks, number: int, own: list[int]) -> None:
     """The first ranks have more, as in FSDP2; the last ones may have none."""
     shapes = ranks(4).run(_uneven, number)
@@ -122,6 +123,7 @@ def _cut(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+@pytest.mark.slow
 def test_experts_on_two_axes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Distributed over one, and sharded over the other."""
     ranks(4).run(_cut, shape)

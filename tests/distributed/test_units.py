@@ -85,10 +85,12 @@ def _own_copies(rank: int, world_size: int) -> None:
     assert_same(grads_of(twin), grads_of(model), "gradients")
 
 
+@pytest.mark.slow
 def test_units_use_the_copy_methods_of_their_classes(ranks: Ranks) -> None:
     ranks(2).run(_own_copies)
 
 
+@pytest.mark.slow
 def test_the_model_and_its_units_are_fsdp_modules(ranks: Ranks) -> None:
     """By class, name and torch's registry; all units of a class have one class; a copy has new units."""
     ranks(2).run(_identity)
@@ -182,6 +184,7 @@ def _scope(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.quick_cases("by its former name")
 def test_methods_have_the_scope_of_fsdp2s(ranks: Ranks, name: str) -> None:
     ranks(2).run(_scope, name)
 
@@ -199,6 +202,7 @@ def _nested(rank: int, world_size: int) -> None:
     assert [layer.weight.grad is None for layer in model.layers] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_units_in_units(ranks: Ranks) -> None:
     ranks(2).run(_nested)
 
@@ -221,6 +225,7 @@ def _prefetched(rank: int, world_size: int) -> list[str]:
     return before
 
 
+@pytest.mark.slow
 def test_prefetched_units(ranks: Ranks) -> None:
     """The configured gathers start when a unit's parameters arrive; changing them plans again."""
     for events in ranks(2).run(_prefetched):

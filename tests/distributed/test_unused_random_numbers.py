@@ -109,11 +109,13 @@ def _steps(rank: int, world_size: int, body: Body) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.quick_cases("_a_tuple")
 def test_unused_random_numbers_are_drawn(ranks: Ranks, body: Body) -> None:
     ranks(2).run(_steps, body)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.quick_cases("eager")
 def test_without_gradients_and_with_inductor(fake_world: FakeWorld, backend: str) -> None:
     fake_world(1)
     model = Net(_unused)

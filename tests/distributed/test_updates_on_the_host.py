@@ -66,6 +66,7 @@ def _train(rank: int, world_size: int, clip_norm: float | None, accumulate: int)
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.slow
 def test_training_equals_fsdp2(ranks: Ranks, world_size: int, accumulate: int) -> None:
     for threads in ranks(world_size).run(_train, None, accumulate):
         assert threads

@@ -194,6 +194,7 @@ def _train(rank: int, world_size: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.quick_cases("encoder", "queue")
 def test_values_are_read_as_in_eager_mode(ranks: Ranks, name: str) -> None:
     most = NETS[name][1]
     assert all(count <= most for count in ranks(2).run(_train, name))

@@ -148,6 +148,7 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in MESHES])
+@pytest.mark.quick_cases("one axis", "replicas only", "all", "8 ranks")
 def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients, placements and steps; loss in the model or outside; batches sharded or replicated."""
     for lines in ranks(8 if name == "8 ranks" else 4).run(_train, name, FP32):
@@ -155,6 +156,7 @@ def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
         assert of_model == ({"tp"} if MESHES[name][1][-1] == "tp" else set()), "gradients are reduced once"
 
 
+@pytest.mark.slow
 def test_in_bfloat16(ranks: Ranks) -> None:
     ranks(4).run(_train, "tensor axis", BF16)
 
@@ -198,6 +200,7 @@ def _ways(rank: int, world_size: int, folder: Path) -> None:
         assert_same({name: value.full_tensor() for name, value in model.state_dict().items()}, whole, "resumed")
 
 
+@pytest.mark.slow
 def test_ways_to_train_and_state(ranks: Ranks, tmp_path: Path) -> None:
     ranks(4).run(_ways, tmp_path)
 
@@ -214,6 +217,7 @@ def _meta(rank: int, world_size: int) -> None:
     _alike(pair, mesh, steps=2)
 
 
+@pytest.mark.slow
 def test_meta_init(ranks: Ranks) -> None:
     ranks(4).run(_meta)
 
@@ -309,6 +313,7 @@ def test_rejects_an_expert_axis_without_experts(fake_world: FakeWorld) -> None:
         graphshard.compile(_distributed(mesh), mesh)
 
 
+@pytest.mark.slow
 def test_explain(fake_world: FakeWorld) -> None:
     """On a mesh that need not exist."""
     found = graphshard.explain(

@@ -141,11 +141,13 @@ def _train(rank: int, world_size: int, name: str, whole: bool, policy: MixedPrec
 
 @pytest.mark.parametrize("whole", [False, True], ids=["dealt out", "whole"])
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.slow
 def test_matches_fsdp2(ranks: Ranks, name: str, whole: bool) -> None:
     """Losses, gradients, placements, steps and state; experts on their axis only, and on the whole mesh."""
     ranks(4).run(_train, name, whole, FP32)
 
 
+@pytest.mark.slow
 def test_in_bfloat16(ranks: Ranks) -> None:
     ranks(4).run(_train, "two axes", True, BF16)
 
@@ -189,5 +191,6 @@ def _ways(rank: int, world_size: int) -> None:
     assert_same(again.state_dict(), pair[0].state_dict(), "of full tensors")
 
 
+@pytest.mark.slow
 def test_ways_to_train_and_state(ranks: Ranks) -> None:
     ranks(4).run(_ways)

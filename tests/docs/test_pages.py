@@ -130,6 +130,37 @@ def _commands(block: Example) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.quick_cases(
+    "README.md",
+    "docs/cache.md",
+    "docs/compile_step.md",
+    "docs/debug.md",
+    "docs/explain.md",
+    "docs/export.md",
+    "docs/foreign_graphs.md",
+    "docs/from_fsdp2.md",
+    "docs/gpu.md",
+    "docs/how_it_is_built.md",
+    "docs/how_it_works.md",
+    "docs/index.md",
+    "docs/integrations/examples.md",
+    "docs/integrations/nodes.md",
+    "docs/integrations/ray.md",
+    "docs/integrations/safetensors.md",
+    "docs/integrations/torchao.md",
+    "docs/integrations/torchft.md",
+    "docs/integrations/torchtitan.md",
+    "docs/performance.md",
+    "docs/reference/errors.md",
+    "docs/reference/functions.md",
+    "docs/reference/objects.md",
+    "docs/reference/passes.md",
+    "docs/reference/planners.md",
+    "docs/reliability.md",
+    "docs/train.md",
+    "docs/upstream.md",
+    "docs/vocabulary.md",
+)
 def test_page(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     """All blocks of a page run, with the eager backend."""
     if page == "docs/parallelism.md" and not hasattr(fsdp, "DataParallelMeshDims"):

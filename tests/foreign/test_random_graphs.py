@@ -38,6 +38,7 @@ def test_the_same_bits(chosen: list[Step], shared: bool, hardware: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(random_graphs.steps(), st.floats(0.0, 1.2))
+@pytest.mark.slow
 def test_a_limit_is_kept(chosen: list[Step], share: float) -> None:
     gm = random_graphs.graph(chosen)
     limit = max(1, int(schedule_graph(gm, GROUPS, steps=0).peak_before * share))
@@ -54,6 +55,7 @@ def test_a_limit_is_kept(chosen: list[Step], share: float) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(random_graphs.steps(), st.floats(0.4, 1.2), st.booleans())
+@pytest.mark.slow
 def test_no_feasible_schedule_beats_the_bound(chosen: list[Step], share: float, shared: bool) -> None:
     """The raw bound, before it is combined with found schedules."""
     gm, groups = random_graphs.graph(chosen), SHARED if shared else GROUPS

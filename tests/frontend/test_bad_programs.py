@@ -204,6 +204,7 @@ def test_guards_that_run_code(tmp_path: Path, text: str) -> None:
         module_of(path)
 
 
+@pytest.mark.slow
 def test_rejects_functions_other_than_operators(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), _graph(lambda program: _rename(program, "torch.os.getcwd")))
     with pytest.raises(graphshard.ArgumentError, match=r"cannot be loaded|which is not an operator"):

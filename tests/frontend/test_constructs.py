@@ -343,11 +343,27 @@ def _gradients_on() -> Any:
 
 
 @pytest.mark.parametrize("net", EQUAL, ids=lambda net: net.__name__)
+@pytest.mark.quick_cases(
+    "SetsDtype",
+    "HookWrites",
+    "LeavesGradientsOff",
+    "SplitCheckpoint",
+    "HooksOfTensors",
+    "GivenTwice",
+    "FunctionGivenTwice",
+    "NormInCheckpointedUnit",
+    "HoldsOtherParameter",
+    "WritesInput",
+    "WritesItem",
+    "Functional",
+    "Cache",
+)
 def test_matches_eager_mode(mesh: DeviceMesh, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
 
 
 @pytest.mark.parametrize("net", ERRORS, ids=lambda net: net.__name__)
+@pytest.mark.quick_cases("AsksLeaf", "SetsData", "HoldsParameter", "WritesViewOfBuffer", "HoldsViewOfBuffer")
 def test_errors_name_the_remedy(mesh: DeviceMesh, net: type[Net]) -> None:
     found = verdict(net, mesh)
     assert found.startswith("error: ")

@@ -65,6 +65,7 @@ def _reset_compiler() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_llama_is_traced_as_in_eager_mode() -> None:
     graphs: list[GraphModule] = []
     with eager_answers():
@@ -76,6 +77,7 @@ def test_llama_is_traced_as_in_eager_mode() -> None:
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["never", "before"])
+@pytest.mark.slow
 def test_other_users_of_torch_compile_are_not_affected(within: bool) -> None:
     """Also after graphshard has traced."""
     graphs: list[GraphModule] = []
@@ -100,6 +102,7 @@ def test_rejects_packed_sequences() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_given_is_used() -> None:
     graphs: list[GraphModule] = []
     mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)

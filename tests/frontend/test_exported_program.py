@@ -41,6 +41,7 @@ def _train_program(rank: int, world_size: int, name: str, strict: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 @pytest.mark.parametrize("name", ["net", "llama"])
+@pytest.mark.slow
 def test_training_equals_fsdp2_on_the_module(ranks: Ranks, name: str, strict: bool) -> None:
     """`Net` has BatchNorm's buffers, tied weights, dropout, a block that runs twice, constants and `no_grad`."""
     ranks(2).run(_train_program, name, strict)
@@ -53,6 +54,7 @@ def _train_in_bfloat16(rank: int, world_size: int) -> None:
     train_side_by_side((ours, theirs), inputs, steps=4)
 
 
+@pytest.mark.slow
 def test_mixed_precision_equals_fsdp2(ranks: Ranks) -> None:
     """Units cast their inputs, so the program must contain their calls."""
     ranks(2).run(_train_in_bfloat16)
@@ -78,6 +80,7 @@ def _train_file(rank: int, world_size: int, path: str) -> None:
     train_side_by_side((graphshard.compile(path, world_mesh(), backend="eager"), theirs), batch, steps=4)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_process_trains(ranks: Ranks, tmp_path: Path) -> None:
     """The process that writes it has only torch."""
     path = tmp_path / "net.pt2"
@@ -90,6 +93,7 @@ def test_a_file_of_another_process_trains(ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", [False, True], ids=["program", "file"])
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.quick_cases("non-strict-program")
 def test_the_module_has_the_names_and_ties_of_the_original(tmp_path: Path, strict: bool, file: bool) -> None:
     model = Net()
     program: Any = exported(model, batch, strict=strict)
@@ -114,6 +118,7 @@ def test_equal_blocks_have_one_class() -> None:
     assert type(made.blocks[0]) is not type(made.blocks[1]), "the first runs twice"
 
 
+@pytest.mark.slow
 def test_training_does_not_change_the_program(mesh: DeviceMesh) -> None:
     program = exported(Net(), batch)
     before = {name: tensor.clone() for name, tensor in program.state_dict.items()}
@@ -137,6 +142,7 @@ def test_a_declared_size_is_one_program(mesh: DeviceMesh) -> None:
 # --- explain and export -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_explain_takes_a_program_and_its_example_inputs(tmp_path: Path) -> None:
     program = exported(Wide(), rows)
     torch.export.save(program, tmp_path / "wide.pt2")

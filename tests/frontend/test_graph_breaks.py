@@ -148,6 +148,7 @@ def test_the_module_is_split_with_a_warning(
         pytest.param(*(asserts, AssertionError, "three"), marks=_FOLLOWS_PYTEST),
     ],
 )
+@pytest.mark.quick_cases("misfits-RuntimeError-mat1 and mat2|same reduction dim")
 def test_exceptions_of_forward_propagate(
     mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, before: Any, error: type[Exception], text: str
 ) -> None:

@@ -186,6 +186,7 @@ def _train(rank: int, world_size: int, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick_cases("scan", "map", "nested_compile_region", "checkpoint", "score_mod", "mask given")
 def test_matches_plain_torch(ranks: Ranks, name: str) -> None:
     """One program serves all steps and contains the operator as a node."""
     (called,) = ranks(1).run(_train, name)
@@ -193,6 +194,7 @@ def test_matches_plain_torch(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cond", "score_mod", "nested_compile_region"])
+@pytest.mark.slow
 def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
     """Ranks may take different branches: parameters of both branches are gathered before."""
     first, second = ranks(2).run(_train, name)
@@ -217,6 +219,7 @@ def _compile(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_inductor_compiles_them(ranks: Ranks, name: str) -> None:
     """Attention only runs forward, because Inductor has no CPU backward for it."""
     if name == "mask given" and TorchVersion(torch.__version__) < "2.13":
@@ -253,6 +256,7 @@ def _stages(rank: int, world_size: int, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["cond", "map", "score_mod"])
+@pytest.mark.quick_cases("cond", "score_mod")
 def test_files_and_costs(ranks: Ranks, name: str) -> None:
     """A file holds the subgraphs, programs verify after each pass, and subgraphs have a cost."""
     (costs,) = ranks(1).run(_stages, name)
@@ -278,6 +282,7 @@ def _exported(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cond", "scan", "nested_compile_region"])
+@pytest.mark.quick_cases("cond")
 def test_an_exported_program_contains_them(ranks: Ranks, name: str) -> None:
     """torch saves it, and it trains with the same bits."""
     ranks(1).run(_exported, name)

@@ -47,6 +47,7 @@ def test_signature(mesh: DeviceMesh) -> None:
     assert exported.state_dict["head.weight"] is exported.state_dict["embed.weight"]
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_and_no_gradients(mesh: DeviceMesh) -> None:
     model = graphshard.compile(Wide(), mesh, backend="eager")
     model(torch.randn(3, 4, requires_grad=True)).backward()
@@ -105,6 +106,7 @@ def test_a_program_of_the_cache_is_captured_for_it(mesh: DeviceMesh, tmp_path: P
         _ = graphshard.programs(other)[0].exported
 
 
+@pytest.mark.slow
 def test_a_program_of_an_artifact_is_captured_again(mesh: DeviceMesh, tmp_path: Path) -> None:
     inputs: Any = {"example_inputs": (torch.ones(3, 4),), "backend": "eager"}
     path = graphshard.export(Blocks(2), (1,), tmp_path / "blocks.gshard", device="cpu", **inputs)
@@ -170,12 +172,14 @@ def _train(rank: int, world_size: int, name: str, policy: Any, path: str) -> Non
 
 
 @pytest.mark.parametrize(("name", "policy"), [("net", FP32), ("llama", BF16)], ids=["net", "llama-bf16"])
+@pytest.mark.quick_cases("llama-bf16")
 def test_a_saved_joint_program_trains(ranks: Ranks, tmp_path: Path, name: str, policy: Any) -> None:
     path = str(tmp_path / "joint.pt2")
     ranks(2).run(_save, name, policy, path)
     ranks(2).run(_train, name, policy, path)
 
 
+@pytest.mark.slow
 def test_it_loads_and_prints_with_torch_only(mesh: DeviceMesh, tmp_path: Path) -> None:
     path = tmp_path / "joint.pt2"
     torch.export.save(_captured(Wide(), mesh, rows()), path)

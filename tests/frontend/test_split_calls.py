@@ -269,6 +269,7 @@ def _fails(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     "run", [_gan, _microbatches, _checkpoints, _transposed, _on_one_rank, _fails], ids=lambda run: run.__name__
 )
+@pytest.mark.quick_cases("_microbatches", "_checkpoints", "_transposed")
 def test_matches_fsdp2(ranks: Ranks, run: Callable[..., Any]) -> None:
     """Losses, gradients and parameters, bit for bit; a graph break on one rank splits the model on all."""
     ranks(2).run(run)

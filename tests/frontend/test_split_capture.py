@@ -230,6 +230,7 @@ NESTED = ["layers.*", "layers.*.inner"]
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(map(str, value)) or "plain",
 )
+@pytest.mark.quick_cases("OnlyBlocks-units-mp_policy")
 def test_matches_fsdp2(ranks: Ranks, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """Four steps of AdamW and a call without gradients: losses, gradients and parameters, bit for bit."""
     ranks(2).run(_train, make, options)

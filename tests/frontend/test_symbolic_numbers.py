@@ -136,6 +136,7 @@ def _train(rank: int, world_size: int, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_inductor_compiles_changing_numbers(ranks: Ranks, name: str) -> None:
     """Few programs serve all values, with gradients as in eager mode."""
     assert ranks(1).run(_train, name) == [CASES[name][3]]

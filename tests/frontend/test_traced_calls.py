@@ -116,6 +116,7 @@ def test_an_equal_trace_compiles_nothing(mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(ours)) == 1
 
 
+@pytest.mark.slow
 def test_a_change_in_a_block_that_was_not_traced_is_noticed(mesh: DeviceMesh) -> None:
     plain = Deep()
     ours = compiled(plain, mesh)
@@ -128,6 +129,7 @@ def test_a_change_in_a_block_that_was_not_traced_is_noticed(mesh: DeviceMesh) ->
     assert "layers.3.scale" in reasons[1]
 
 
+@pytest.mark.slow
 def test_few_blocks_build_the_program_of_all(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, x = Deep(), torch.randn(3, 4)
     few = compiled(plain, mesh)
@@ -142,6 +144,7 @@ def test_few_blocks_build_the_program_of_all(mesh: DeviceMesh, monkeypatch: pyte
     assert [text.count("addmm") for text in texts[0]] == [text.count("addmm") for text in texts[1]]
 
 
+@pytest.mark.slow
 def test_a_replaced_forward_is_traced_again(mesh: DeviceMesh) -> None:
     ours = compiled(Deep(), mesh)
     x = torch.randn(3, 4)
@@ -173,6 +176,7 @@ def test_another_launch_finds_the_program_by_its_graph(
         assert torch.equal(third(x), plain(x))
 
 
+@pytest.mark.slow
 def test_a_file_serves_traces_of_few_blocks(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Loading traces few of many equal blocks, although all were traced for the file."""
     x = torch.randn(3, 4)
@@ -184,6 +188,7 @@ def test_a_file_serves_traces_of_few_blocks(mesh: DeviceMesh, tmp_path: Path) ->
     assert model._graphshard.tracer._every_block is False
 
 
+@pytest.mark.slow
 def test_a_joint_program_runs_without_a_forward(mesh: DeviceMesh) -> None:
     """It has no forward that Dynamo could trace."""
     plain, x = Deep(), torch.randn(3, 4)
@@ -248,6 +253,7 @@ class Distributes(Reads):
 
 
 @pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")], ids=["plain", "tensor axis"])
+@pytest.mark.slow
 def test_traces_are_freed_with_the_model(fake_world: FakeWorld, axes: tuple[str, ...]) -> None:
     """Otherwise each model would leak its graphs, its mesh and the threads of the mesh's process groups."""
     fake_world(2 ** len(axes))

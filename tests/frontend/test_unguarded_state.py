@@ -334,12 +334,38 @@ def _as_before() -> Any:
 
 
 @pytest.mark.parametrize("net", WHOLE, ids=lambda net: net.__name__.strip("_"))
+@pytest.mark.quick_cases(
+    "ClassForward",
+    "ClassAttribute",
+    "LibraryForward",
+    "HelperMethod",
+    "TensorMethod",
+    "Function",
+    "AllModulesHook",
+    "WithClosure",
+    "EnvironmentHas",
+    "Order",
+    "Zeros",
+    "NumpyConstant",
+    "Prints",
+)
 def test_captures_again(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
     assert "is split" not in caplog.text
 
 
 @pytest.mark.parametrize("net", SPLIT, ids=lambda net: net.__name__)
+@pytest.mark.quick_cases(
+    "OwnDict",
+    "ClassCounter",
+    "Remembered",
+    "Last",
+    "Identity",
+    "RandomInt",
+    "NumpyDraw",
+    "NumpySum",
+    "PrintsWithKeywords",
+)
 def test_falls_back_to_python(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture, net: type[Net]) -> None:
     assert verdict(net, mesh) == "equal"
     assert "is split" in caplog.text

@@ -98,6 +98,7 @@ def test_values_of_parameters_are_a_graph_break(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     "name", ["llama", "bert", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=copies)]
 )
+@pytest.mark.quick_cases("gpt2")
 def test_padding_of_transformers(mesh: DeviceMesh, name: str) -> None:
     """No mask, a mask with padding, one without: each has FSDP2's bits and a program, because kernels differ."""
     model, task = tiny_model(name)
@@ -116,6 +117,7 @@ def test_padding_of_transformers(mesh: DeviceMesh, name: str) -> None:
     assert counts == [1, 2, 3, 3]
 
 
+@pytest.mark.slow
 def test_packed_sequences(mesh: DeviceMesh) -> None:
     """Positions that restart make transformers separate the sequences of a row."""
     model, task = tiny_model("llama")
@@ -146,6 +148,7 @@ def test_masks_of_encoder_and_decoder(mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(compiled)) == 2
 
 
+@pytest.mark.slow
 def test_a_warning_about_padding_is_not_a_branch(mesh: DeviceMesh) -> None:
     """transformers searches for padding tokens in eager mode, only to warn: this is not a graph break."""
     model, task = tiny_model("deberta")

@@ -163,6 +163,30 @@ FORWARDS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.quick_cases(
+    "any",
+    "an index",
+    "computed with",
+    "decides, and is returned",
+    "floats",
+    "absolute",
+    "classes",
+    "is True",
+    "equal of several sizes",
+    "a parameter",
+    "computed from a parameter",
+    "nan of a parameter",
+    "random",
+    "a view was written",
+    "sizes and numbers",
+    "many places",
+    "an array is written",
+    "only the device",
+    "a text",
+    "a key",
+    "a kept text",
+    "a text decides",
+)
 def test_results_gradients_and_attributes(mesh: DeviceMesh, name: str) -> None:
     forward, values = FORWARDS[name]
     nets = graphshard.compile(Asking(forward), mesh, backend="eager"), Asking(forward)
@@ -188,6 +212,7 @@ def _full(grad: Any) -> Tensor | None:
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
+@pytest.mark.slow
 def test_inductor(mesh: DeviceMesh) -> None:
     model, plain = graphshard.compile(Asking(_relu_if_any), mesh), Asking(_relu_if_any)
     for value in (1, 0, 1):

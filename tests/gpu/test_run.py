@@ -89,6 +89,7 @@ def test_a_failed_part_does_not_stop_others(ran) -> None:
     assert "[works] fine" in shown
 
 
+@pytest.mark.slow
 def test_a_part_over_its_share_is_killed_with_its_children(ran, tmp_path: Path) -> None:
     """Its rows count, and its unused time goes to later parts."""
     child = f"import time; time.sleep(4); open({str(tmp_path / 'lived')!r}, 'w')"
@@ -228,6 +229,7 @@ def test_each_variant_is_measured_somewhere() -> None:
 
 
 @pytest.mark.parametrize("variant", ["FSDP2", "graphshard", "DDP"])
+@pytest.mark.quick_cases("FSDP2", "DDP")
 def test_variants_train_as_a_rank_of_eight(variant: str) -> None:
     """With collectives of any torch release's names; none has an effect."""
     setup = Setup.of(dry=True)

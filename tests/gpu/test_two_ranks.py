@@ -57,6 +57,7 @@ def _train(rank: int, world_size: int, device: str, policy: str, shape: tuple[in
 
 
 @ALWAYS
+@pytest.mark.quick_cases("on_cuda")
 def test_training_equals_fsdp2(ranks: Ranks, device: str) -> None:
     """Losses, gradients, norms, parameters and buffers, bit for bit: the sum of two ranks has one order."""
     ranks(2).run(_train, device, "bf16", ())

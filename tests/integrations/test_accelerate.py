@@ -139,6 +139,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str, writer: str) -> 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("writer", ["graphshard", "fsdp2"])
+@pytest.mark.slow
 def test_training_resumes(ranks: Ranks, tmp_path: Path, kind: str, writer: str) -> None:
     """From a state that Accelerate saved here, or with its FSDP2."""
     ranks(2).run(_resume, str(tmp_path), kind, writer)

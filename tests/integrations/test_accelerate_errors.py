@@ -55,6 +55,7 @@ def _empty_shards(rank: int, world_size: int) -> None:
     assert_same(params_of(model), params_of(theirs), "parameters")
 
 
+@pytest.mark.slow
 def test_empty_shards_stay_distinct(ranks: Ranks) -> None:
     """Accelerate identifies parameters by address, which empty ones lack."""
     ranks(2).run(_empty_shards)

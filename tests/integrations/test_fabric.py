@@ -83,11 +83,13 @@ def _side_by_side(rank: int, world_size: int, empty: bool) -> None:
     assert launches == [6, 6]
 
 
+@pytest.mark.slow
 def test_equals_fsdp2(ranks: Ranks) -> None:
     """Accumulated gradients, clipping, and fewer reductions than microbatches."""
     ranks(2).run(_side_by_side, False)
 
 
+@pytest.mark.slow
 def test_equals_fsdp2_from_meta_device(ranks: Ranks) -> None:
     """`init_module(empty_init=True)`: Lightning allocates the shards and calls `reset_parameters`."""
     ranks(2).run(_side_by_side, True)

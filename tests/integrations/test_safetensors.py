@@ -67,6 +67,7 @@ def _peak(rank: int, world_size: int, folder: str) -> float:
     return peak
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks read 128 MiB in files of 16: the peak is the shards plus a part of a file."""
     for index in range(8):

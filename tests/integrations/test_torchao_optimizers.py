@@ -65,6 +65,7 @@ def _steps(rank: int, world_size: int, name: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "whole"), [*((name, False) for name in STATES), ("Adam8bit", True)])
+@pytest.mark.quick_cases("Adam8bit-False")
 def test_low_bit_states(ranks: Ranks, name: str, whole: bool) -> None:
     """Parameters and states, bit for bit; also with `compile_step`."""
     ranks(2).run(_steps, name, whole)

@@ -105,6 +105,7 @@ def _trains(rank: int, world_size: int, folder: str) -> None:
         assert_same(params_of(resumed.model), params_of(ours.model), "resumed parameters")
 
 
+@pytest.mark.slow
 def test_training_matches_fsdp2_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_trains, str(tmp_path))
 
@@ -161,6 +162,7 @@ def _predicts(rank: int, world_size: int, folder: str) -> None:
         assert copied.generate.__self__ is copied
 
 
+@pytest.mark.slow
 def test_evaluation_generates(ranks: Ranks, tmp_path: Path) -> None:
     """With caches, without programs."""
     ranks(2).run(_predicts, str(tmp_path))

@@ -164,6 +164,7 @@ backward:
 
 
 @pytest.mark.parametrize("stage", ["insert-collectives", "partition", "bucket", "reorder"])
+@pytest.mark.slow
 def test_the_length_does_not_depend_on_the_depth(stage: str) -> None:
     folded = [len(fold(print_program(_program(depth, stage))).splitlines()) for depth in (8, 16)]
     assert folded[0] == folded[1]

@@ -37,6 +37,7 @@ PLAN = Plan((BUCKET,), {"forward": (Event("start", "gather root", 0), Event("wai
 
 @given(plans)
 @settings(max_examples=50, deadline=None)
+@pytest.mark.slow
 def test_json_round_trip(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan

@@ -45,6 +45,7 @@ def _inductors() -> Any:
     return mock.patch.object(CppBuilder, "build", autospec=True, side_effect=CppBuilder.build)
 
 
+@pytest.mark.slow
 def test_regions_are_compiled_together(tmp_path: Path) -> None:
     """Code and bits equal separate compilation."""
     regions = regions_from(1000, 3)
@@ -69,6 +70,7 @@ def _without_paths(fn: Any) -> str:
     return "\n".join(line for line in fn.source_code.splitlines() if "#include" not in line and "# AOT ID" not in line)
 
 
+@pytest.mark.slow
 def test_the_next_process_finds_them_in_the_cache(tmp_path: Path) -> None:
     """No code is generated, and no compiler runs."""
     regions = regions_from(2000, 2)
@@ -82,6 +84,7 @@ def test_the_next_process_finds_them_in_the_cache(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_the_code_depends_on_the_number_of_threads() -> None:
     """Sums over several threads round differently."""
     regions, threads = regions_from(9000, 1), torch.get_num_threads()
@@ -104,6 +107,7 @@ def _hits() -> int:
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("ended with 1"), OSError(28, "No space left on device")])
+@pytest.mark.slow
 def test_incompatible_kernels_are_compiled_separately(problem: Exception) -> None:
     first = 3000 + len(str(problem))
     with mock.patch.object(batch_compile.Compilers, "run", side_effect=problem):
@@ -195,6 +199,7 @@ def test_reports_gcc_under_another_name(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("there", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no header", "a header"])
+@pytest.mark.quick_cases("a header")
 def test_a_header_is_precompiled_for_many_runs_of_compilers(
     there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +221,7 @@ def test_a_header_is_precompiled_for_many_runs_of_compilers(
     torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(5)])
 
 
+@pytest.mark.slow
 def test_a_used_header_is_not_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_compile, "_RUNS_WITHOUT_HEADER", 0)
     batch_compile._warn_of_header.cache_clear()
@@ -225,6 +231,7 @@ def test_a_used_header_is_not_reported(caplog: pytest.LogCaptureFixture, monkeyp
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_damaged_cache_entries_are_regenerated(tmp_path: Path) -> None:
     regions = regions_from(8000, 2)
     first = dict(compile_all(regions, lambda told: None))
@@ -241,6 +248,7 @@ def test_damaged_cache_entries_are_regenerated(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libraries of other systems are no ELF files")
 @pytest.mark.parametrize(("first", "left"), [(10000, 0), (10100, 5000), (10200, -100)])
+@pytest.mark.quick_cases("10000-0")
 def test_damaged_libraries_are_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, left: int
 ) -> None:

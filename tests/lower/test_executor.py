@@ -251,6 +251,7 @@ def _traceback(code: Callable[[list[torch.Tensor]], object]) -> str:
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_tracebacks_show_the_line() -> None:
     """The source is removed with the executor."""
     graph = Graph()

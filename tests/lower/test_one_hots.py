@@ -32,6 +32,7 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.slow
 def test_a_loss_over_a_vocabulary(dtype: torch.dtype, options: dict[str, Any]) -> None:
     inputs = _inputs(dtype)
     region = _region(lambda logits, targets: _grad(logits, targets, **options), *inputs)
@@ -42,6 +43,7 @@ def test_a_loss_over_a_vocabulary(dtype: torch.dtype, options: dict[str, Any]) -
     assert value.dtype == dtype
 
 
+@pytest.mark.slow
 def test_no_intermediate_of_the_size_of_the_logits() -> None:
     """Except the inputs of the gradient."""
     region = _region(lambda logits, targets: _grad(logits, targets), *_inputs(torch.float32))

@@ -48,6 +48,7 @@ def _compiled(region: Region) -> Boxed:
     return fn
 
 
+@pytest.mark.slow
 def test_forward_and_input_gradient_use_onednn() -> None:
     """The weight's gradient does not use it, because oneDNN would copy the operands."""
     function, inputs = _layer(256)
@@ -81,6 +82,7 @@ def test_respects_disabled_onednn() -> None:
         pytest.param(256, torch.float32, "symbolic", id="dynamic"),
     ],
 )
+@pytest.mark.quick_cases("dynamic")
 def test_other_matmuls_do_not_change(size: int, dtype: torch.dtype, mode: str) -> None:
     region = region_of(*_layer(size, dtype), mode)
     products = region.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -125,6 +127,7 @@ def test_cached_code_depends_on_the_processor() -> None:
         assert region_store.store_here().find(region) is None
 
 
+@pytest.mark.slow
 def test_a_package_computes_the_same_bits() -> None:
     function, inputs = _layer(256)
     region = region_of(function, inputs)

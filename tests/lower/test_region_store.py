@@ -59,6 +59,7 @@ def _generated() -> Any:
     return mock.patch.object(inductor, "generate", side_effect=inductor.generate)
 
 
+@pytest.mark.slow
 def test_the_next_process_finds_compiled_regions(directory: Path) -> None:
     """The same bits, and the same code with its kernels is shown."""
     regions = regions_from(20000, 2)
@@ -77,6 +78,7 @@ def test_the_next_process_finds_compiled_regions(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("kept")
+@pytest.mark.slow
 def test_another_process_does_not_import_inductor() -> None:
     """It starts nothing for compilers either."""
     command = [sys.executable, "-c", ALONE, str(torch.get_num_threads())]

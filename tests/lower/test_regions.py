@@ -48,6 +48,7 @@ def _region(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Regi
     return extract(calls, graph.find_nodes(op="placeholder"), calls[-1:]).as_region()
 
 
+@pytest.mark.slow
 def test_distinct_regions_do_not_grow_with_depth(program: Program) -> None:
     deep = _lowered(_scheduled(8))
     assert deep.num_regions == program.num_regions + 4 * 2

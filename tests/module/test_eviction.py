@@ -82,6 +82,7 @@ def test_evicts_programs_of_one_signature(mesh: DeviceMesh) -> None:
     assert len(graphshard.programs(model)) == len(runner.executables) <= 2
 
 
+@pytest.mark.slow
 def test_memory_of_an_evicted_program_is_freed(mesh: DeviceMesh) -> None:
     model = _compiled(mesh, 1)
     model(_x(2)).backward()
@@ -152,6 +153,7 @@ def test_another_backward_of_an_evicted_program(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.quick_cases("after")
 def test_accumulated_gradients(mesh: DeviceMesh, late: bool) -> None:
     """The only program that reduces them stays, whether its backward runs before or after the other call."""
     model, plain = _compiled(mesh, 1), Net()
@@ -199,6 +201,7 @@ def test_a_failed_capture_evicts_nothing(mesh: DeviceMesh) -> None:
     assert graphshard.programs(model)[0].title == "Fails-0"  # Python runs it with separate programs
 
 
+@pytest.mark.slow
 def test_programs_of_a_file_stay(mesh: DeviceMesh, tmp_path: Path) -> None:
     """They do not count, and no capture evicts them."""
     calls = [graphshard.Call((_dynamic(rows),)) for rows in (2, 3, 4)]

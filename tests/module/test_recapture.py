@@ -159,11 +159,13 @@ def _compared(mesh: DeviceMesh, case: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick_cases("a document's number")
 def test_training_continues(mesh: DeviceMesh, case: str) -> None:
     assert len(_compared(mesh, case)) == CASES[case][1]
 
 
 @pytest.mark.parametrize("case", ["a step number", "a tag", "a list of lengths", "an annealed dropout", "30 lengths"])
+@pytest.mark.quick_cases("a step number")
 def test_training_continues_beyond_the_limit(mesh: DeviceMesh, case: str) -> None:
     assert len(_compared(mesh, case, max_captures=2)) == 2
 
@@ -259,6 +261,7 @@ def test_a_reason_names_the_guarded_structure() -> None:
 # --- logs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_log_warns_from_the_fourth_recapture_on(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     ours = graphshard.compile(Net(), mesh, backend="eager")
     with caplog.at_level(logging.INFO, "graphshard.module.installed_programs"):
@@ -273,6 +276,7 @@ def test_the_log_warns_from_the_fourth_recapture_on(mesh: DeviceMesh, caplog: py
     assert [record.levelno for record in caplog.records] == [logging.INFO] * 4 + [logging.WARNING] * 3
 
 
+@pytest.mark.slow
 def test_the_limit_is_reported_once(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
     ours = graphshard.compile(Net(), mesh, backend="eager", max_captures=2)
     for step in range(8):

@@ -148,18 +148,21 @@ def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -
 
 @pytest.mark.parametrize("depth", [6, 12])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
 def test_equal_blocks(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, depth: int, tied: bool) -> None:
     fake_world(4)
     assert compare(Stack([Block() for _ in range(depth)], tied=tied), monkeypatch)
 
 
 @pytest.mark.parametrize("other", [lambda: Block(width=16), Experts])
+@pytest.mark.slow
 def test_blocks_that_alternate(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
     fake_world(4)
     assert compare(Stack([make() for _ in range(6) for make in (Block, other)]), monkeypatch)
 
 
 @pytest.mark.parametrize("block", [pytest.param(Attends, marks=pytest.mark.slow), Drops, Again])
+@pytest.mark.quick_cases("Attends")
 def test_blocks_with_state_and_random_numbers(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, block: type[Block]
 ) -> None:
@@ -167,6 +170,7 @@ def test_blocks_with_state_and_random_numbers(
     assert compare(Stack([block() for _ in range(8)]), monkeypatch)
 
 
+@pytest.mark.slow
 def test_uncaptured_blocks_cost_nearly_nothing(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo takes about 15 us per traced instruction."""
     fake_world(4)
@@ -182,12 +186,14 @@ def test_uncaptured_blocks_cost_nearly_nothing(fake_world: FakeWorld, monkeypatc
     assert 0 < followed[12] - followed[8] <= 4 * 200
 
 
+@pytest.mark.slow
 def test_buffers_that_blocks_write(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(4)
     assert compare(Stack([Normalizes() for _ in range(7)]), monkeypatch)
 
 
 @pytest.mark.parametrize("block", [Block, Drops, Normalizes])
+@pytest.mark.slow
 def test_another_backward_starts_from_all_blocks(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, block: type[Block]
 ) -> None:
@@ -220,11 +226,13 @@ def test_another_backward_starts_from_all_blocks(
     ],
     ids=lambda options: next(iter(options)),
 )
+@pytest.mark.slow
 def test_options(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     fake_world(4)
     assert compare(Stack([Attends() for _ in range(7)]), monkeypatch, **options)
 
 
+@pytest.mark.slow
 def test_blocks_that_begin_without_parameters(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward recomputes a part of a block before that block's parameters arrive."""
     fake_world(4)
@@ -234,6 +242,7 @@ def test_blocks_that_begin_without_parameters(fake_world: FakeWorld, monkeypatch
 
 
 @pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
+@pytest.mark.slow
 def test_a_block_that_differs(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, odd: Any) -> None:
     fake_world(4)
     assert not compare(Stack([*(Block() for _ in range(3)), odd(), *(Block() for _ in range(3))]), monkeypatch)
@@ -249,6 +258,7 @@ def test_a_block_that_differs(fake_world: FakeWorld, monkeypatch: pytest.MonkeyP
     ],
     ids=["index", "skips", "counts", "frozen"],
 )
+@pytest.mark.slow
 def test_captures_every_block_in_doubt(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     fake_world(4)
     assert not compare(model(), monkeypatch)
@@ -271,6 +281,7 @@ def test_captures_every_block_after_a_dynamo_error(fake_world: FakeWorld) -> Non
     assert not any(stage.name == "stamp" for stage in program.history), "every block was captured"
 
 
+@pytest.mark.slow
 def test_guards_check_uncaptured_blocks(fake_world: FakeWorld) -> None:
     """Block 4 was not captured, and its index changes."""
     fake_world(4)
@@ -331,6 +342,7 @@ class LooksInside(Stack):
         return self.head(x).sum()
 
 
+@pytest.mark.slow
 def test_a_part_of_a_block_that_is_read_from_outside(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_world(4)
     assert not compare(LooksInside([Block() for _ in range(8)]), monkeypatch)

@@ -116,6 +116,7 @@ def _eager_saved_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "nested"])
+@pytest.mark.slow
 def test_saved_bytes_match_eager_mode(around: str) -> None:
     """The inputs of the blocks and values outside of them, without random states, which eager mode stores elsewhere."""
     model, program = _partitioned(AROUND[around])
@@ -127,6 +128,7 @@ def test_saved_bytes_match_eager_mode(around: str) -> None:
 
 
 @pytest.mark.parametrize("around", ["full", "reentrant", "selective"])
+@pytest.mark.slow
 def test_recomputes_the_same_dropout_mask(around: str) -> None:
     found = []
     for name in ("plain", around):

@@ -129,6 +129,7 @@ def test_gradients_with_common_subexpressions(model: torch.nn.Module) -> None:
     assert set(_slots(program)[1]) == {f"accumulated:{name}" for name in names}
 
 
+@pytest.mark.slow
 def test_variants_are_planned_and_scheduled() -> None:
     """Later passes handle the variants like any backward, with packed and unpacked parameters."""
     model = Blocks(2, bias=True)

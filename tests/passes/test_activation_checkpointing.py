@@ -138,6 +138,7 @@ total                            10688""",
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.slow
 def test_numerics(name: str) -> None:
     """The same bits as without, including recomputed dropout."""
     torch.manual_seed(0)
@@ -168,6 +169,7 @@ def test_nothing_to_do() -> None:
     assert FULL.rewrite(whole) == 0
 
 
+@pytest.mark.slow
 def test_share_of_memory() -> None:
     """A larger share saves more and recomputes less; 0 equals "full" and 1 is the partitioner's choice."""
     model, tokens = _Net(4, width=512), torch.zeros(16, 64, dtype=torch.int64)
@@ -192,6 +194,7 @@ def test_listed_operators_are_saved() -> None:
         assert ("gelu" in row.recomputed) == bool(row.unit)
 
 
+@pytest.mark.slow
 def test_operators_with_several_results() -> None:
     """Parts of a random operator are recomputed; views and parts that leave a region are saved with their producer."""
     torch.manual_seed(0)
@@ -223,6 +226,7 @@ def test_a_unit_called_twice_is_two_regions() -> None:
     assert regions == {None, 0, 1, 2}
 
 
+@pytest.mark.slow
 def test_kept_parameters_are_not_gathered_again() -> None:
     model = _Net(2)
     for reshard in (True, False):

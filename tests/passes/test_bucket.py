@@ -218,6 +218,7 @@ class _Three(nn.Module):
 
 
 @pytest.mark.parametrize("limit", [0, 20, 10**6])
+@pytest.mark.quick_cases("20", "1000000")
 def test_small_tensors_are_packed_and_sent_with_the_others(limit: float) -> None:
     """One launch in each case: of three tensors, of a buffer and a tensor, of a buffer."""
     program = through(captured(_Three(), (torch.ones(4),)), "bucket", planner=PlanByUnit(limit, limit))

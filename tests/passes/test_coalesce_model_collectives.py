@@ -202,6 +202,7 @@ def test_before_partition() -> None:
 
 @given(CALLS)
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> None:
     """Values and the order of random operators; the same number of tensors is sent."""
     program = drawn(calls)

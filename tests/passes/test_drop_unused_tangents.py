@@ -193,6 +193,7 @@ TOKENS = (torch.tensor([1, 2, 3]), torch.tensor([0, 4, 1]))
 
 
 @pytest.mark.parametrize("used", [None, "0", "1"])
+@pytest.mark.quick_cases("None", "1")
 def test_gradients_match_autograd(used: str | None) -> None:
     torch.manual_seed(0)
     model = _Model()

@@ -112,6 +112,7 @@ def test_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("model", [Blocks(4, 5, bias=True), UnevenLayers()])
+@pytest.mark.quick_cases("model1")
 def test_everything_that_pays_is_kept(model: nn.Module) -> None:
     program = planned(model, torch.randn(3, 5))
     regathered = gathers(program, "backward")
@@ -145,6 +146,7 @@ def test_idempotent_and_no_change_without_a_plan() -> None:
     assert step.rewrite(plain) == 0
 
 
+@pytest.mark.slow
 def test_bucketing_requires_the_pass() -> None:
     program = planned(Blocks(2), torch.randn(3, 4))
     with pytest.raises(PassError, match="bucket: plan and backward graph disagree"):

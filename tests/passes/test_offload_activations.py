@@ -206,6 +206,7 @@ def test_rejects_wrong_positions() -> None:
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.quick_cases("1-0.4", "1-1.0", "2-0.4")
 def test_numerics(world_size: int, share: float) -> None:
     model, batches = Blocks(3, bias=True), [(torch.randn(3, 4),) for _ in range(world_size)]
     program = _partitioned(model, world_size)

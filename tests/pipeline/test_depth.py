@@ -37,6 +37,7 @@ def test_distinct_regions_of_32_layers(fake_world):
 
 
 @pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.quick_cases("None")
 def test_gathered_parameters(fake_world, reshard):
     """With resharding at most two blocks are gathered at a time, plus the root, which FSDP2 also keeps."""
     fake_world(4)
@@ -46,6 +47,7 @@ def test_gathered_parameters(fake_world, reshard):
         assert len([unit for unit in units if unit]) <= 2, (phase, units)
 
 
+@pytest.mark.slow
 def test_gathered_parameters_are_kept_without_resharding(fake_world):
     """Without resharding the counter counts all blocks, and backward gathers nothing."""
     fake_world(4)

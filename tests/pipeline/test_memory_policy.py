@@ -88,6 +88,7 @@ def _borders(joint: Program, limit: int) -> PolicySearch:
     return PolicySearch(joint, between, replace(PLANNER, memory_limit=limit), run)
 
 
+@pytest.mark.slow
 def test_no_other_choice_is_better(joint: Program) -> None:
     """Compared with every border, compiled explicitly: the least limit, the best step, and the bound."""
     shares = _borders(joint, 1).shares

@@ -54,6 +54,7 @@ def own(found: Any) -> list[Launch]:
     return [event for event in found._timeline.events if isinstance(event, Launch) and event.kind in MODEL_KINDS]
 
 
+@pytest.mark.slow
 def test_a_tensor_axis() -> None:
     """Each block reduces once in each direction; the model is unchanged afterwards."""
     model = meta_net(width=WIDTH, depth=DEPTH)
@@ -83,6 +84,7 @@ def test_a_tensor_axis() -> None:
     assert found.critical_path["reduced over tp"] <= alone * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_memory_counts_shards() -> None:
     """Two ranks of the tensor axis have half of each block; the other parameters are sharded over the data axis."""
     one, two = (explain_net({"dp": 2, "tp": size}).memory["optimizer state"] for size in (1, 2))
@@ -90,6 +92,7 @@ def test_memory_counts_shards() -> None:
     assert one - two == pytest.approx(2 * DEPTH * block / 2 / 2, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_links_of_axes() -> None:
     """Eight ranks share a node; neighbors on the data axis are as far apart as the tensor axis is long."""
     near, far = explain_net({"dp": 2, "tp": 8}), explain_net({"dp": 2, "tp": 16})
@@ -113,6 +116,7 @@ def test_links_of_axes() -> None:
         pytest.param({"replicate": 2, "dp": 8, "tp": 8}, "cpu-gloo", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick_cases("shape2-h100", "shape3-cpu-gloo")
 def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str) -> None:
     """Also where collectives slow compute down; the model's collectives are part of the bound."""
     found = explain_net(shape, hardware=hardware)
@@ -121,6 +125,7 @@ def test_no_step_is_shorter_than_the_bound(shape: dict[str, int], hardware: str)
 
 
 @pytest.mark.parametrize("shape", [{"dp": 4, "tp": 2}, {"dp": 2, "tp": 8}], ids=str)
+@pytest.mark.slow
 def test_the_plan_counts_the_models_collectives(shape: dict[str, int]) -> None:
     """In a node they share the link of the gathers; with eight ranks on the tensor axis they have a separate one."""
     found = explain_net(shape)
@@ -143,6 +148,7 @@ def test_contention_slows_collectives_of_the_model() -> None:
     assert run([gather, mine], contention=0.0).ends == [10.0, 14.0]
 
 
+@pytest.mark.slow
 def test_prediction_equals_an_existing_mesh(fake_world: FakeWorld) -> None:
     """A model parallelized on a DeviceMesh has the same prediction."""
     expected = explain_net({"dp": 4, "tp": 2}).to_dict()
@@ -187,6 +193,7 @@ class Sequences(nn.Module):
 
 
 @pytest.mark.parametrize("activation", [None, "full"])
+@pytest.mark.quick_cases("None")
 def test_few_blocks_represent_all(activation: Any) -> None:
     """The result equals capturing all blocks, although few are captured."""
     found, captured = [], []
@@ -209,6 +216,7 @@ def test_few_blocks_represent_all(activation: Any) -> None:
     assert any("scattered over tp" in name or "joined over tp" in name for name in found[0]["critical_path"])
 
 
+@pytest.mark.slow
 def test_formulas() -> None:
     """At the explained sizes they return the explained numbers."""
     found = explain_net({"dp": 4, "tp": 2}, symbols={"batch": 0})
@@ -221,6 +229,7 @@ def test_formulas() -> None:
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("gathered", {"joined", "scattered"}), ("by heads", {"exchanged"})])
+@pytest.mark.quick_cases("by heads-kinds1")
 def test_a_context_axis(name: str, kinds: set[str]) -> None:
     """Attention communicates among neighbors on the sharding axis; every rank has different tokens."""
 
@@ -237,6 +246,7 @@ def test_a_context_axis(name: str, kinds: set[str]) -> None:
     assert found.step_time_s >= found.lower_bound_s * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_an_expert_axis() -> None:
     """Each rank receives the same number of tokens as it sends, and all experts get equal numbers."""
 
@@ -252,6 +262,7 @@ def test_an_expert_axis() -> None:
 
 
 @pytest.mark.parametrize("product", [grouped, one_by_one], ids=["grouped", "one by one"])
+@pytest.mark.quick_cases("grouped")
 def test_formulas_of_experts(product: Any) -> None:
     """The batch determines the numbers of tokens; more ranks extend the data axis, not the expert axis."""
 
@@ -277,6 +288,7 @@ def test_formulas_of_experts(product: Any) -> None:
         assert formulas.evaluate(ranks=ranks)["state_bytes"] == held
 
 
+@pytest.mark.slow
 def test_microbatches() -> None:
     """Each gathers, computes and reduces; gradients accumulate, and there is one optimizer step."""
     one, four = explain_net({"dp": 4, "tp": 2}), explain_net({"dp": 4, "tp": 2}, global_batch=32)
@@ -369,6 +381,7 @@ def test_sizes_that_a_tensor_axis_does_not_divide() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_two_tensor_axes() -> None:
     """Blocks on either axis; an axis without distributed parameters is an error."""
 
@@ -386,6 +399,7 @@ def test_two_tensor_axes() -> None:
         explain_net(shape)
 
 
+@pytest.mark.slow
 def test_the_program_of_a_gpu() -> None:
     """Captured without a GPU, on a mesh that need not exist; on an existing mesh it is an error."""
     pytest.importorskip("cffi")
@@ -438,6 +452,7 @@ def test_the_copy_keeps_ties() -> None:
     assert not model.head.weight.is_meta
 
 
+@pytest.mark.slow
 def test_uneven_shards_are_planned_by_cost() -> None:
     """As `compile` plans them: the program is the first rank's, which has the largest shards."""
 

@@ -74,6 +74,7 @@ def test_wrong_commands(tmp_path, capsys):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_calibrated_profile_changes_the_prediction(quick, tmp_path):
     """A different profile has a different hash and predicts different times."""
     path = tmp_path / "here.json"

@@ -113,16 +113,19 @@ def compare(model: nn.Module, **options: Any) -> bool:
 
 @pytest.mark.parametrize("depth", [6, 12])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.quick_cases("True-12")
 def test_equal_blocks(depth: int, tied: bool) -> None:
     assert compare(Stack([Block() for _ in range(depth)], tied=tied))
 
 
+@pytest.mark.slow
 def test_recomputed_blocks() -> None:
     """The saved generator states of each block have unique names in the copies, too."""
     assert compare(Stack([Attends() for _ in range(8)]), activation="full")
 
 
 @pytest.mark.parametrize("other", [lambda: Block(width=16), Experts])
+@pytest.mark.slow
 def test_blocks_that_alternate(other: Any) -> None:
     assert compare(Stack([make() for _ in range(6) for make in (Block, other)]))
 
@@ -137,6 +140,7 @@ def test_blocks_that_alternate(other: Any) -> None:
     ],
     ids=["reshard", "keep", "in the node", "full"],
 )
+@pytest.mark.slow
 def test_no_pass_runs_on_all_blocks(block: type[Block], options: dict[str, Any]) -> None:
     """With kept or partly kept parameters and with recomputation, all graphs contain only few blocks."""
     refused = AssertionError("every block")
@@ -149,6 +153,7 @@ def test_no_pass_runs_on_all_blocks(block: type[Block], options: dict[str, Any])
         assert compare(Stack([block() for _ in range(9)]), **options)
 
 
+@pytest.mark.slow
 def test_saved_values_of_copies() -> None:
     """Copies of saved values have unique names."""
     found = []
@@ -179,11 +184,13 @@ def test_programs_of_all_blocks_are_verified() -> None:
 
 
 @pytest.mark.parametrize("odd", [lambda: Block(scale=0.5), lambda: Block(width=16)])
+@pytest.mark.slow
 def test_a_block_that_differs(odd: Any) -> None:
     """Seven blocks have no run of six equal ones around the different one in their middle."""
     assert not compare(Stack([*(Block() for _ in range(3)), odd(), *(Block() for _ in range(3))]))
 
 
+@pytest.mark.slow
 def test_a_block_that_uses_its_index() -> None:
     assert not compare(Stack([UsesItsIndex(index=i) for i in range(7)]))
 

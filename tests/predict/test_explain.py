@@ -132,6 +132,7 @@ def test_flops_and_mfu(found):
     assert found.mfu == pytest.approx(found.flop / peak / found.step_time_s)
 
 
+@pytest.mark.slow
 def test_state_is_sharded(study, found):
     """Twice the ranks halve the sharded parameters and optimizer state of a rank."""
     trained = sum(p.numel() for p in study.model.parameters()) * 4
@@ -193,6 +194,7 @@ def test_critical_path_and_slack(study, found):
     assert list(alone.critical_path) == ["compute"]
 
 
+@pytest.mark.slow
 def test_waits_name_their_causes(study):
     """A wait, also in the report's tooltip, says how much shorter it would be without each cause."""
     slow = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
@@ -265,6 +267,7 @@ def test_two_axes(study, tmp_path):
     assert "all_reduce" in (tmp_path / "x.html").read_text()
 
 
+@pytest.mark.slow
 def test_formulas_on_two_axes():
     """They equal explain, also for another number of shards, if the number of replicas stays."""
     study = Study(meta_net(width=64), (TOKENS,), None, Options(mp_policy=BF16), symbols={"batch": 0})
@@ -276,6 +279,7 @@ def test_formulas_on_two_axes():
     assert "formulas around" in str(found)
 
 
+@pytest.mark.slow
 def test_two_axes_are_planned_as_compile_plans_them(fake_world):
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -331,6 +335,7 @@ def test_trace(found, tmp_path):
     assert peak == found.peak_memory_bytes - found.memory["optimizer state"]
 
 
+@pytest.mark.slow
 def test_plan_and_regions_equal_compile(fake_world):
     """`compile` makes the same plan and regions with the same arguments."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -438,6 +443,7 @@ def test_compute_limit_and_advice(study, compute: float, limit: str):
         assert advice[0] == "compute is 96.0% of the critical path; faster kernels help most"
 
 
+@pytest.mark.slow
 def test_advice_is_right(study):
     """With slightly more tokens than advised, communication is hidden; with a quarter it is not."""
     h100 = graphshard.load_profile("h100")
@@ -460,6 +466,7 @@ def test_advice_is_right(study):
     assert few.communication_s > few.compute_s
 
 
+@pytest.mark.slow
 def test_advice_to_keep_parameters(study):
     """No gathers in backward: communication shrinks by A'."""
     h100 = graphshard.load_profile("h100")
@@ -480,6 +487,7 @@ def test_measured_regions_replace_estimates(study, found):
     assert [r.key for r in result.regions if r.measured] == [region.key]
 
 
+@pytest.mark.slow
 def test_measure_regions(fake_world, tmp_path):
     """Regions of a compiled model are timed, saved, and matched to the prediction by key."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -547,6 +555,7 @@ def test_grid(study):
     assert grid.rows[-1].step_time_s == pytest.approx(single.step_time_s)
 
 
+@pytest.mark.slow
 def test_settings_of_a_grid_share_a_capture():
     """Settings with equal captures share one, with the numbers of a separate capture."""
     said = []

@@ -44,6 +44,7 @@ def formulas() -> graphshard.predict.symbolic_cost.Formulas:
 @pytest.mark.parametrize(
     ("batch", "seq", "ranks"), [(2, 128, 8), (8, 128, 8), (3, 200, 8), (2, 128, 64), (1, 512, 256)]
 )
+@pytest.mark.slow
 def test_formulas_equal_numbers(formulas, batch, seq, ranks):
     """At the explained sizes and at others they equal the numeric prediction, up to rounding."""
     found = formulas.evaluate(batch=batch, seq=seq, ranks=ranks)
@@ -56,6 +57,7 @@ def test_formulas_equal_numbers(formulas, batch, seq, ranks):
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.slow
 def test_formulas_count_contention(formulas, ranks):
     """Compute is slower during communication, as in the numeric prediction, by at most the overlapped time."""
     profile = replace(H100, contention=0.5)
@@ -74,6 +76,7 @@ def test_formulas_count_contention(formulas, ranks):
 
 @pytest.mark.parametrize("contention", [0.0, 0.5])
 @pytest.mark.parametrize("mesh", [(8,), (4, 8)])
+@pytest.mark.quick_cases("mesh1-0.0")
 def test_formulas_match_the_timeline(mesh, contention):
     """With host copies, on one axis and on two, with contention: equal to the timeline's step up to rounding."""
     passes = graphshard.Pipeline().replace("plan", MakePlan(COALESCED)).insert(OffloadParameters(), before="plan")
@@ -100,6 +103,7 @@ def test_formulas_count_a_passes_communication():
     assert found.formulas.evaluate(ranks=16)["communication_s"] == pytest.approx(more.communication_s, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_memory(formulas):
     """Saved activations grow with tokens, and are part of the peak memory."""
     one, four = (formulas.evaluate(batch=n)["saved_bytes"] for n in (2, 8))

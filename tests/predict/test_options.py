@@ -70,6 +70,7 @@ def small() -> Net:
 
 
 @pytest.mark.parametrize("name", SHAPING)
+@pytest.mark.slow
 def test_the_program_equals_compile(fake_world: FakeWorld, name: str) -> None:
     """The same plan and the same regions."""
     with torch.device("meta"):
@@ -94,6 +95,7 @@ def flop_run(found: Explanation) -> float:
     return sum(r.calls * sum(flop_of(regions[r.key].module.graph.nodes).values()) for r in found.regions)
 
 
+@pytest.mark.slow
 def test_activation(plain: Explanation) -> None:
     """Less is saved for backward, which recomputes it; the model's FLOP count stays the same."""
     half, full = predicted(activation=0.5), predicted(activation="full")
@@ -109,6 +111,7 @@ def test_activation(plain: Explanation) -> None:
     assert saved.memory["saved for backward"] > full.memory["saved for backward"]
 
 
+@pytest.mark.slow
 def test_offload_policy(plain: Explanation) -> None:
     """Copies use a separate link, and state is on the host, as with the pass inserted manually."""
     away = predicted(offload_policy=CPUOffloadPolicy())
@@ -121,6 +124,7 @@ def test_offload_policy(plain: Explanation) -> None:
     assert (away.step_time_s, away.memory) == (by_hand.step_time_s, by_hand.memory)
 
 
+@pytest.mark.slow
 def test_backend(plain: Explanation) -> None:
     """One kernel per operator: the same plan and communication, more kernels, and a matching bound."""
     eager = predicted(backend="eager")
@@ -143,6 +147,7 @@ def sizes_of(found: Explanation) -> list[tuple[int, int]]:
     return [size.source for size in found._program.sizes]
 
 
+@pytest.mark.slow
 def test_dynamic_shapes(plain: Explanation) -> None:
     """The program for all sizes, evaluated at the example's; declared, or marked on a meta input."""
     dynamic = predicted(dynamic_shapes=DYNAMIC)
@@ -156,6 +161,7 @@ def test_dynamic_shapes(plain: Explanation) -> None:
         predicted(dynamic_shapes=(*DYNAMIC, None))
 
 
+@pytest.mark.slow
 def test_gathers_in_a_smaller_group() -> None:
     """Forward gathers between nodes, backward in the node: faster than gathering twice, and saves memory."""
     again, kept = (predicted((64,), reshard_after_forward=reshard) for reshard in (True, False))
@@ -184,6 +190,7 @@ def test_gathers_in_a_smaller_group() -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
+@pytest.mark.slow
 def test_formulas_equal_numbers(options: dict[str, Any]) -> None:
     """At the explained sizes, and at others with the same number of tokens."""
     found = predicted(symbols={"batch": 0, "seq": 1}, **options)
@@ -219,6 +226,7 @@ def test_verify() -> None:
     assert predicted(verify="each").step_time_s == predicted(verify="off").step_time_s
 
 
+@pytest.mark.slow
 def test_an_infeasible_limit() -> None:
     with pytest.raises(graphshard.InfeasibleError, match="The least possible is"):
         predicted(memory_limit=10)

@@ -99,6 +99,7 @@ def cut(model: nn.Module, counts: tuple[int, ...]) -> Stages:
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("counts", [(5,), (2, 3), (1, 1, 2, 1)])
+@pytest.mark.quick_cases("counts0-True", "counts1-False", "counts1-True", "counts2-False", "counts2-True")
 def test_stages_compute_the_models_results(counts: tuple[int, ...], skip: bool) -> None:
     """In sequence they compute the model's loss and gradients; each stage has separate parameters."""
     model = Body(skip=skip)
@@ -150,6 +151,7 @@ def test_blocks_to_cut() -> None:
 # --- predictions --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_stage_equals_no_pipeline() -> None:
     """With pp 1 the prediction is the same as without, except for the name of the mesh."""
     plain, one = explained({"dp": 8}, accumulate=4).to_dict(), explained({"dp": 8, "pp": 1}, accumulate=4).to_dict()
@@ -181,6 +183,7 @@ def test_a_step_adds_up() -> None:
     assert json.loads(found.to_json())["pipeline"]["schedule"] == "1f1b"
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_once() -> None:
     """Doubling the microbatches doubles compute, but not gathers and reductions."""
     some, more = (explained({"pp": 2, "dp": 4}, accumulate=count) for count in (8, 16))
@@ -190,6 +193,7 @@ def test_parameters_are_gathered_once() -> None:
     assert more.bubble_s == pytest.approx(some.bubble_s, rel=0.1)
 
 
+@pytest.mark.slow
 def test_memory_by_stage() -> None:
     """A stage holds one microbatch per later stage, with full gradients and parameters."""
     found = explained({"pp": 4, "dp": 4}, accumulate=8)
@@ -206,6 +210,7 @@ def test_memory_by_stage() -> None:
     assert "gradients of earlier microbatches" not in explained({"pp": 4, "dp": 4}).memory
 
 
+@pytest.mark.slow
 def test_schedules() -> None:
     """GPipe holds all microbatches; interleaved stages have a shorter bubble, and each rank has two."""
     one, all_, two = (explained({"pp": 2, "dp": 4}, accumulate=8, pipeline=p) for p in ("1f1b", "gpipe", "interleaved"))
@@ -232,6 +237,7 @@ def test_a_limit_applies_to_a_rank() -> None:
         explained({"pp": 2, "dp": 4}, accumulate=4, memory_limit=1000)
 
 
+@pytest.mark.slow
 def test_sends_take_the_link_between_stages() -> None:
     """Stages in one node use its link, others the network, for the bytes of one activation."""
     near, far = explained({"pp": 2, "dp": 4}, accumulate=4), explained({"pp": 2, "dp": 8}, accumulate=4)
@@ -250,6 +256,7 @@ def megatron(model: nn.Module, mesh: Any) -> None:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
+@pytest.mark.slow
 def test_with_a_tensor_axis() -> None:
     """All three axes, in any order; the model communicates in every microbatch."""
     found = explained({"dp": 2, "tp": 2, "pp": 2}, parallelize=megatron, accumulate=4)
@@ -329,6 +336,18 @@ def test_what_if() -> None:
         ({"pp": 1 << 15, "dp": 1 << 15}, {}, r"^mesh must have at most 1048576 ranks"),
         ({"pp": 2, "dp": 2, "xy": 2, "z": 2}, {}, r"^mesh must have one axis .* or two"),
     ],
+)
+@pytest.mark.quick_cases(
+    "mesh2-options2-message2",
+    'mesh3-options3-^memory_limit with pipeline="interleaved": .* take pipeline="1f1b"\\\\.$',
+    "mesh4-options4-^pipeline must be one of '1f1b', 'gpipe', 'interleaved', got",
+    "mesh5-options5-^stages_per_rank must be a positive number of stages",
+    "mesh6-options6-^reshard_after_forward=True on a mesh with pp: .* Leave",
+    "mesh7-options7-^symbols: there are no formulas of a pipeline\\\\. Leave",
+    "mesh8-options8-^mesh has 2 pipeline axes: 'pp', 'pipeline'\\\\. Give one\\\\.$",
+    "mesh9-options9-^mesh\\\\['pp'\\\\] must be a positive number of stages such as 4, got 0\\\\.$",
+    "mesh10-options10-^mesh must have at most 1048576 ranks",
+    "mesh11-options11-^mesh must have one axis .* or two",
 )
 def test_wrong_arguments(mesh: Any, options: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):

@@ -40,6 +40,7 @@ def test_range_is_around_the_step_and_shown(study):
     assert found.to_dict()["step_range_s"] == [low, high]
 
 
+@pytest.mark.slow
 def test_range_equals_separate_samples(study):
     """Evaluating all samples at once equals explaining the same schedule with each sample."""
     profile = dataclasses.replace(H100, ranges={"memory_bandwidth": (2e12, 4e12), "contention": (0.0, 0.5)})

@@ -96,6 +96,7 @@ def test_clipping_reads_gradients_twice_and_writes_them(study: Study) -> None:
     assert alone == pytest.approx(costs.clipping(sum(p.nbytes for p in study.model.parameters())))
 
 
+@pytest.mark.slow
 def test_formulas_have_the_update() -> None:
     study = Study(meta_net(width=64), (TOKENS,), None, Options(mp_policy=BF16), symbols={"batch": 0})
     study.training = Training(foreach=True, clip_norm=1.0)

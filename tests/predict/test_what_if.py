@@ -41,6 +41,7 @@ def asked() -> tuple[graphshard.WhatIf, int]:
     return found, captures.call_count
 
 
+@pytest.mark.slow
 def test_every_answer_equals_explain(asked: tuple[graphshard.WhatIf, int]) -> None:
     """Equal to explain from scratch, also for other numbers of ranks and for the base."""
     found, _ = asked
@@ -216,6 +217,7 @@ def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_function_is_the_same(asked: tuple[graphshard.WhatIf, int]) -> None:
     """With arguments instead of a case; progress is reported."""
     told: list[str] = []

@@ -30,6 +30,7 @@ def grid(count=None, **options):
     return graphshard.explain_grid(meta_net(width=16, depth=2), MESHES, workers=count, **about)
 
 
+@pytest.mark.slow
 def test_numbers_of_one_process():
     """Order of rows, formulas, omissions, progress and reports do not depend on the number of processes."""
     options = {"global_batch": 64 * len(TOKENS), "hardware": ["h100", "a100"]}
@@ -42,6 +43,7 @@ def test_numbers_of_one_process():
     assert sorted(told[0]) == sorted(told[1])
 
 
+@pytest.mark.slow
 def test_formulas_come_with_the_numbers():
     symbols = {"batch": 0}
     alone, parallel = (grid(count, settings={"": {}, "symbols": {"symbols": symbols}}) for count in (1, 2))
@@ -61,6 +63,7 @@ def test_the_report_of_a_row(tmp_path):
     assert json.loads((tmp_path / "2.json").read_text()) == json.loads((tmp_path / "1.json").read_text())
 
 
+@pytest.mark.slow
 def test_predictions_run_in_workers(monkeypatch):
     """Work after the capture runs in the workers."""
     explain = Study.explain
@@ -142,6 +145,7 @@ def test_without_safe_forks(monkeypatch):
     assert len(grid().rows) == 4
 
 
+@pytest.mark.slow
 def test_a_worker_does_not_inherit_the_console_lock(monkeypatch, capfd):
     """Another thread may hold stderr's lock at the fork; a worker that warns must not wait for it."""
     explain, writing = Study.explain, threading.Lock()
@@ -183,6 +187,7 @@ def test_progress_uses_no_thread():
     thread.join()
 
 
+@pytest.mark.slow
 def test_default_number_of_workers(monkeypatch):
     """Only if the rest takes long, with one worker per core."""
     asked = []

@@ -63,6 +63,14 @@ ALLOWED: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.quick_cases(
+    "hook-eager",
+    "hook, and a separate gradient-eager",
+    "hook, and a separate gradient-inductor",
+    "retained-eager",
+    "retained-inductor",
+    "retained, in an attribute-eager",
+)
 def test_rejects_gradients_that_bypass_a_hook(mesh: DeviceMesh, name: str, backend: str) -> None:
     """Outputs of a program are siblings: a hook would see, and change, only a part of the gradient."""
     net, _ = _twins(mesh, backend)

@@ -25,6 +25,7 @@ class _CustomOffload(OffloadParameters):
 
 
 @pytest.mark.parametrize("offloads", [True, False])
+@pytest.mark.quick_cases("False")
 def test_waits_for_copies(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, offloads: bool) -> None:
     """Once after each phase of a program that offloads, whatever the pass is called.
 

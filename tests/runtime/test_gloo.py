@@ -37,6 +37,7 @@ def exchanged(program: Program) -> list[bool]:
     return [bucket.exchanged for bucket in program.plan.buckets if bucket.kind == "reduce"]
 
 
+@pytest.mark.slow
 def test_where_they_are_used() -> None:
     """Two ranks on the CPU, if it is cheaper and without a memory limit."""
     assert all(exchanged(reordered(PlanByCost(GLOO))))

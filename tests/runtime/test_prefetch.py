@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _TRAINS = """
 import torch
@@ -23,6 +25,7 @@ with fake_world(2):
 """
 
 
+@pytest.mark.slow
 def test_torch_does_not_warn_about_an_unwaited_collective() -> None:
     """It did at the end of every training with `gather_ahead`."""
     done = subprocess.run([sys.executable, "-c", _TRAINS], cwd=ROOT, capture_output=True, text=True)

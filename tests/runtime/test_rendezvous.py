@@ -62,6 +62,7 @@ def test_a_different_text(store: dist.Store) -> None:
     assert sum(one.requests for one in counted) <= 4 * 8
 
 
+@pytest.mark.slow
 def test_texts_are_sent_once(store: dist.Store) -> None:
     def act(meeting: Rendezvous) -> End:
         meeting.join(str(meeting.rank) * 10_000, lambda *_: "no two are the same", patient)

@@ -121,6 +121,7 @@ def _changed(code: str, pattern: str, by: str) -> str:
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.quick_cases("plain-by unit", "plain-coalesced", "plain-by cost", "HSDP-by unit", "HSDP-coalesced")
 def test_programs(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
     for phase in bound(fake_world, shape, planner=planner, mp_policy=BF16):
         assert list(waits(phase.lines))
@@ -134,6 +135,7 @@ def test_a_cost_based_plan_differs(fake_world: FakeWorld) -> None:
 
 @pytest.mark.parametrize("policy", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.quick_cases("plain-fp32", "HSDP-bf16", "HSDP-fp32")
 def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
     for phase in bound(fake_world, shape, offload=True, mp_policy=policy):
         assert phase.problems() == []
@@ -141,6 +143,7 @@ def test_offloaded_programs(fake_world: FakeWorld, shape: tuple[int, ...], polic
 
 @pytest.mark.parametrize("setting", [None, "_no_sync"], ids=["steps", "microbatches"])
 @pytest.mark.parametrize("offload", [False, True], ids=["shards on the device", "shards on the host"])
+@pytest.mark.quick_cases("shards on the device-steps", "shards on the device-microbatches", "shards on the host-steps")
 def test_saved_values_on_the_host(fake_world: FakeWorld, offload: bool, setting: str | None) -> None:
     phases = bound(
         fake_world, offload=offload, saved_on_host=True, setting=_no_sync if setting else None, mp_policy=BF16
@@ -212,6 +215,7 @@ def _no_all_reduce(model: Any, last: bool) -> None:
 @pytest.mark.parametrize(
     ("shape", "setting"), [((2,), _no_sync), ((2, 2), _no_sync), ((2, 2), _no_all_reduce)], ids=["plain", "HSDP", "one"]
 )
+@pytest.mark.quick_cases("plain")
 def test_microbatches(fake_world: FakeWorld, shape: tuple[int, ...], setting: Callable[[Any, bool], None]) -> None:
     phases = bound(fake_world, shape, setting=setting, mp_policy=BF16)
     assert len(phases) == 5  # forward, the default backward, and three backwards of microbatches
@@ -280,6 +284,7 @@ def _first_use(lines: Sequence[Line], wait: int) -> int:
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.quick_cases("plain-coalesced", "plain-by cost", "HSDP-by unit", "HSDP-coalesced")
 def test_detects_every_missing_wait(fake_world: FakeWorld, shape: tuple[int, ...], planner: Any) -> None:
     """Except waits that follow another wait of the same group for a later collective."""
     caught = 0

@@ -145,6 +145,7 @@ def test_inference_and_one_rank() -> None:
     assert alone.plan.buckets == ()
 
 
+@pytest.mark.slow
 def test_base_memory(partitioned: Program) -> None:
     """Hand-computed: one layer of 4x4 in float32 on two ranks, inputs 3x4; a shard and each state are 32 bytes."""
     program = through(captured(Blocks(1), (torch.ones(3, 4),), reshard_after_forward=True), "partition")

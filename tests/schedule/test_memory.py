@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.ir.graph import WAIT, kind_of, launch_of
@@ -62,6 +64,7 @@ def test_parameters_that_stay_gathered_are_alive_between_the_phases() -> None:
     assert read <= {tensor.name for tensor in alive if tensor.what == "shards"}
 
 
+@pytest.mark.slow
 def test_intermediates_of_regions() -> None:
     """A region's intermediates are alive while it runs, more of them if each operator writes its result."""
     sizes = {}
@@ -78,6 +81,7 @@ def test_intermediates_of_regions() -> None:
     assert sizes["eager"] > sizes["inductor"]
 
 
+@pytest.mark.slow
 def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
     """A reduction by exchange needs only the gradients and its result."""
     net = {"example_inputs": (TOKENS,), "mp_policy": BF16}
@@ -100,6 +104,7 @@ def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
     assert ["communication buffers" in kind for kind in kinds] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_tensors_of_a_gather_are_freed_one_by_one() -> None:
     """Tensors of a group have separate memory, and the first layer does not wait for the last one."""
     found = graphshard.explain(meta_net(), (8,), example_inputs=(TOKENS,), mp_policy=BF16)

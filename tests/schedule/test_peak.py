@@ -27,6 +27,13 @@ def _counted(program: Program, planner: PlanByCost) -> tuple[int, int]:
 
 @pytest.mark.parametrize("options", [{}, {"exact_reductions": True}, {"constraints": Constraints(keep=True)}], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.quick_cases(
+    "replicas on other nodes-{}",
+    "all between nodes-{'exact_reductions': True}",
+    "replicas only-{}",
+    "neighbors gather again-{}",
+    "neighbors gather again-{'exact_reductions': True}",
+)
 def test_peak_of_the_planned_program(name: str, options: dict) -> None:
     program = PROGRAMS[name]
     planner = _planner(program, steps=2000, **options)
@@ -38,6 +45,7 @@ def test_peak_of_the_planned_program(name: str, options: dict) -> None:
         assert 0.7 < counted / predicted <= 1
 
 
+@pytest.mark.slow
 def test_peak_grows_with_sizes() -> None:
     """The plan is from another program, like a rank's with other sizes."""
     small, large = (

@@ -81,6 +81,7 @@ def check(problem: Problem, placements: tuple[Placement, ...]) -> None:
                 assert at["wait"] <= members[0].at if kind == "gather" else at["wait"] >= at["start"]
 
 
+@pytest.mark.slow
 def test_a_large_search_ends_within_its_budget() -> None:
     problem = twelve()
     (chain,) = problem.chains
@@ -196,6 +197,7 @@ def test_the_least_work_that_meets_deadlines() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 20, 300])
+@pytest.mark.quick_cases("1")
 def test_interrupted_planning_has_no_lasting_effect(calls: int) -> None:
     """Ctrl-C during a cost query ends the search at once, and the next call plans as usual."""
     problem = twelve()

@@ -62,6 +62,7 @@ def seconds_of(fine: Problem, **how: bool) -> float:
 
 @settings(max_examples=15, deadline=None)
 @given(problems())
+@pytest.mark.slow
 def test_no_rival_is_shorter(fine: Problem) -> None:
     found = planned(fine)
     for name, how in RIVALS.items():

@@ -64,6 +64,7 @@ def _check(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.quick_cases("all in a node", "all between nodes", "replicas only", "neighbors gather again")
 def test_passes_and_rules_accept_the_plan(name: str) -> None:
     program = PROGRAMS[name]
     plan = through(copied(program), "reorder", planner=_planner(program)).plan
@@ -76,6 +77,7 @@ def test_passes_and_rules_accept_the_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.quick_cases("replicas only", "neighbors gather again")
 def test_a_memory_limit_holds_or_is_infeasible(name: str) -> None:
     program = PROGRAMS[name]
     free = _planner(program)(program).prediction.peak_bytes
@@ -134,6 +136,7 @@ def test_each_phase_has_the_link_of_its_axes() -> None:
     }
 
 
+@pytest.mark.slow
 def test_kept_parts_for_the_regather() -> None:
     """Hand-computed: forward keeps an eighth of each gathered parameter that backward gathers."""
     plain = captured(Blocks(4, 16, bias=True), BATCH, world_size=32, reshard_after_forward=True)

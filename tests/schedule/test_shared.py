@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ def saved_names(program: Program) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_values_that_forward_saves() -> None:
     """Two views of one value, the parts of one matmul, and a view of the input, which exists anyway."""
     program = through(captured(nn.Sequential(Attend(16), Attend(16)), (torch.ones(4, 8, 16),)), "partition")

@@ -48,6 +48,7 @@ def solved(problem: Problem, solver: Solver) -> Solution | None:
 
 @settings(max_examples=150, deadline=None)
 @given(chains(reductions=False), links(), LIMITS)
+@pytest.mark.slow
 def test_forward_equals_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
     """Up to six layers, packed or not, with tensors that outlive one item."""
     found = solved(Problem((chain,), link), Solver(limit))
@@ -65,6 +66,7 @@ def test_backward_equals_exhaustive_search(chain: Chain, link: Link, limit: floa
 
 @settings(max_examples=25, deadline=None)
 @given(chains(layers=6, reductions=True, small=False), links(), LIMITS)
+@pytest.mark.slow
 def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
     assume(len(chain.gathers) + len(chain.reductions) <= 9)
     found = solved(Problem((chain,), link), Solver(limit))
@@ -74,6 +76,7 @@ def test_six_layers_backward_equal_exhaustive_search(chain: Chain, link: Link, l
 
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=3, reductions=True), links(), LIMITS)
+@pytest.mark.slow
 def test_with_collectives_of_the_model(chain: Chain, link: Link, limit: float) -> None:
     """They queue with gathers and reductions, or use a separate channel; the bound is never above."""
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
@@ -104,6 +107,7 @@ def test_a_phase_with_only_collectives_of_the_model() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(communicating(layers=4, reductions=True), links(legs=True), LIMITS)
+@pytest.mark.slow
 def test_heuristic_with_collectives_of_the_model(chain: Chain, link: Link, limit: float) -> None:
     """Heuristic searches find schedules that the simulator confirms, above the bound."""
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
@@ -142,6 +146,7 @@ def test_a_gather_follows_an_all_reduce_that_it_would_delay() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(chains(layers=3, reductions=True), links(legs=True), LIMITS)
+@pytest.mark.slow
 def test_two_stage_reductions_equal_exhaustive_search(chain: Chain, link: Link, limit: float) -> None:
     """A reduce-scatter and an all-reduce, on one channel with gathers or on another; the bound is never above."""
     assume(len(chain.gathers) + len(chain.reductions) <= 5)
@@ -164,6 +169,7 @@ def test_an_urgent_gather_precedes_a_second_stage() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(chains(layers=12, reductions=True), links(legs=True), LIMITS)
+@pytest.mark.slow
 def test_deep_chains_with_two_stages_respect_memory_and_bound(chain: Chain, link: Link, limit: float) -> None:
     solved(Problem((chain,), link), replace(HEURISTIC, limit=limit))
 
@@ -240,6 +246,7 @@ def test_keeps_parameters_that_backward_needs_first() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.booleans())
+@pytest.mark.slow
 def test_the_bound_holds_for_a_given_choice(problem: Problem, keep: bool) -> None:
     kept = problem.keepable if keep else frozenset()
     best = sum(exhaustive(chain, problem.link) for chain in problem.keep(kept).chains)

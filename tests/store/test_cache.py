@@ -47,6 +47,7 @@ def _write_many(directory: str, count: int) -> None:
         cache_directory.shrink(Path(directory), 3 << 20)
 
 
+@pytest.mark.slow
 def test_two_jobs_write_one_file(tmp_path: Path) -> None:
     """A concurrent reader finds a complete file or none."""
     context = multiprocessing.get_context("fork")

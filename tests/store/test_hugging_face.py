@@ -27,6 +27,7 @@ def _gpt2() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [_llama, _gpt2], ids=["Llama", "GPT-2"])
+@pytest.mark.quick_cases("GPT-2")
 def test_models_are_cached(make, fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The second launch compiles nothing and has the same loss."""
     caplog.set_level(logging.INFO, "graphshard.cache")

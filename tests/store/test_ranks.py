@@ -62,6 +62,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x[0], y[0], strict=True))
 
 
+@pytest.mark.slow
 def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train, cache, "eager")
@@ -72,6 +73,7 @@ def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
     assert _same(first, second)
 
 
+@pytest.mark.slow
 def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
     """A waiting rank polls for the others."""
     cache = str(tmp_path / "cache")
@@ -107,6 +109,7 @@ def _train_without(rank: int, world_size: int, cache: str) -> Any:
     return _train(rank, world_size, cache, "eager", without=1)
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     ranks(2).run(_train, cache, "eager")

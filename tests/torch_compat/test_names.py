@@ -76,6 +76,7 @@ def test_torch_has_the_names() -> None:
     assert list(missing_names()) == []
 
 
+@pytest.mark.slow
 def test_no_other_package_imports_private_names() -> None:
     found = {name: set(private_imports(path)) for name, path in OTHERS.items()}
     assert {name: names for name, names in found.items() if names} == {}
@@ -90,6 +91,7 @@ def test_imports_are_in_the_table() -> None:
             assert name in known or any(each.startswith(f"{name}.") for each in known), f"{path.name} uses {name}"
 
 
+@pytest.mark.slow
 def test_private_attributes_are_in_the_table() -> None:
     """Attributes of torch objects that other packages read."""
     rows = NAMES["attributes"].values()

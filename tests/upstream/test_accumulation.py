@@ -102,6 +102,7 @@ def _accumulated(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MICROBATCHES)
+@pytest.mark.slow
 def test_microbatches(ranks: Ranks, case: str) -> None:
     """`TestFullyShardGradientAccumulation.test_gradient_accumulation`; also counts collectives."""
     ranks(2).run(_accumulated, case)
@@ -121,6 +122,7 @@ def _replicas(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REPLICATED)
+@pytest.mark.slow
 def test_microbatches_on_replicas(ranks: Ranks, case: str) -> None:
     """`TestFullyShardHSDPTraining.test_train_parity_hsdp` and
     `TestFullyShardGradientAccumulation.test_gradient_accumulation`."""
@@ -145,6 +147,7 @@ def _one_by_one(rank: int, world_size: int) -> None:
             assert_same(*map(params_of, pair), f"{gathers_ahead=}, {reshards=}")
 
 
+@pytest.mark.slow
 def test_one_forward_one_backward(ranks: Ranks) -> None:
     """`TestFullyShardGradientAccumulation.test_1f1b_microbatching`."""
     ranks(2).run(_one_by_one)
@@ -204,6 +207,7 @@ def _several_roots(rank: int, world_size: int) -> None:
         share_comm_ctx(list(pair[0][1:]))
 
 
+@pytest.mark.slow
 def test_several_roots_in_a_plain_module(ranks: Ranks) -> None:
     """`TestFullyShardShareCommContext.test_share_comm_context`."""
     ranks(2).run(_several_roots)

@@ -42,6 +42,7 @@ def _unused_output(rank: int, world_size: int, reshard: bool | int) -> None:
 
 
 @pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+@pytest.mark.quick_cases("True-2")
 def test_an_output_that_the_loss_does_not_use(ranks: Ranks, reshard: bool | int, world_size: int) -> None:
     """`TestFullyShardAutograd.test_unused_forward_output`: from the third step, gradients None, zeros or values."""
     ranks(world_size).run(_unused_output, reshard)
@@ -54,6 +55,7 @@ def _unused_module(rank: int, world_size: int, reshard: bool | int) -> None:
 
 
 @pytest.mark.parametrize(("reshard", "world_size"), RESHARD)
+@pytest.mark.quick_cases("False-2")
 def test_a_module_that_forward_does_not_use(ranks: Ranks, reshard: bool | int, world_size: int) -> None:
     """`TestFullyShardAutograd.test_unused_forward_module`: Adam does not update a unit without gradients."""
     ranks(world_size).run(_unused_module, reshard)
@@ -103,6 +105,7 @@ def _in_hooks(rank: int, world_size: int) -> None:
                 assert_same(params_of(hooked[0]), params_of((*hooked, after)[index]), f"step {step}")
 
 
+@pytest.mark.slow
 def test_optimizers_and_schedules_in_hooks(ranks: Ranks) -> None:
     """`TestFullyShardPostAccGradHookMultiProcess.test_post_acc_grad_hook_optim_parity`, also with tied weights."""
     ranks(2).run(_in_hooks)

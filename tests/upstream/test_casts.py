@@ -73,6 +73,7 @@ def _one_unit(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ONE_UNIT)
+@pytest.mark.quick_cases("cast by the module", "and cast back")
 def test_one_unit_in_half_precision(ranks: Ranks, case: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_float16_on_one_submodule`: dtypes at the root, first and second layer."""
     ranks(2).run(_one_unit, case)
@@ -86,6 +87,7 @@ def _external(rank: int, world_size: int, cast: bool) -> None:
 
 
 @pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.quick_cases("False")
 def test_inputs_of_a_unit_that_are_made_outside(ranks: Ranks, cast: bool) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_submodules_with_external_inputs`."""
     ranks(2).run(_external, cast)
@@ -140,6 +142,7 @@ def _recomputed(rank: int, world_size: int, casts: str) -> None:
 
 @needs_newer_fsdp2
 @pytest.mark.parametrize("casts", CASTS)
+@pytest.mark.slow
 def test_checkpoints_recompute_casts(ranks: Ranks, casts: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_checkpoint_recompute_casts_forward_inputs` and
     `TestFullyShardMixedPrecisionCasts.test_checkpoint_recompute_casts_outputs`.
@@ -196,6 +199,7 @@ def _norms(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "BFloat16"), (torch.float16, "Half")], ids=str)
+@pytest.mark.slow
 def test_norms(ranks: Ranks, dtype: torch.dtype, name: str) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_norm_modules_bf16` and
     `TestFullyShardMixedPrecisionCasts.test_norm_modules_fp16`.

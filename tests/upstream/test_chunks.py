@@ -76,6 +76,7 @@ def _chunks(rank: int, world_size: int, case: str) -> None:
 
 @needs_newer_fsdp2
 @pytest.mark.parametrize("case", CHUNKED)
+@pytest.mark.slow
 def test_a_head_that_forward_does_not_call(ranks: Ranks, case: str) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_forward_then_standalone`: the gradient after each chunk."""
     ranks(2).run(_chunks, case)
@@ -98,6 +99,7 @@ def _accumulated_chunks(rank: int, world_size: int) -> None:
 
 
 @needs_newer_fsdp2
+@pytest.mark.slow
 def test_chunks_of_microbatches(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_forward_grad_accum_chunked`."""
     ranks(2).run(_accumulated_chunks)
@@ -131,6 +133,7 @@ def _kept_for_chunks(rank: int, world_size: int) -> None:
 
 
 @needs_newer_fsdp2
+@pytest.mark.slow
 def test_a_head_that_stays_gathered_for_all_chunks(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_partial_group_reshard_toggle`: toggled as in torchtitan."""
     ranks(2).run(_kept_for_chunks)
@@ -179,6 +182,7 @@ def _after_an_exception(rank: int, world_size: int) -> None:
 
 
 @needs_newer_fsdp2
+@pytest.mark.slow
 def test_a_step_after_forward_raised(ranks: Ranks) -> None:
     """`TestFullyShard1DTrainingCompose.test_reset_iter_state_after_exception`."""
     ranks(2).run(_after_an_exception)

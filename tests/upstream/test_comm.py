@@ -71,6 +71,7 @@ def _odd_sizes(rank: int, world_size: int) -> None:
             assert_same(*map(grads_of, pair), f"{reshard=}, {dtype=}")
 
 
+@pytest.mark.slow
 def test_parameters_of_odd_sizes(ranks: Ranks) -> None:
     """`TestFullyShardCollectiveOps.test_all_gather_fp32`, `TestFullyShardCollectiveOps.test_reduce_scatter_fp32` and
     `TestFullyShardCollectiveOps.test_reduce_scatter_fp16`: unsharded parameters and mean gradients.

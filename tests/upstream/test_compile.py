@@ -92,6 +92,7 @@ CASES = ["one unit", "again", "transformer", "frozen transformer"]
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick_cases("one unit")
 def test_eager_backend(ranks: Ranks, name: str) -> None:
     """`TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager`,
     `TestFullyShardCompile.test_simple_mlp_fullgraph_backend_aot_eager_decomp_partition`,

@@ -47,6 +47,7 @@ def _from_meta(rank: int, world_size: int) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_subclasses_from_the_meta_device(ranks: Ranks) -> None:
     """`TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extensions_end_to_end`: in bfloat16."""
     ranks(2).run(_from_meta)
@@ -105,6 +106,7 @@ def _payloads(rank: int, world_size: int, before: Any) -> None:
 
 
 @pytest.mark.parametrize("before", [_weight_and_more, _bytes_of_both])
+@pytest.mark.quick_cases("_bytes_of_both")
 def test_several_tensors_and_their_bytes(ranks: Ranks, before: Any) -> None:
     """`TestFullyShardAllGatherExtensionsMultiThread.test_all_gather_extension_single_rank_payloads`; also two."""
     ranks(2).run(_payloads, before)

@@ -62,6 +62,7 @@ def _biases(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", MIXED)
+@pytest.mark.quick_cases("kept, frozen later")
 def test_only_trained_biases_are_reduced(ranks: Ranks, case: str) -> None:
     """`TestFullyShardFrozen.test_train_mixed_requires_grad_per_group`: each unit reduces only its biases."""
     ranks(2).run(_biases, case)
@@ -92,6 +93,7 @@ def _in_turn(rank: int, world_size: int) -> None:
         assert_same(*map(params_of, pair), f"{reshard=}")
 
 
+@pytest.mark.slow
 def test_every_second_layer_frozen_for_some_steps(ranks: Ranks) -> None:
     """`TestFullyShardFrozen.test_train_mixed_requires_grad_across_groups`."""
     ranks(2).run(_in_turn)
@@ -124,6 +126,7 @@ def _again(rank: int, world_size: int, reshard: bool | int) -> None:
 
 
 @pytest.mark.parametrize(("reshard", "world_size"), [(True, 2), (False, 2), (2, 4)])
+@pytest.mark.slow
 def test_layers_that_are_called_again_without_gradients(ranks: Ranks, reshard: bool | int, world_size: int) -> None:
     """`TestFullyShardFrozen.test_multi_forward_mixed_requires_grad`."""
     ranks(world_size).run(_again, reshard)

@@ -107,6 +107,7 @@ def _belong(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", UNITS)
+@pytest.mark.quick_cases("shared")
 def test_parameters_belong_to_the_innermost_unit(ranks: Ranks, case: str) -> None:
     """`TestFullyShardManagedModulesAndStates.test_managed_modules_single`,
     `TestFullyShardManagedModulesAndStates.test_managed_modules_nested`,
@@ -158,6 +159,7 @@ def _part_first(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
 
 
+@pytest.mark.slow
 def test_a_part_may_be_called_before_the_root_is_sharded(ranks: Ranks) -> None:
     """`TestFullyShardLazyInit.test_fully_shard_double_lazy_init`."""
     ranks(2).run(_part_first)
@@ -258,6 +260,7 @@ def _from_meta(rank: int, world_size: int) -> None:
         assert dim == 1 or not torch.equal(model[1].up.weight.full_tensor(), before)  # one unit may be dead
 
 
+@pytest.mark.slow
 def test_sharded_and_initialized_from_the_meta_device(ranks: Ranks) -> None:
     """`TestFullyShardMetaDeviceInit.test_meta_device_1d_init`."""
     ranks(4).run(_from_meta)
@@ -283,6 +286,7 @@ def _of_groups(rank: int, world_size: int) -> None:
             assert torch.equal(actual.device_mesh.mesh, expected.device_mesh.mesh)
 
 
+@pytest.mark.slow
 def test_meshes_made_of_process_groups(ranks: Ranks) -> None:
     """`TestFullyShardProcessGroupInit.test_1d_process_group_init` and
     `TestFullyShardProcessGroupInit.test_2d_process_group_init`."""
@@ -313,6 +317,7 @@ def _broadcast(rank: int, world_size: int) -> None:
     train_alike(pair, steps=2)
 
 
+@pytest.mark.slow
 def test_one_replica_gives_its_values_to_the_others(ranks: Ranks) -> None:
     """`TestFullyShardHSDPBroadcast.test_hsdp_broadcast_across_replicas`."""
     ranks(4).run(_broadcast)
@@ -342,6 +347,7 @@ def _replicas_by_hook(rank: int, world_size: int) -> None:
         torch.testing.assert_close(local(hooked.grad), local(replicated.grad))
 
 
+@pytest.mark.slow
 def test_a_hook_that_averages_over_replicas(ranks: Ranks) -> None:
     """`TestHSDPWithCustomHook.test_custom_hsdp_all_reduce_hook`."""
     ranks(4).run(_replicas_by_hook)

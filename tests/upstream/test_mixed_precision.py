@@ -56,6 +56,7 @@ def _trained(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("reshard", "world_size", "inner"), CASES)
+@pytest.mark.slow
 def test_computed_and_reduced_in_low_precision(
     ranks: Ranks, reshard: bool | int, world_size: int, dtype: torch.dtype, inner: bool
 ) -> None:
@@ -68,6 +69,7 @@ def test_computed_and_reduced_in_low_precision(
     ("policy", "dtype"), [(BF16, torch.float32), (REDUCED_IN_BF16, torch.bfloat16)], ids=["float32", "bfloat16"]
 )
 @pytest.mark.parametrize(("reshard", "world_size", "inner"), CASES)
+@pytest.mark.slow
 def test_reduced_in_another_dtype(
     ranks: Ranks, reshard: bool | int, world_size: int, policy: MixedPrecisionPolicy, dtype: torch.dtype, inner: bool
 ) -> None:
@@ -131,6 +133,7 @@ def _accumulated(rank: int, world_size: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.slow
 def test_microbatches_accumulate_in_float32(ranks: Ranks, reshard: bool) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_grad_acc_with_reduce_dtype`."""
     ranks(2).run(_accumulated, reshard)
@@ -181,6 +184,7 @@ def _structured(rank: int, world_size: int) -> None:
 
 
 @needs_fsdp2_of_2_12
+@pytest.mark.slow
 def test_dataclasses_in_dataclasses_between_units(ranks: Ranks) -> None:
     """`TestFullyShardMixedPrecisionTraining.test_structured_input_output`; see also `test_containers.py`."""
     ranks(2).run(_structured)
@@ -195,6 +199,7 @@ def _converted(rank: int, world_size: int) -> None:
         _step_reducing_in(pair, torch.bfloat16, own_rows(0))
 
 
+@pytest.mark.slow
 def test_the_reduce_dtype_survives_a_conversion(ranks: Ranks) -> None:
     """`TestFullyShardMixedPrecisionCasts.test_clamp_reduce_dtype`: the model was in bfloat16 when it was compiled."""
     ranks(2).run(_converted)

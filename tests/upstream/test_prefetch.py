@@ -87,6 +87,7 @@ def _orders(rank: int, world_size: int, reshard: bool | int | None, checkpointed
     ("reshard", "world_size", "checkpointed"),
     [(True, 2, ["call", ""]), (None, 2, ["composable", ""]), (False, 2, ["call", ""]), (2, 4, [""])],
 )
+@pytest.mark.slow
 def test_layers_are_gathered_one_ahead(
     ranks: Ranks,
     reshard: bool | int | None,
@@ -134,6 +135,7 @@ def _one_way_after_the_other(rank: int, world_size: int) -> None:
     assert all(set(actual) < set(expected) for actual, expected in zip(ours[:1], theirs[:1]))
 
 
+@pytest.mark.slow
 def test_a_backward_for_each_of_two_outputs(ranks: Ranks) -> None:
     """`TestFullyShardPrefetch.test_fully_shard_backward_prefetch`: each backward uses one of two layers."""
     ranks(2).run(_one_way_after_the_other)
@@ -189,6 +191,7 @@ def _prefetched(rank: int, world_size: int) -> None:
     assert_same(*map(grads_of, pair), "gradients")
 
 
+@pytest.mark.slow
 def test_modules_to_prefetch(ranks: Ranks) -> None:
     """`TestFullyShardPrefetch.test_set_modules_to_forward_prefetch`,
     `TestFullyShardPrefetch.test_set_modules_to_backward_prefetch` and
@@ -245,6 +248,7 @@ def _grouped(rank: int, world_size: int) -> None:
 
 
 @needs_newer_fsdp2
+@pytest.mark.slow
 def test_modules_in_groups(ranks: Ranks) -> None:
     """`TestFullyShardPrefetch.test_fully_shard_multi_module_backward_prefetch` and
     `TestFullyShardPrefetch.test_fully_shard_multi_module_unused_module`."""
@@ -304,6 +308,7 @@ def _prefetched_in_checkpoints(rank: int, world_size: int) -> None:
     assert found == [[{"gather": 7, "scatter": 8}] * 2, [{"gather": 8, "scatter": 8}] * 2]
 
 
+@pytest.mark.slow
 def test_modules_to_prefetch_inside_of_checkpoints(ranks: Ranks) -> None:
     """`TestFullyShardPrefetch.test_set_modules_to_backward_prefetch_inside_ac`."""
     ranks(2).run(_prefetched_in_checkpoints)

@@ -68,11 +68,13 @@ def _saved_and_loaded(rank: int, world_size: int, dims: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dims", [[2, 3], [5], [16]], ids=str)
+@pytest.mark.slow
 def test_states_are_the_shards(ranks: Ranks, dims: list[int]) -> None:
     """`TestFullyShardStateDictMultiProcess.test_dp_state_dict_save_load`: even, uneven and empty shards, any dim."""
     ranks(2).run(_saved_and_loaded, dims)
 
 
+@pytest.mark.slow
 def test_states_of_replicas_are_the_shards(ranks: Ranks) -> None:
     """`TestFullyShardStateDictMultiProcess.test_dp_state_dict_save_load`, on two axes."""
     ranks(4).run(_saved_and_loaded, [3, 16])

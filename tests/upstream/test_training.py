@@ -70,6 +70,7 @@ def _registered(rank: int, world_size: int, reshard: bool, units: bool) -> None:
 
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.quick_cases("False-False")
 def test_which_parameters_are_registered_after_a_forward(ranks: Ranks, reshard: bool, units: bool) -> None:
     """`TestFullyShardRegisteredParams.test_param_registration_after_forward`."""
     ranks(2).run(_registered, reshard, units)
@@ -159,6 +160,7 @@ def _in_groups(rank: int, world_size: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CHECKPOINTED)
+@pytest.mark.slow
 def test_groups_of_checkpointed_layers(ranks: Ranks, case: str) -> None:
     """`TestFullyShard1DTrainingCompose.test_train_parity_with_activation_checkpointing`,
     `TestFullyShardSharedParams.test_train_parity_with_shared_params` and
@@ -225,6 +227,7 @@ def _one_after_the_other(rank: int, world_size: int) -> None:
     train_alike((grow(OURS), grow(fully_shard)), steps=2)
 
 
+@pytest.mark.slow
 def test_blocks_are_sharded_as_they_are_made(ranks: Ranks) -> None:
     """`TestFullyShardSharedParams.test_layer_by_layer_shard_no_false_positive`."""
     ranks(2).run(_one_after_the_other)

@@ -175,6 +175,7 @@ def test_before_and_after() -> None:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_results_are_equal_up_to_rounding(name: str, policy: MixedPrecisionPolicy | None) -> None:
     """Losses and gradients, with a fully ignored chunk, and a shorter last chunk."""
     torch.manual_seed(0)

@@ -36,6 +36,7 @@ def test_before_and_after() -> None:
     )
 
 
+@pytest.mark.slow
 def test_reduced_as_a_whole() -> None:
     """Without `chunked-reduce-scatter`, with the same bits on two ranks."""
     model, batches = Language(_mean), _batches()
@@ -47,6 +48,7 @@ def test_reduced_as_a_whole() -> None:
         assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_never_gathered_or_reduced_whole() -> None:
     """Its pieces are reduced as they are computed, and the gradient of the lookup is sent as rows."""
     torch.manual_seed(0)

@@ -144,6 +144,7 @@ MODELS: dict[str, tuple[type[Words], dict[str, Any]]] = {
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick_cases("even-2-bf16", "fewer words than ranks-3-bf16", "padding-3-fp32")
 def test_results_are_equal_on_every_rank(name: str, num_ranks: int, policy: MixedPrecisionPolicy | None) -> None:
     """Bit for bit on two ranks; the table is never gathered, nor its gradient reduced."""
     torch.manual_seed(0)

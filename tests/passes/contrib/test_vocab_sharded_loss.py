@@ -87,6 +87,7 @@ def _model(name: str) -> Language:
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CUT), ("mean", 3), ("bias", 3)])
+@pytest.mark.quick_cases("mean-3-bf16")
 def test_results_are_equal_up_to_rounding(name: str, ranks: int, policy: MixedPrecisionPolicy | None) -> None:
     """Losses and gradients; shards of three ranks are uneven, with NaN padding."""
     model, batches = _model(name), [*_batches(), *_batches()][:ranks]
@@ -113,6 +114,7 @@ def _count(program: Program, *names: str) -> tuple[int, ...]:
     return tuple(sum(len(calls(phase, name)) for name in names) for phase in program.phases.values())
 
 
+@pytest.mark.slow
 def test_never_holds_the_whole_head_or_logits() -> None:
     """No value has a row or a column for each word, and the head is never gathered or reduced whole."""
     program = _program(Language(_mean), 4)
@@ -144,6 +146,7 @@ def test_all_rows_ignored() -> None:
 
 
 @pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 1])
+@pytest.mark.quick_cases("-1")
 def test_rejects_an_invalid_word(word: int) -> None:
     """Also a word whose row would be in the padding of the last shard."""
     model = Language(_mean)
