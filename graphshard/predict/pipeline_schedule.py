@@ -168,19 +168,6 @@ def _phase_seconds(events: Sequence[TimedEvent], contention: Scalar) -> tuple[Sc
     return ends["forward"], ends.get("backward", ends["forward"]) - ends["forward"]
 
 
-def stages_of(whole: Program, blocks: Blocks, order: RankOrder, costs: Costs) -> Stages:
-    """Cut a partitioned program into stages, as even as whole blocks allow."""
-    if order.num_stages > blocks.count:
-        each = f" with {order.stages_per_rank} stages each" if order.stages_per_rank > 1 else ""
-        name = order.axis.name
-        raise StageError(
-            f"mesh has {name} {order.axis.size}{each}, and {whole.model}.{blocks.path} has {blocks.count} blocks to "
-            f"cut into stages. Give {name} of at most {blocks.count // order.stages_per_rank}."
-        )
-    on_mesh = replace(costs, mesh=whole.mesh)
-    return Stages(whole, blocks, lambda cut: even_counts(cut.seconds(on_mesh), order.num_stages))
-
-
 @dataclass(frozen=True)
 class PipelineStep:
     """A step of all stages; equal stages are one object in `parts`. `costs` are on the whole mesh."""
@@ -193,23 +180,33 @@ class PipelineStep:
     @classmethod
     def of(
         cls,
-        stages: Stages,
+        whole: Program,
+        blocks: Blocks,
         order: RankOrder,
         costs: Costs,
         limit: int | None,
         predict: Callable[[Hashable, Program, int | None], Explanation],
     ) -> PipelineStep:
-        """Predict each stage, equal ones once.
+        """Cut a partitioned program into stages, as even as whole blocks allow, and predict each; equal ones once.
 
         Args:
             limit: bytes that a rank may use; a stage is planned with the bytes that other microbatches leave free.
             predict: takes a key of the program, the program and its limit.
         """
-        mesh = stages.program.mesh.with_pipeline(order.axis.name, order.axis.size)
+        name, ranks, per_rank = order.axis.name, order.axis.size, order.stages_per_rank
+        if order.num_stages > blocks.count:
+            each = f" with {per_rank} stages each" if per_rank > 1 else ""
+            raise StageError(
+                f"mesh has {name} {ranks}{each}, and {whole.model}.{blocks.path} has {blocks.count} blocks to "
+                f"cut into stages. Give {name} of at most {blocks.count // per_rank}."
+            )
+        on_mesh = replace(costs, mesh=whole.mesh)
+        stages = Stages(whole, blocks, lambda cut: even_counts(cut.seconds(on_mesh), order.num_stages))
+        mesh = whole.mesh.with_pipeline(name, ranks)
         known: dict[Hashable, StageStep] = {}
         parts = []
         for number, count in enumerate(stages.counts):
-            key: Hashable = stages.kind(number)
+            key: Hashable = stages.counts, stages.kind(number)
             if key not in known or limit is not None:
                 program = replace(stages.program_of(number), mesh=mesh)
                 others = 0 if limit is None else order.held_by_others(limit, number, program)
@@ -387,8 +384,7 @@ class PipelineStep:
             return step, step
         drawn = replace(self.costs, profile=sampled(self.costs.profile))
         known: dict[int, StageSeconds] = {}
-        for part in self.parts:
-            if id(part) not in known:
-                events = timed_events(part.found._program, part.found._costs, drawn)
-                known[id(part)] = part.seconds(drawn, self.order.microbatches, events)
+        for part in {id(part): part for part in self.parts}.values():
+            events = timed_events(part.found._program, part.found._costs, drawn)
+            known[id(part)] = part.seconds(drawn, self.order.microbatches, events)
         return range_of(self._step(drawn, [known[id(part)] for part in self.parts], self._updates(drawn)), step)

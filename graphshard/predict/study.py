@@ -60,7 +60,7 @@ from graphshard.predict.capture_target import (
     without_pipeline,
 )
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.pipeline_schedule import PipelineStep, RankOrder, stages_of
+from graphshard.predict.pipeline_schedule import PipelineStep, RankOrder
 from graphshard.predict.pipeline_stages import blocks_of, lists_of
 from graphshard.predict.step_prediction import bound_of, explained
 from graphshard.predict.symbolic_cost import formulas_of, spread_ranks
@@ -252,16 +252,16 @@ class Study:
         whole = study._prepared(place, costs)
         whole = whole if whole.few is None else instantiate_all_blocks(whole)
         target = self._targets[_key(place)]
-        stages = stages_of(whole, blocks_of(target.lists, target.repeats, whole.model), order, costs)
+        blocks = blocks_of(target.lists, target.repeats, whole.model)
         flop = {dtype: total / order.num_stages for dtype, total in target.flop.items()}
 
         def predict(stage: Hashable, program: Program, limit: int | None) -> Explanation:
             at = replace(study, options=replace(study.options, memory_limit=limit))
             at._scheduled, at._known, at._kernels = study._scheduled, study._known, self._kernels
             on_mesh = replace(costs, mesh=program.mesh)
-            return at._predicted((place, stages.counts, stage, limit), program, on_mesh, flop=flop, mesh=sizes)
+            return at._predicted((place, stage, limit), program, on_mesh, flop=flop, mesh=sizes)
 
-        step = PipelineStep.of(stages, order, costs, self.options.memory_limit, predict)
+        step = PipelineStep.of(whole, blocks, order, costs, self.options.memory_limit, predict)
         _check_measured(costs.measured, *(part.found for part in step.parts))
         return step.explained(target.flop, sizes)
 
