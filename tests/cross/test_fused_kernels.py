@@ -102,7 +102,7 @@ def test_regions_use_the_times_of_their_kernels(study: Study) -> None:
     slow = {
         key: tuple(Work("pointwise", 0, 0, 10**12, "float32") for _ in works) for key, works in costs.scheduled.items()
     }
-    with mock.patch.object(Study, "_schedule", return_value=slow):
+    with mock.patch("graphshard.predict.study.schedule_regions", return_value=slow):
         slower = study.explain((8,), H100, "isolated")
     assert slower.step_range_s[0] > 100 * found.step_time_s
 

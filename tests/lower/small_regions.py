@@ -10,9 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ir.program import Region
-from graphshard.lower.batch_compile import Batch
 from graphshard.lower.eager import outputs_of
-from graphshard.lower.inductor import generate
 from graphshard.lower.regions import Boxed, extract
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 
@@ -49,6 +47,9 @@ def values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
 
 def compile_inductor(region: Region, name: str) -> Boxed:
     """One region by Inductor, in this process."""
+    from graphshard.lower.batch_compile import Batch  # which some processes must not import
+    from graphshard.lower.inductor import generate
+
     with Batch(1) as batch:
         finish = generate(region, name, batch)
         batch.submit()
