@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from graphshard.aot.export import Call, export
     from graphshard.aot.load import load
     from graphshard.api import compile, fully_shard, programs, register_forward_method
-    from graphshard.checkpoint.initialize import unsharded_init
     from graphshard.checkpoint.manifest import latest_checkpoint
-    from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint
+    from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint, unsharded_init
     from graphshard.cost.profile import Profile, load_profile
     from graphshard.debug.bisect import Bisection, bisect
     from graphshard.errors import (
@@ -170,7 +169,7 @@ class _Package(ModuleType):
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
         elif name == "__version__":
-            value = importlib.import_module(f"{__name__}.utils.version").own_version()
+            value = importlib.import_module(f"{__name__}.utils.text").own_version()
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         else:

@@ -15,9 +15,8 @@ from typing_extensions import Unpack
 
 from graphshard.aot.load import artifact_path, library_for
 from graphshard.debug.dump import dump_directory, recorder
-from graphshard.errors import ArgumentError
+from graphshard.errors import ArgumentError, GraphBreak
 from graphshard.frontend.inputs import flat_call
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.lower.backends import begin_compiling
 from graphshard.module.compiled_module import (

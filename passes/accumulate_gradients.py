@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from graphshard.ir.graph import WAIT, aten, behind, emit, erase_dead, fake, is_backward
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import SCATTERED
+from graphshard.ir.operators import REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot, SlotKind
 from graphshard.ir.transport import OF_A_REDUCTION, over_replicas, over_shards, reduced_over
@@ -67,7 +67,7 @@ class AccumulateGradients(Pass):
                 spec = program.params[slot.name]
                 wide = spec.grad_dtype is None and slot.name in self.unsynced - self.accumulated
                 axes = reduced_over(spec, program)
-                grad = _Gradient(phase, spec, axes, full_gradient(results[index]), program.device, wide)
+                grad = _Gradient(phase, spec, axes, full_gradient(results[index]), slot, program.device, wide)
                 if wide:
                     grad.widen()
                 if (grad.axes or (spec.split and spec.split.sums)) and self._apply(grad):
@@ -81,9 +81,10 @@ class AccumulateGradients(Pass):
 
     def _apply(self, grad: _Gradient) -> bool:
         """Compute what backward returns for a parameter; False if this microbatch leaves it as it is."""
-        name = grad.spec.name
+        spec, name, graph = grad.spec, grad.spec.name, grad.phase.module.graph
+        full_shape = spec.split.summand(spec.shape) if spec.split else spec.shape
         if name in self.pending:
-            grad.add("pending", grad.full_shape)
+            grad.add("pending", full_shape)
         if name in self.deferred:
             if grad.value is not None:
                 grad.keep("pending")
@@ -91,17 +92,21 @@ class AccumulateGradients(Pass):
         if grad.value is None and (name in self.unsynced or not {name} & (self.accumulated | self.partial)):
             return False
         if name in self.accumulated:
-            grad.add("accumulated", grad.full_shape)
+            grad.add("accumulated", full_shape)
         if name in self.unsynced:
             grad.keep("accumulated")
             return True
-        grad.reduce_over_shards()
+        if grad.value is not None:
+            grad.value = over_shards(graph, grad.value, spec, grad.axes)
         if name in self.partial:
-            grad.add("partial", grad.spec.in_memory(grad.spec.padded_shape))
+            grad.add("partial", spec.in_memory(spec.padded_shape))
         if name in self.unreplicated:
             grad.keep("partial")
-        else:
-            grad.reduce_over_replicas()
+            return True
+        assert grad.value is not None
+        grad.value = over_replicas(graph, grad.value, spec, grad.axes)
+        if spec.dtype != spec.reduce_dtype:
+            grad.then(aten._to_copy.default, dtype=spec.dtype)
         return True
 
 
@@ -118,16 +123,9 @@ class _Gradient:
     spec: ParamSpec
     axes: tuple[Axis, ...]
     value: Node | None
+    slot: Slot
     device: torch.device
     wide: bool
-
-    def __post_init__(self) -> None:
-        self.slot = Slot("grad", self.spec.name, "param")
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Return the shape before any reduction."""
-        return self.spec.split.summand(self.spec.shape) if self.spec.split else self.spec.shape
 
     def add(self, kind: SlotKind, shape: tuple[int, ...]) -> None:
         """Add the sum that earlier microbatches left."""
@@ -141,7 +139,7 @@ class _Gradient:
                 begun = emit(first.graph, aten.add.Tensor, earlier, first, like=first)
             sums[-1].update_arg(0, begun)
         else:
-            self._then(aten.add.Tensor, earlier)
+            self.then(aten.add.Tensor, earlier)
 
     def widen(self) -> None:
         """Add up the gradients of several uses of the parameter in the reduce dtype."""
@@ -177,24 +175,13 @@ class _Gradient:
         """Return the gradient for later microbatches."""
         assert self.value is not None
         if fake(self.value).dtype != self._dtype_of(kind):
-            self._then(aten._to_copy.default, dtype=self._dtype_of(kind))
+            self.then(aten._to_copy.default, dtype=self._dtype_of(kind))
         elif self.value.op == "placeholder":  # the caller owns its memory
-            self._then(aten.clone.default)
+            self.then(aten.clone.default)
         self.slot = Slot(kind, self.spec.name)
 
-    def reduce_over_shards(self) -> None:
-        """Reduce-scatter the gradient."""
-        if self.value is not None:
-            self.value = over_shards(self.phase.module.graph, self.value, self.spec, self.axes)
-
-    def reduce_over_replicas(self) -> None:
-        """Finish the reduction, and cast to the dtype of the shard."""
-        assert self.value is not None
-        self.value = over_replicas(self.phase.module.graph, self.value, self.spec, self.axes)
-        if self.spec.dtype != self.spec.reduce_dtype:
-            self._then(aten._to_copy.default, dtype=self.spec.dtype)
-
-    def _then(self, target: OpOverload, *args: Node, **kwargs: object) -> None:
+    def then(self, target: OpOverload, *args: Node, **kwargs: object) -> None:
+        """Insert an operator on the gradient."""
         assert self.value is not None
         with behind(self.value):
             self.value = emit(self.value.graph, target, self.value, *args, like=self.value, **kwargs)
@@ -237,12 +224,12 @@ def until_reduced(full: Node) -> list[Node]:
     Launch and wait are the same node if `chunked-reduce-scatter` reduces the gradient separately.
     """
     chain = [full]
-    while chain[-1].target not in (WAIT, SCATTERED):
+    while chain[-1].target not in (WAIT, REDUCE_SCATTER):
         if len(chain[-1].users) != 1:
             return []
         chain += chain[-1].users
         if OF_A_REDUCTION not in chain[-1].meta:
             return []
-    if chain[-1].target is SCATTERED:
+    if chain[-1].target is REDUCE_SCATTER:
         chain.append(chain[-1])
     return chain[1:] if all(node.target in ARITHMETIC | _MOVES for node in chain[1:-2]) else []

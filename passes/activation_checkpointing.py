@@ -61,8 +61,16 @@ class ActivationCheckpointing(Pass):
         if joint is None:
             return 0
         before = _marks(joint)
-        regions = _unit_regions(joint, program.params.units) if self.policy != 1 else {}
-        _mark(joint, regions, _kept(joint, regions, self.policy))
+        kept: set[str] = set()
+        if self.policy == 1:
+            save_leaving(joint.module.graph)
+            return sum(a != b for a, b in zip(before, _marks(joint)))
+        if isinstance(self.policy, tuple):
+            nodes = _unit_regions(joint, program.params.units)
+            kept = {node.name for node in nodes if node.target in self.policy or node.name in self.policy}
+        elif isinstance(self.policy, (int, float)):
+            kept = within_share(ranked(program), self.policy)
+        mark(program, kept)
         return sum(a != b for a, b in zip(before, _marks(joint)))
 
 
@@ -70,26 +78,13 @@ def _marks(joint: Phase) -> list[tuple[object, object]]:
     return [(n.meta.get("ac_graph_id"), n.meta.get("recompute")) for n in joint.module.graph.nodes]
 
 
-def _kept(joint: Phase, regions: dict[Node, int], policy: Activation) -> set[str]:
-    """Return the names of the operators of regions whose results are saved."""
-    if isinstance(policy, tuple):
-        return {node.name for node in regions if node.target in policy or node.name in policy}
-    if isinstance(policy, (int, float)) and regions:
-        return within_share(_ranked(joint, regions), policy)
-    return set()
-
-
-def _mark(joint: Phase, regions: dict[Node, int], kept: Collection[str]) -> None:
-    for node, region in regions.items():
-        node.meta["ac_graph_id"] = region
-        node.meta["recompute"] = SAVE if maker_of(node).name in kept else RECOMPUTE
-    save_leaving(joint.module.graph)
-
-
 def mark(program: Program, kept: Collection[str]) -> None:
     """Mark, in a joint graph without marks of this pass, the operators whose results units save."""
     joint = program.phases["joint"]
-    _mark(joint, _unit_regions(joint, program.params.units), kept)
+    for node, region in _unit_regions(joint, program.params.units).items():
+        node.meta["ac_graph_id"] = region
+        node.meta["recompute"] = SAVE if maker_of(node).name in kept else RECOMPUTE
+    save_leaving(joint.module.graph)
 
 
 def _unit_regions(joint: Phase, units: Sequence[str]) -> dict[Node, int]:
@@ -112,12 +107,6 @@ def _unit_call(node: Node, units: Sequence[str]) -> str:
     return next((key for key, (name, _) in stack.items() if unit and name == unit), "")
 
 
-def ranked(program: Program) -> dict[str, int]:
-    """Return the values that units of a joint graph could save, see `_ranked`."""
-    joint = program.phases["joint"]
-    return _ranked(joint, _unit_regions(joint, program.params.units))
-
-
 def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
     """Return the first values that fit in a share of the bytes of all."""
     room = int(share * sum(sizes.values()) + 0.01)  # a share that is a number of bytes may have been rounded down
@@ -129,13 +118,17 @@ def within_share(sizes: Mapping[str, int], share: float) -> set[str]:
     return kept
 
 
-def _ranked(joint: Phase, regions: dict[Node, int]) -> dict[str, int]:
-    """Return the bytes of the values of regions that the partitioner would save, by operator, the best to save first.
+def ranked(program: Program) -> dict[str, int]:
+    """Return the bytes of the values of units that the partitioner would save, by operator, the best to save first.
 
     The best takes longest per byte to recompute: the cost of a value is the time of the operators between it and other
     saved values, on an H100; only ratios matter. Of equal values the last is first, as backward needs it first: saving
     the values of the last unit takes no more memory than recomputing them at once.
     """
+    joint = program.phases["joint"]
+    regions = _unit_regions(joint, program.params.units)
+    if not regions:
+        return {}
     num_outputs = sum(not slot.is_of_backward for slot in joint.outputs)
     forward, _ = min_cut_partition(joint.clone().module, num_outputs)
     names = {node.name for node in forward.graph.output_node().all_input_nodes}

@@ -11,7 +11,7 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import Collective, collectives
 from graphshard.ir.graph import calls_of
-from graphshard.ir.operators import BEGINS, BEGUN
+from graphshard.ir.operators import STARTED_EARLY, STARTS
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import gather_epilogue
@@ -69,8 +69,8 @@ class Pass:
 
 def _overlaps(program: Program) -> bool:
     """Return whether collectives of the model were split into start and wait by `overlap-model-collectives`."""
-    starts = (node for phase in program.phases.values() for start in BEGINS.values() for node in calls_of(phase, start))
-    return any(BEGUN not in node.meta for node in starts)
+    starts = (node for phase in program.phases.values() for start in STARTS.values() for node in calls_of(phase, start))
+    return any(STARTED_EARLY not in node.meta for node in starts)
 
 
 def ancestors(*nodes: Node, within: Callable[[Node], bool] = lambda _: True) -> dict[Node, None]:

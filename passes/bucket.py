@@ -66,16 +66,12 @@ class Bucketing(Pass):
                 members = [single.get((bucket.kind, bucket.axis, name)) for name in bucket.members]
                 if len(members) > 1 and None not in members:
                     _merge(phase.module.graph, bucket, [m for m in members if m is not None], layout)
-            _stay_compute(phase, layout)
+            # Nodes that now look like a part of a bucket were compute when the plan counted positions.
+            now = CollectiveRegions.of(phase).index
+            for node in set(layout.compute).intersection(phase.module.graph.nodes).difference(now):
+                node.meta[COMPUTE] = True
             count += _tag(phase, buckets, program.params)
         return count
-
-
-def _stay_compute(phase: Phase, before: CollectiveRegions) -> None:
-    """Mark nodes that now look like a part of a bucket, but were compute when the plan counted positions."""
-    now = CollectiveRegions.of(phase).index
-    for node in set(before.compute).intersection(phase.module.graph.nodes).difference(now):
-        node.meta[COMPUTE] = True
 
 
 def _tag(phase: Phase, buckets: list[Bucket], params: ParamTable) -> int:

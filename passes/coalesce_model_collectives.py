@@ -1,9 +1,9 @@
 """Coalesce the model's own collectives that run at once.
 
-    %a = joined(%k, 4, cp)                    %b = joined_together([%k, %v], 4, cp)
-    %b = joined(%v, 4, cp)                    %a = getitem(%b, 0)
-    %c = mm(%q, %a)                           %b = getitem(%b, 1)
-                                              %c = mm(%q, %a)
+    %a = all_gather(%k, 4, cp)                    %b = all_gather_coalesced([%k, %v], 4, cp)
+    %b = all_gather(%v, 4, cp)                    %a = getitem(%b, 0)
+    %c = mm(%q, %a)                               %b = getitem(%b, 1)
+                                                  %c = mm(%q, %a)
 
 Collectives for which `overlap-model-collectives` found nothing to overlap stop all compute, one after the other, and
 each launch costs some microseconds. The pass coalesces collectives of one operator, axis, reduction, dtype and unit
@@ -27,7 +27,7 @@ from torch.fx import Node
 from graphshard.cost.flops import is_multiplication
 from graphshard.ir.collective_regions import CollectiveRegions, with_inputs
 from graphshard.ir.graph import OWN, arrange, emit, fake, is_part, is_random, module_of, writes
-from graphshard.ir.operators import TOGETHER
+from graphshard.ir.operators import COALESCED_FORMS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
 from graphshard.passes.base import Pass, gradients_of
@@ -43,7 +43,7 @@ class CoalesceModelCollectives(Pass):
 
     def rewrite_phase(self, phase: Phase, program: Program) -> int:
         nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
-        if not any(node.target in TOGETHER for node in nodes) or any(map(writes, nodes)):
+        if not any(node.target in COALESCED_FORMS for node in nodes) or any(map(writes, nodes)):
             return 0
         layout = CollectiveRegions.of(phase)
         groups = [group for group in _groups(nodes, layout, _units(nodes, phase, layout, program)) if group.members[1:]]
@@ -73,7 +73,7 @@ class _Group:
 
 def _units(nodes: list[Node], phase: Phase, layout: CollectiveRegions, program: Program) -> dict[Node, str]:
     """Return the unit of each collective: of the parameter whose gradient it is a part of, or else of its module."""
-    found = {node: unit_of(module_of(node), program.params.units) for node in nodes if node.target in TOGETHER}
+    found = {node: unit_of(module_of(node), program.params.units) for node in nodes if node.target in COALESCED_FORMS}
     for grad, spec in gradients_of(phase, program):
         left = [grad]
         while left:
@@ -99,7 +99,7 @@ def _groups(nodes: list[Node], layout: CollectiveRegions, units: dict[Node, str]
                 del open_[key]
             elif node in compute and not is_part(node):
                 group.after.append(node)
-        if node.target in TOGETHER and node in compute:
+        if node.target in COALESCED_FORMS and node in compute:
             key = node.target, str(node.args[1:]), fake(node).dtype, fake(node).device, units[node]
             if key not in open_:
                 found.append(open_.setdefault(key, _Group()))
@@ -132,10 +132,10 @@ def _launch(members: list[Node]) -> None:
     assert isinstance(first.target, OpOverload)
     with graph.inserting_before(first):
         tensors = [member.args[0] for member in members]
-        together = emit(graph, TOGETHER[first.target], tensors, *first.args[1:], like=first)
+        together = emit(graph, COALESCED_FORMS[first.target], tensors, *first.args[1:], like=first)
         parts = [emit(graph, operator.getitem, together, index, like=member) for index, member in enumerate(members)]
-    for node, source in zip((together, *parts), (first, *members)):
-        node.meta = {**source.meta, **node.meta}
+    together.meta = {**first.meta, **together.meta}
     for member, part in zip(members, parts):
+        part.meta = {**member.meta, **part.meta}
         member.replace_all_uses_with(part)
         graph.erase_node(member)

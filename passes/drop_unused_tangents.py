@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
-from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
+from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from graphshard.ir.param_table import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
@@ -37,7 +37,7 @@ _ZERO_IF_ANY = frozenset(
         *(aten.bmm.default, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default),
         *(aten.sum.dim_IntList, aten.sum.default),
         *(c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, WAIT),
-        *(REDUCED, JOINED, SCATTERED, EXCHANGED),
+        *(ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL),
     }
 )
 _ZERO_IF_FIRST = frozenset({aten.div.Tensor, aten.div.Scalar, aten.embedding_dense_backward.default})
@@ -90,7 +90,8 @@ def _propagate(phase: Phase, zeros: set[Node]) -> None:
         if _is_zero(node, zeros):
             zeros.add(node)
         elif (other := _other_addend(node, zeros)) is not None:
-            if _strides(node) != _strides(other) and not restride(node, fake(other)):
+            strides = [[*map(expression, fake(each).stride())] for each in (node, other)]
+            if strides[0] != strides[1] and not restride(node, fake(other)):
                 other = laid_out(other, memory_order(fake(node)))
             node.replace_all_uses_with(other)
         elif node.target is aten.masked_scatter.default and dead == [node.args[2]]:
@@ -128,10 +129,6 @@ def _other_addend(node: Node, zeros: set[Node]) -> Node | None:
     return rest[0] if addend.shape == result.shape and addend.dtype == result.dtype else None
 
 
-def _strides(node: Node) -> list[object]:
-    return list(map(expression, fake(node).stride()))
-
-
 def _materialize(graph: Graph, zero: Node, before: Node) -> Node:
     val = fake(zero)
     shape = list(map(SizeBuilder(graph, _sizes_of_values(graph, zero) | size_inputs(graph)), val.shape))
@@ -157,8 +154,4 @@ def _erase(phase: Phase, unused: set[Node]) -> None:
     """Erase dead nodes, and the saved values that no other gradient reads."""
     graph = phase.module.graph
     erase_dead(graph, random=[node for node in graph.nodes if node.users])  # eager mode would not draw these either
-    slots = phase.slot_of()
-    idle = [node for node, slot in slots.items() if slot.kind != "size" and (node in unused or not node.users)]
-    phase.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
-    for node in idle:
-        graph.erase_node(node)
+    phase.erase_inputs(lambda node, slot: slot.kind != "size" and (node in unused or not node.users))

@@ -14,12 +14,12 @@ a second mesh axis, an all-reduce of the shard over that axis follows. A collect
 outermost dim in memory; the epilogue of a parameter that is sharded along another dim moves them there. A parameter
 that is not sharded, and a world of one rank, gets no collectives.
 
-For a parameter with `fsdp_pre_all_gather` capture has left a `join` of any number of tensors, which becomes one
-all-gather: a single tensor travels as it is, several in one buffer, of bytes if their dtypes differ.
+For a parameter with `fsdp_pre_all_gather` capture has left a `subclass_all_gather` of any number of tensors, which
+becomes one all-gather: a single tensor travels as it is, several in one buffer, of bytes if their dtypes differ.
 
-    %t = join([%a, %b], 2, w)         %f: u8[134] = cat([%a as bytes, %b as bytes])
-    %x: f32[8, 8] = %t[0]             %g: u8[268] = wait_tensor(all_gather_into_tensor(%f, 2, shard))
-    %y: u8[12] = %t[1]                %x, %y = columns of %g in their dtypes
+    %t = subclass_all_gather([%a, %b], 2, w)     %f: u8[134] = cat([%a as bytes, %b as bytes])
+    %x: f32[8, 8] = %t[0]                        %g: u8[268] = wait_tensor(all_gather_into_tensor(%f, 2, shard))
+    %y: u8[12] = %t[1]                           %x, %y = columns of %g in their dtypes
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, c10d, calls_of, emit, fake, is_communication, rewrite_gradients
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import JOIN
+from graphshard.ir.operators import SUBCLASS_ALL_GATHER
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot
-from graphshard.ir.transport import carrier, gather, reduce, reduced_over
+from graphshard.ir.transport import along_dim, carrier, gather, reduce, reduced_over
 from graphshard.passes.base import Pass
 
 
@@ -70,7 +70,7 @@ class InsertCollectives(Pass):
                 spec = program.params[slot.name]
                 gather(phase.module.graph, node, spec, spec.on(program.mesh).shard)
                 count += 1
-        joins = calls_of(phase, JOIN)
+        joins = calls_of(phase, SUBCLASS_ALL_GATHER)
         for join in joins:
             _replace_join(join, program)
         count += len(joins) + rewrite_gradients(phase, reduced)
@@ -126,11 +126,9 @@ def _gathered(write: _Write, tensors: list[Node], spec: ParamSpec, axis: Axis) -
 
 def _along_dim(write: _Write, whole: Node, spec: ParamSpec) -> Node:
     """Concatenate gathered shards along another dim than 0, as memory of the full parameter."""
-    dim, shape = spec.dim, list(fake(whole).shape)
-    ranks = write(aten.view.default, whole, [spec.num_shards, *spec.padded_shape])
-    joined = write(aten.permute.default, ranks, [*range(1, dim + 1), 0, *range(dim + 1, len(spec.shape) + 1)])
-    dense = write(aten.clone.default, joined, memory_format=torch.contiguous_format)
-    return write(aten.view.default, dense, shape)
+    for target, args, kwargs in along_dim(spec.num_shards, spec.padded_shape, spec.dim, fake(whole).shape):
+        whole = write(target, whole, *args, **kwargs)
+    return whole
 
 
 def _launch(write: _Write, tensor: Node, axis: Axis) -> Node:

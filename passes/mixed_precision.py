@@ -50,12 +50,10 @@ class MixedPrecision(Pass):
 def _cast_shard(shard: Node, spec: ParamSpec) -> int:
     if fake(shard).dtype == spec.dtype:
         return 0
-    users = list(shard.users)
     shard.meta["val"] = fake(shard).to(spec.dtype)
-    if users:
-        first = min(users)
-        with shard.graph.inserting_before(first):
-            cast = emit(shard.graph, aten._to_copy.default, shard, dtype=spec.compute_dtype, like=first)
+    if users := list(shard.users):
+        with shard.graph.inserting_before(min(users)):
+            cast = emit(shard.graph, aten._to_copy.default, shard, dtype=spec.compute_dtype, like=min(users))
         for user in users:
             user.replace_input_with(shard, cast)
     return 1

@@ -77,20 +77,15 @@ def _candidates(forward: Phase, least: int, device: str) -> list[list[Node]]:
     home = device if len(kinds) > 1 else next(iter(kinds), device)  # predictions are of programs on the meta device
     results = zip(forward.results, forward.outputs)
     others = {base_of(n) for n, s in results if isinstance(n, Node) and (n not in saved or s.kind != "saved")}
-    return [
-        groups[base]
-        for base in sorted(groups)
-        if base not in others
-        and all(_is_plain(node, home) for node in groups[base])
-        and least <= _size(groups[base]) <= num_bytes(base)
-    ]
 
+    def is_plain(node: Node) -> bool:
+        """Return whether a value on the device has static sizes, and strides that a copy keeps."""
+        value = node.meta["val"]
+        static = isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+        return static and value.device.type == home and torch.empty_like(value).stride() == value.stride()
 
-def _is_plain(node: Node, device: str) -> bool:
-    """Return whether a value on the device has static sizes, and strides that a copy keeps."""
-    value = node.meta["val"]
-    sizes = isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
-    return sizes and value.device.type == device and torch.empty_like(value).stride() == value.stride()
+    plain = [base for base in sorted(groups) if base not in others and all(map(is_plain, groups[base]))]
+    return [groups[base] for base in plain if least <= _size(groups[base]) <= num_bytes(base)]
 
 
 def _size(group: list[Node]) -> int:
@@ -99,14 +94,9 @@ def _size(group: list[Node]) -> int:
 
 def _within(share: float, groups: list[list[Node]]) -> list[Node]:
     """Return the values of the first groups that fit in a share of the bytes of all."""
-    room = int(share * sum(map(_size, groups)) + 0.01)
-    found: list[Node] = []
-    for group in groups:
-        room -= _size(group)
-        if room < 0:
-            break
-        found += group
-    return found
+    ends = list(itertools.accumulate(map(_size, groups), initial=0))
+    room = int(share * ends[-1] + 0.01)
+    return [node for group, end in zip(groups, ends[1:]) if end <= room for node in group]
 
 
 def _download(forward: Phase, values: list[Node], program: Program) -> None:

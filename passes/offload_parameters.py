@@ -85,7 +85,9 @@ def _upload(shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node 
     if not users:
         return 0, None
     first = min(users)
-    narrows = cast_on_host and len(users) == 1 and _narrows(first)
+    # The only user is a cast to a smaller dtype, and nothing else.
+    is_cast = first.target is aten._to_copy.default and set(first.kwargs) == {"dtype"} and len(users) == 1
+    narrows = cast_on_host and is_cast and fake(first).dtype.itemsize < fake(shard).dtype.itemsize
     with shard.graph.inserting_before(first):
         dtype = (fake(first).dtype,) if narrows else ()
         copy = emit(shard.graph, UPLOAD, shard, device, *dtype, like=first)
@@ -93,17 +95,10 @@ def _upload(shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node 
     if narrows:
         first.replace_all_uses_with(arrived)
         shard.graph.erase_node(first)
-        return 1, arrived
+        users = []
     for user in users:
         user.replace_input_with(shard, arrived)
     return 1, arrived
-
-
-def _narrows(node: Node) -> bool:
-    """Return whether a node is a cast to a smaller dtype, and nothing else."""
-    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
-        return False
-    return fake(node).dtype.itemsize < fake(node.all_input_nodes[0]).dtype.itemsize
 
 
 def _start_one_unit_ahead(units: dict[Node, str]) -> None:

@@ -1,9 +1,9 @@
 """Let the model's own collectives overlap compute that does not need them.
 
       %a = mm(%w, %g)                           %b = mm(%g, %v)
-      %b = mm(%g, %v)                         > %s = reducing(%b, sum, tp)
-      %r = reduced(%b, sum, tp)                 %a = mm(%w, %g)
-      %c = mul(%r, 2)                         > %r = settled(%s)
+      %b = mm(%g, %v)                         > %s = start_all_reduce(%b, sum, tp)
+      %r = all_reduce(%b, sum, tp)              %a = mm(%w, %g)
+      %c = mul(%r, 2)                         > %r = wait(%s)
                                                 %c = mul(%r, 2)
 
 Between two collectives lies a segment. Its nodes that need the first collective, but not the second, overlap the
@@ -24,7 +24,7 @@ from torch.fx import Node
 from graphshard.cost.flops import is_multiplication
 from graphshard.ir.collective_regions import CollectiveRegions, with_inputs
 from graphshard.ir.graph import arrange, emit, is_random, writes
-from graphshard.ir.operators import BEGINS, SETTLED
+from graphshard.ir.operators import MODEL_WAIT, STARTS
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
 from graphshard.torch_compat.torch_ops import OpOverload
@@ -39,7 +39,7 @@ class OverlapModelCollectives(Pass):
 
     def rewrite_phase(self, phase: Phase, program: Program) -> int:
         nodes = [node for node in phase.module.graph.nodes if node.op == "call_function"]
-        launches = [node for node in nodes if node.target in BEGINS]
+        launches = [node for node in nodes if node.target in STARTS]
         if not launches or any(map(writes, nodes)):
             return 0
         compute = CollectiveRegions.of(phase).index
@@ -106,9 +106,9 @@ def _split(launch: Node, needed: Node) -> None:
     graph = launch.graph
     assert isinstance(launch.target, OpOverload)
     with graph.inserting_before(launch):
-        begun = emit(graph, BEGINS[launch.target], *launch.args, like=launch)
+        begun = emit(graph, STARTS[launch.target], *launch.args, like=launch)
     with graph.inserting_before(needed):
-        settled = emit(graph, SETTLED, begun, like=launch)
+        settled = emit(graph, MODEL_WAIT, begun, like=launch)
     for node in (begun, settled):
         node.meta = {**launch.meta, **node.meta}
     launch.replace_all_uses_with(settled)

@@ -60,18 +60,12 @@ class Partition(Pass):
         forward, backward = _split(joint, num_outputs)
         _name_random_states(forward, backward, num_outputs)
         _drop_idle(forward, backward, num_outputs)
-        saved = tuple(_saved_slot(node, slots) for node in _results(forward)[num_outputs:])
+        saved = [slots.get(node.name) or Slot("saved", node.name) for node in _results(forward)[num_outputs:]]
+        given, read = ([n.name for n in module.graph.find_nodes(op="placeholder")] for module in (forward, backward))
+        inputs = tuple(slots[name] for name in given), tuple(slots.get(name) or Slot("saved", name) for name in read)
         program.phases = {
-            "forward": Phase(
-                forward,
-                tuple(slots[n.name] for n in forward.graph.find_nodes(op="placeholder")),
-                (*joint.outputs[:num_outputs], *saved),
-            ),
-            "backward": Phase(
-                backward,
-                tuple(_saved_slot(n, slots) for n in backward.graph.find_nodes(op="placeholder")),
-                joint.outputs[num_outputs:],
-            ),
+            "forward": Phase(forward, inputs[0], (*joint.outputs[:num_outputs], *saved)),
+            "backward": Phase(backward, inputs[1], joint.outputs[num_outputs:]),
         }
         _return_shown(program.phases["forward"], slots, program.params)
         for phase in program.phases.values():
@@ -80,7 +74,11 @@ class Partition(Pass):
             for node in phase.module.graph.nodes:
                 for mark in ("recompute", "ac_graph_id", "partitioner_tag", IN_FORWARD):
                     node.meta.pop(mark, None)
-        _mark_recomputed(forward, backward)
+        names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+        for node in backward.graph.nodes:
+            again = node.op == "call_function" and (node.name in names or node.target is run_with_rng_state)
+            if again and not (is_view(node) or is_part(node) or is_communication(node)):
+                node.meta["recomputed"] = True
         _unalias(program.phases["backward"], program.params)
         return 1
 
@@ -129,19 +127,6 @@ def _name_random_states(forward: GraphModule, backward: GraphModule, num_outputs
         for node in (draw, state):
             node.meta.pop("number", None)  # the value keeps its own
         state.name = placeholder.name = placeholder.target = f"random_state_{index}"
-
-
-def _saved_slot(node: Node, slots: dict[str, Slot]) -> Slot:
-    """Return the slot of an input of the step, which it keeps when it is saved, or of a saved value."""
-    return slots.get(node.name) or Slot("saved", node.name)
-
-
-def _mark_recomputed(forward: GraphModule, backward: GraphModule) -> None:
-    names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
-    for node in backward.graph.nodes:
-        again = node.op == "call_function" and (node.name in names or node.target is run_with_rng_state)
-        if again and not (is_view(node) or is_part(node) or is_communication(node)):
-            node.meta["recomputed"] = True
 
 
 def _results(module: GraphModule) -> list[Node]:

@@ -59,9 +59,5 @@ class RegatherInSubgroup(Pass):
             gather.node.args = (given, group.size, group.name)
             count += 1
         erase_dead(backward.module.graph)
-        slots = backward.slot_of()
-        idle = [node for node, slot in slots.items() if slot.kind in ("param", "part") and not node.users]
-        backward.inputs = tuple(slot for node, slot in slots.items() if node not in idle)
-        for node in idle:
-            backward.module.graph.erase_node(node)
+        backward.erase_inputs(lambda node, slot: slot.kind in ("param", "part") and not node.users)
         return count

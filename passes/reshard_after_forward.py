@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.graph import WAIT, aten, is_backward, is_view
-from graphshard.ir.operators import REDUCED
+from graphshard.ir.operators import ALL_REDUCE
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.transport import gather_epilogue
@@ -107,8 +107,10 @@ def _around_subclass_gathers(
         if parts.isdisjoint(sources):
             continue
         (wait,) = gather.waits
-        reduced = [node for node in sources if node.target is REDUCED]
-        before = ancestors(gather.node, within=lambda node: node.op == "call_function" and node.target is not REDUCED)
+        reduced = [node for node in sources if node.target is ALL_REDUCE]
+        before = ancestors(
+            gather.node, within=lambda node: node.op == "call_function" and node.target is not ALL_REDUCE
+        )
         yield spec, list(before), wait, _following(wait, {*parts, *before, *reduced, wait})
 
 

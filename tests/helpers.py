@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 
+from graphshard.errors import GraphBreak
 from graphshard.frontend.capture import capture
 from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import raise_break, traced_or_break
@@ -28,9 +29,16 @@ from graphshard.frontend.inputs import apart
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class
 from graphshard.ir.graph import WAIT, fake, is_collective
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, NAMING_GROUPS, SCATTERED, SETTLED, TOGETHER
+from graphshard.ir.operators import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    COALESCED_FORMS,
+    MODEL_WAIT,
+    NAMING_GROUPS,
+    REDUCE_SCATTER,
+    STARTS,
+)
 from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.units import find_units, precision_of
@@ -204,7 +212,7 @@ def run_ranks(
             results = [given[slots[node]] for given in inputs]
         elif is_collective(node):
             results = _collective(node, [a[0] for a in args], sent)
-        elif node.target in (WAIT, SETTLED):
+        elif node.target in (WAIT, MODEL_WAIT):
             results = [a[0] for a in args]
         elif node.target in NAMING_GROUPS:
             results = _of_the_model(node.target, node.args, [a[0] for a in args])
@@ -241,15 +249,15 @@ def _scattered(operation: Any, tensors: list[Any]) -> list[Any]:
 
 def _of_the_model(operator: Any, args: Any, tensors: list[Any]) -> list[Any]:
     """Compute the results per rank of the model's own collective: all-gather, reduce-scatter or even all-to-all."""
-    if operator in TOGETHER.values():
-        single = next(done for done, together in TOGETHER.items() if together is operator)
+    if operator in COALESCED_FORMS.values():
+        single = next(done for done, together in COALESCED_FORMS.items() if together is operator)
         columns = [_of_the_model(single, args, list(column)) for column in zip(*tensors)]
         return list(map(list, zip(*columns)))
-    if operator in (JOINED, BEGINS[JOINED]):
+    if operator in (ALL_GATHER, STARTS[ALL_GATHER]):
         return [torch.cat(tensors)] * len(tensors)
-    if operator in (SCATTERED, BEGINS[SCATTERED]):
+    if operator in (REDUCE_SCATTER, STARTS[REDUCE_SCATTER]):
         return _scattered(args[1], tensors)
-    assert operator in (EXCHANGED, BEGINS[EXCHANGED]), operator
+    assert operator in (ALL_TO_ALL, STARTS[ALL_TO_ALL]), operator
     return [torch.cat(pieces) for pieces in zip(*(tensor.chunk(len(tensors)) for tensor in tensors))]
 
 

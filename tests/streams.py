@@ -272,19 +272,19 @@ class Machine:
             return operators._arrived(args[0])
         if operator is DOWNLOAD:
             return operators._download(args[0])
-        if operator is SETTLED:
+        if operator is MODEL_WAIT:
             self.waited(args[0])
             return Value(args[0].buffer)
-        if operator in TOGETHER.values():
+        if operator in COALESCED_FORMS.values():
             results = [self.made(operator._opname) for _ in args[0]]
             self.started(args[-1], args[0], results)
             for result in results:
                 self.waited(result)
             return results
-        if operator in BEGINS or operator in BEGINS.values():
+        if operator in STARTS or operator in STARTS.values():
             result = self.made(operator._opname)
             self.started(args[-1], [args[0]], [result])
-            if operator in BEGINS:
+            if operator in STARTS:
                 self.waited(result)
             return result
         if operator.namespace in ("graphshard", "_c10d_functional") and operator is not OWN_CHUNK:

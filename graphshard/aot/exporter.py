@@ -41,8 +41,7 @@ from graphshard.options.resolve import request_for
 from graphshard.options.validate import ModelContents, check_containers
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.instrumentation import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, Pipeline
-from graphshard.pipeline.variants import rerun_backward
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.predict.step_prediction import Bound, bound_of, explained
 from graphshard.predict.training_config import Training
 from graphshard.runtime.gradient_accumulation import Accumulation

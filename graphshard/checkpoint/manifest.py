@@ -15,20 +15,17 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from graphshard.errors import ArgumentError, CheckpointError, visible
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file, write_text
-from graphshard.utils.json_dataclasses import read
+from graphshard.utils.json_dataclasses import read, write
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
-
-# File name -> {"bytes": size, "crc32": checksum of the contents}
-Files: TypeAlias = Mapping[str, Mapping[str, int]]
 
 _MANIFEST = "manifest.json"
 _EARLIER = "Load an earlier checkpoint"
@@ -45,6 +42,9 @@ class StoredFile:
     crc32: int
 
 
+Files: TypeAlias = Mapping[str, StoredFile]
+
+
 @dataclass(frozen=True)
 class CheckpointManifest:
     """Contents of `manifest.json`; `time` is when the checkpoint was complete, in seconds since 1970."""
@@ -54,7 +54,7 @@ class CheckpointManifest:
     files: dict[str, StoredFile]
 
 
-def measure(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+def measure(directory: Path, names: Iterable[str]) -> dict[str, StoredFile]:
     """Read files and return their sizes in bytes and their checksums."""
     files = {}
     for name in names:
@@ -62,23 +62,19 @@ def measure(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
         with (directory / name).open("rb") as file:
             while block := file.read(1 << 22):
                 size, checksum = size + len(block), zlib.crc32(block, checksum)
-        files[name] = {"bytes": size, "crc32": checksum}
+        files[name] = StoredFile(size, checksum)
     return files
 
 
 def write_manifest(directory: Path, files: Files) -> None:
     """Declare a directory complete."""
-    manifest = {"format": 1, "time": time.time(), "files": files}
-    write_text(directory / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    manifest = CheckpointManifest(1, time.time(), dict(files))
+    write_text(directory / _MANIFEST, json.dumps(write(manifest), indent=1, sort_keys=True) + "\n")
     sync(directory / _MANIFEST)
 
 
 def read_manifest(directory: Path) -> tuple[float, Files]:
-    """Return when a directory was complete, and its files: every one is there, in full length.
-
-    Raises:
-        CheckpointError: names the file that is missing or has another size.
-    """
+    """Return when a directory was complete, and its files; raise CheckpointError unless all are there, in full."""
     try:
         manifest = read(json.loads(read_file(directory / _MANIFEST, _MAX_BYTES)), CheckpointManifest)
         odd = [name for name in manifest.files if not _NAME.fullmatch(name) or name in (".", "..", _MANIFEST)]
@@ -96,7 +92,7 @@ def read_manifest(directory: Path) -> tuple[float, Files]:
         if size != expected.bytes:
             what = "is missing" if size is None else f"has {size} bytes instead of {brief(expected.bytes)}"
             raise CheckpointError(f"{path} {what}: it was truncated or removed after it was saved. {_EARLIER}.")
-    return manifest.time, {name: asdict(file) for name, file in manifest.files.items()}
+    return manifest.time, manifest.files
 
 
 def check_contents(directory: Path, files: Files) -> None:

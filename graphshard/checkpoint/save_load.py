@@ -17,6 +17,7 @@ its exchanges with the other ranks run on a separate process group.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -35,12 +36,15 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graphshard.checkpoint.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
 from graphshard.checkpoint.safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
 from graphshard.errors import ArgumentError, CheckpointError
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.ir.param_table import chunk_range
+from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
+from graphshard.torch_compat.torch_ops import OpOverload, TorchDispatchMode, pytree
 from graphshard.utils.argument_validation import answer_of, check_count, path_of
 from graphshard.utils.text import brief
 
@@ -344,3 +348,40 @@ def shown(path: Any) -> str:
 
 def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, (CheckpointError, ArgumentError)) else f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def unsharded_init() -> Iterator[None]:
+    """Let random operators on sharded parameters draw what they would draw on the full ones.
+
+        model.to_empty(device=device)
+        torch.manual_seed(0)  # the same on all ranks
+        with graphshard.unsharded_init():
+            model.init_weights()
+
+    An operator such as `normal_` then draws the whole parameter on every rank, keeps this rank's piece and frees the
+    rest: the values equal the unsharded model's, bit for bit, and memory holds one full parameter next to the
+    shards. Other operators run on the shards as usual.
+    """
+    with _DrawUnsharded():
+        yield
+
+
+class _DrawUnsharded(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Fill a full tensor, and keep this rank's piece of it: in place, or as a new tensor."""
+        fills = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith(("_", "_like"))
+        like = args[0] if fills else None
+        if not isinstance(like, DTensor) or not cuts_of(like.placements):
+            return func(*args, **(kwargs or {}))
+        local, mesh = like.to_local(), like.device_mesh
+        full = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=local.device)
+        piece = drawn = func(full, *args[1:], **(kwargs or {}))
+        for place, dim in cuts_of(like.placements):
+            piece = piece.narrow(dim, *chunk_range(piece.shape[dim], mesh.size(place), mesh.get_local_rank(place)))
+        if func._schema.name.endswith("_"):
+            local.copy_(piece)
+            return like
+        return dtensor_of(piece.clone(), mesh, like.placements, drawn.shape, drawn.stride())

@@ -87,7 +87,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from importlib.metadata import version
 
-        from graphshard.utils.version import own_version
+        from graphshard.utils.text import own_version
 
         print(f"graphshard {own_version()}, torch {version('torch')}, Python {platform.python_version()}")
         parser.exit()

@@ -50,8 +50,7 @@ from graphshard.runtime.process_groups import bind_groups
 from graphshard.torch_compat.aot_autograd import run_with_rng_state
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.utils.argument_validation import path_of
-from graphshard.utils.best_effort_writer import BestEffort
-from graphshard.utils.files import file_name, read_file, replacing, write_text
+from graphshard.utils.files import BestEffort, file_name, read_file, replacing, write_text
 from graphshard.utils.json_dataclasses import read, write
 from graphshard.utils.text import brief
 

@@ -32,8 +32,7 @@ from graphshard.ir.program import Program, Stage
 from graphshard.passes import InsertCollectives
 from graphshard.schedule.timeline import WHY, Estimate, MemoryTimeline, Step, estimate, memory_of
 from graphshard.utils.files import file_name
-from graphshard.utils.text import format_bytes, format_count, format_seconds
-from graphshard.utils.version import own_version
+from graphshard.utils.text import format_bytes, format_count, format_seconds, own_version
 
 # Colors by kind of step, for the kinds that share one.
 COLORS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}

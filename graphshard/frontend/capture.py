@@ -1,11 +1,16 @@
-"""Capture one call of a module: Dynamo's graph of it, differentiated, as a `Program` for the passes."""
+"""Capture one call of a module: Dynamo's graph of it, differentiated, as a `Program` for the passes.
+
+The module is traced as the user wrote it, with full fake parameters in the places of its shards.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import sympy
@@ -14,27 +19,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from graphshard.errors import CaptureError, UntraceableError
 from graphshard.exported.program_module import ProgramModule
-from graphshard.frontend.dynamic_shapes import constraints_of, dynamic_dims
-from graphshard.frontend.dynamo_capture import TRACING, DynamoTrace, GraphInput, TracedFunction, trace_call
+from graphshard.frontend.dynamo_capture import TRACING, GraphInput, TracedFunction, trace_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.graph_breaks import explain_failure
-from graphshard.frontend.inputs import stand_in_inputs
-from graphshard.frontend.joint_graph import FlatGraph, joint_graph, name_calls
-from graphshard.frontend.module_tensors import (
-    ModuleTensor,
-    as_written,
-    check_registered,
-    fake_state,
-    holding,
-    module_tensors,
-)
-from graphshard.frontend.phase import (
+from graphshard.frontend.inputs import constraints_of, dynamic_dims, stand_in_inputs
+from graphshard.frontend.joint_graph import (
+    FlatGraph,
     erase_boundaries,
     erase_leaves,
+    joint_graph,
     lift_constants,
     lift_subgraphs,
     mark_regions,
+    name_calls,
     phase_of,
     read_numbers_again,
 )
@@ -42,19 +41,117 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.gpus import is_pretended
-from graphshard.ir.graph_break import UntraceableError
-from graphshard.ir.kernel_shapes import MISSING, WITHOUT_GPU, new_tracing_mode
-from graphshard.ir.param_table import named_parameters
+from graphshard.ir.kernel_shapes import missing_kernels, new_tracing_mode
+from graphshard.ir.param_table import REPLACED, ParamTable, named_parameters
 from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.recompute import write_again
 from graphshard.ir.repeats import BlocksDifferError, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
+from graphshard.ir.submodule_entry_points import is_compiled, without_entries
+from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
 from graphshard.subclasses.results import Layout
 from graphshard.subclasses.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, fake_tensor
 from graphshard.torch_compat.symbolic_sizes import hint
+from graphshard.torch_compat.torch_ops import pytree
+from graphshard.utils.text import users_class
+
+
+@dataclass
+class ModuleTensor:
+    """A parameter or buffer of a module, and the attributes that hold it.
+
+    Attributes:
+        slot: its name in programs.
+        tensor: what the module holds.
+        places: (module, "_parameters" or "_buffers", name) of each attribute.
+    """
+
+    slot: Slot
+    tensor: torch.Tensor
+    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+
+
+def module_tensors(module: nn.Module, params: ParamTable) -> list[ModuleTensor]:
+    """Return the parameters of a module in the order of the table, then its buffers, each once."""
+    rows = {row.name: ModuleTensor(Slot("param", row.name), torch.empty(0)) for row in params}
+    found: dict[int, ModuleTensor] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, owner in module.named_modules():
+            for name, tensor in getattr(owner, kind).items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None:
+                    new = (
+                        rows[params[full].name] if kind == "_parameters" else ModuleTensor(Slot("buffer", full), tensor)
+                    )
+                    entry = found.setdefault(id(tensor), new)
+                    entry.tensor = tensor
+                    entry.places.append((owner, kind, name))
+    return [*rows.values(), *(entry for entry in found.values() if entry.slot.kind != "param")]
+
+
+@contextlib.contextmanager
+def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
+    """Let a module be as the user wrote it while the block is open; yield the method that is traced.
+
+    Hooks of the root are left out, because they run around the compiled forward. So does a forward that replaces the
+    compiled model's and calls it.
+    """
+    is_model = is_compiled(module)
+    with contextlib.ExitStack() as stack:
+        for owner in module.modules():
+            stack.callback(_restore, owner, dict(owner.__dict__))
+            _restore(owner, without_entries(owner))
+            for attribute in ("_parameters", "_buffers"):
+                owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
+        for attribute in (*HOOKS, *MARKS_OF_HOOKS):
+            module.__dict__[attribute] = type(getattr(module, attribute))()
+        found = module.__dict__.get(method)
+        if found is None or is_model:  # a compiled model's own forward runs programs
+            found = types.MethodType(getattr(users_class(module), method), module)
+        if is_model and method != "forward":  # which this one may call
+            module.__dict__["forward"] = types.MethodType(users_class(module).forward, module)
+        yield found
+
+
+def check_registered(values: Iterable[Any], function: str) -> None:
+    """Check that forward reads parameters from modules: what lists and closures still hold is no longer trained.
+
+    Args:
+        values: inputs of the graph that are no parameters or buffers.
+        function: that was traced, for the message.
+    """
+    for value in values:
+        name = getattr(value, REPLACED, None) if isinstance(value, nn.Parameter) else None
+        if name is not None:
+            raise CaptureError(
+                f"graphshard cannot capture {function}: it reads the parameter {name} from a list, dict or closure, "
+                "which holds the full one that graphshard.compile has replaced by its shard. Read it from its module "
+                "in forward."
+            )
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
+
+
+def fake_state(
+    slot: Slot, originals: dict[str, torch.Tensor], params: ParamTable, device: torch.device, fake_mode: FakeTensorMode
+) -> torch.Tensor:
+    """Return a full parameter in the compute dtype, or a buffer."""
+    with fake_mode:
+        if slot.kind == "param":
+            row = params[slot.name]
+            full = torch.empty_strided(row.shape, row.stride_of(row.shape), dtype=row.compute_dtype, device=device)
+            full.requires_grad_(row.trainable)
+            if row.trainable and row.grad_dtype != row.compute_dtype:
+                full.grad_dtype = row.grad_dtype
+            return full
+        tensor = originals[slot.name]
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def capture(
@@ -72,14 +169,12 @@ def capture(
 
     Args:
         class_of: the class that the root, or a module of a unit, has in a compiled model.
-        repeats: equal blocks, of which a few are traced.
-
-    Raises:
-        BlocksDifferError: the blocks are not called alike.
+        repeats: equal blocks, of which a few are traced; BlocksDifferError if they are not called alike.
     """
     if repeats is not None:
         spec = _of_traced_blocks(module, spec, repeats)
-    args, kwargs = stand_in_inputs(args, kwargs, spec.device)
+    if is_pretended() or any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves((args, kwargs))):
+        args, kwargs = stand_in_inputs(args, kwargs, spec.device)
     if isinstance(module, ProgramModule) and (wrong := module.wrong_inputs(args, kwargs)) is not None:
         raise wrong
     with contextlib.ExitStack() as stack:
@@ -95,9 +190,11 @@ def capture(
         found = _found_parameters(held, originals, spec)
         boundaries = unit_boundaries(module, spec.units, spec.params, spec.precision, class_of, blocks)
         root = stack.enter_context(boundaries)
-        stack.enter_context(holding(found, held))
+        for entry in held:  # `as_written` puts the old ones back
+            for owner, kind, name in entry.places if entry.slot.name in found else ():
+                owner.__dict__[kind][name] = found[entry.slot.name]
         constraints = stack.enter_context(constraints_of(forward, args, kwargs, dims))
-        stack.enter_context(fake_kernels(MISSING | WITHOUT_GPU if is_pretended() else MISSING))
+        stack.enter_context(fake_kernels(missing_kernels()))
         trace = trace_call(traced, module, args, kwargs, forward, root, constraints)
         trace.returned = trace.structure(module, args, kwargs)
         if constraints:
@@ -107,7 +204,8 @@ def capture(
         check_changes(trace.changed, module, blocks)
     trace.repeats, trace.method = repeats, spec.method
     slots = {id(found.get(entry.slot.name, entry.tensor)): entry.slot for entry in held}
-    inputs = [(index, each) for index, each in enumerate(trace.inputs) if _is_tensor(each, slots)]
+    tensors = [(index, each) for index, each in enumerate(trace.inputs) if isinstance(each.fake, torch.Tensor)]
+    inputs = [(index, each) for index, each in tensors if id(each.value) not in slots]
     check_registered((each.value for _, each in inputs), f"{spec.forward_class.__name__}.{spec.method}")
     mode = new_tracing_mode(trace.sizes)
     extensions = Extensions(spec.extended, mode)
@@ -120,13 +218,13 @@ def capture(
     fakes = [_fake_input(each, mode, spec.device) for _, each in inputs]
     given += [(Slot("input", str(number)), fake) for number, fake in enumerate(fakes)]
     sizes = list(find_sizes(dict(enumerate(fakes))))
-    floats = {number: each for number, (_, each) in enumerate(inputs) if _is_dynamic_float(each)}
-    for number, each in floats.items():
-        symbol = each.fake.item_memo.node.expr
-        if not symbol.is_number:
+    for number, (_, each) in enumerate(inputs):
+        if _is_dynamic_float(each) and not each.fake.item_memo.node.expr.is_number:
             sizes.append(Size(f"s{len(sizes)}", (number, -1), each.fake.item_memo))
     scalars: list[int] = []
-    unused = _unused_numbers(trace)
+    nodes = trace.graph.graph.find_nodes(op="placeholder")
+    # Symbols that the graph does not use, such as where in its memory a dynamic tensor begins.
+    unused = {e.fake.node.expr for e, node in zip(trace.inputs, nodes) if _is_symbol(e.fake) and not node.users}
     for index, each in enumerate(trace.inputs):
         if _is_symbol(each.fake) and each.fake.node.expr not in {*unused, *(size.symbol for size in sizes)}:
             sizes.append(Size(f"s{len(sizes)}", (len(fakes) + len(scalars), -1), each.fake))
@@ -146,12 +244,12 @@ def capture(
         if isinstance(given, DTensor)
     }
     # Meshes are found here: the trace would take the tensor of ranks that a mesh is made of for fake.
-    unsharded = functools.partial(_unsharded, extensions, spec, spec.communicating, layouts)
+    unsharded = functools.partial(_unsharded, extensions, spec.params, spec.communicating, layouts)
     data = frozenset(name for row in spec.params if row.split is not None for name in row.split.around)
     flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         try:
-            joint = joint_graph(flat, [fake for _, fake in given], mode, stands_in=is_pretended())
+            joint = joint_graph(flat, [fake for _, fake in given], mode)
         except UntraceableError as error:
             raise explain_failure(error, spec.forward_class) from error
     lift_subgraphs(joint)
@@ -218,21 +316,9 @@ def _of_traced_blocks(module: nn.Module, spec: CaptureSpec, repeats: Repeats) ->
     return replace(spec, params=params, units=tuple(unit for unit in spec.units if not repeats.has_left_out(unit)))
 
 
-def _is_tensor(each: GraphInput, slots: Mapping[int, Slot]) -> bool:
-    """Return whether a graph input is a tensor that is no parameter or buffer of the module."""
-    return isinstance(each.fake, torch.Tensor) and id(each.value) not in slots
-
-
 def _is_symbol(value: Any) -> bool:
     """Return whether a number is another one in other calls."""
     return isinstance(value, torch.SymInt) and not value.node.expr.is_number
-
-
-def _unused_numbers(trace: DynamoTrace) -> set[Any]:
-    """Return the symbols of inputs that the graph does not use, such as where in its memory a dynamic tensor begins."""
-    nodes = trace.graph.graph.find_nodes(op="placeholder")
-    pairs = [(each, node) for each, node in zip(trace.inputs, nodes) if _is_symbol(each.fake)]
-    return {each.fake.node.expr for each, node in pairs if not node.users}
 
 
 def _is_dynamic_float(each: GraphInput) -> bool:
@@ -264,18 +350,13 @@ def _order(
 
 def _unsharded(
     extensions: Extensions,
-    spec: CaptureSpec,
+    params: ParamTable,
     meshes: Mapping[tuple[str, ...], DeviceMesh],
     layouts: Mapping[Slot, Layout],
     given: Mapping[Slot, torch.Tensor],
 ) -> dict[Slot, torch.Tensor]:
-    """Return what the module finds for the tensors that a program is given.
-
-    Args:
-        meshes: that parameters are DTensors on, by the names of their axes.
-        layouts: of inputs that are DTensors; a program takes their local tensors.
-    """
-    found = distributed(extensions.used(given), spec.params, meshes)
+    """Return what the module finds for the tensors that a program is given; `layouts` are for inputs as DTensors."""
+    found = distributed(extensions.used(given), params, meshes)
     return {**found, **{slot: layout.around(found[slot]) for slot, layout in layouts.items()}}
 
 
@@ -294,7 +375,7 @@ def _found_parameters(
         if entry.slot.kind == "param"
     }
     with torch.no_grad():
-        used = _unsharded(extensions, spec, spec.communicating, {}, {**given, **extensions.tensors})
+        used = _unsharded(extensions, spec.params, spec.communicating, {}, {**given, **extensions.tensors})
     found: dict[str, torch.Tensor] = {}
     for slot in given:
         found[slot.name] = nn.Parameter(used[slot].detach(), given[slot].requires_grad)

@@ -29,16 +29,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 
+from graphshard.errors import GraphBreak
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
-from graphshard.ir.graph import place_of
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.repeats import Repeats
 from graphshard.repeats.block_guards import guards_of_blocks
 from graphshard.torch_compat.dynamo import (
@@ -48,7 +47,6 @@ from graphshard.torch_compat.dynamo import (
     Guard,
     GuardsSet,
     OrderedSet,
-    RandomValueSource,
     SideEffects,
     Source,
     SubgraphTracer,
@@ -94,21 +92,17 @@ def _call_replaced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 @dataclass
 class TracedFunction:
-    """The function that Dynamo traces for one module or entry, and what it has learned of changing numbers and sizes.
+    """The function that Dynamo traces for one module or entry, and what it has seen of changing numbers and sizes.
 
-    Automatic dynamic shapes remember values by code object. Each module has a separate state, so the sizes that
-    one model has seen do not make the sizes of another dynamic.
+    Automatic dynamic shapes remember values by code object. The sizes that one model has seen do not make the sizes of
+    another dynamic.
     """
 
     name: str
     seen: Any = field(default_factory=lambda: defaultdict(pgo.CodeState))
 
     def function(self, forward: Callable[..., Any], module: nn.Module, boundary: UnitBoundary) -> types.FunctionType:
-        """Return the function (module, args, kwargs) that calls a forward, a method of the module or another function.
-
-        Args:
-            boundary: of the root.
-        """
+        """Return the function (module, args, kwargs) that calls a forward, perhaps not a method of it."""
         is_method = getattr(forward, "__self__", None) is module
         names = {
             "__name__": __name__,
@@ -205,11 +199,7 @@ class DynamoTrace:
         return types.FunctionType(output.bytecode, names, closure=output.closure)
 
     def check_constraints(self) -> None:
-        """Check that forward works for all sizes that were declared dynamic.
-
-        Raises:
-            ConstraintViolationError: it takes one of them for a number, or for a smaller range.
-        """
+        """Raise ConstraintViolationError if forward takes a dynamic size for a number, or for a smaller range."""
         self._guard_manager()
 
     def build_guards(self, keep: Callable[[str, str, Any], bool]) -> tuple[Any, ExtraGuards]:
@@ -291,6 +281,7 @@ def _metrics() -> Iterator[None]:
         yield
 
 
+_LEVELS = {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}
 # Traces of one call, each with the answers to questions about values that the one before has found.
 _MOST_TRACES = 6
 # Hooks are looked at, and a module whose dicts have not changed since the last call is not walked again.
@@ -322,29 +313,13 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
 
 
-def _logging_functions() -> set[Any]:
-    """Return the methods of loggers that write; libraries add some, such as `warning_once`."""
-    levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log"}
-    return {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.removesuffix("_once") in levels}
-
-
-_call_debugging = DebuggingVariable.call_function
-
-
-def _print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Let the frame that is traced print, or warn, after the graph: Dynamo forgets what the frames inside it do."""
-    if kwargs.keys() - {"stacklevel"}:  # where a warning comes from is lost
-        raise GraphBreak("forward", f"{self.value.__name__} has keyword arguments.", "Leave them out.")
-    return _call_debugging(self, tx.output.root_tx, args, {})
+_call_debugging, _make_proxy = DebuggingVariable.call_function, SubgraphTracer.create_proxy
 
 
 def _create_proxy(self: SubgraphTracer, *args: Any, **kwargs: Any) -> Any:
     """Ask at each node whether another rank has failed: a trace may take minutes."""
     check_cancelled()
     return _make_proxy(self, *args, **kwargs)
-
-
-_make_proxy = SubgraphTracer.create_proxy
 
 
 def trace_call(
@@ -360,12 +335,11 @@ def trace_call(
 
     Args:
         forward: what the call runs, a method of the module or a function that replaces one.
-        boundary: of the root.
         constraints: on sizes, as torch.export makes them of dynamic shapes.
 
     Raises:
         torch._dynamo.exc.Unsupported: something cannot be traced; the message names the line.
-        GraphBreak: Python draws a random number.
+        GraphBreak, CaptureError: no guard can say whether the trace serves the next call.
     """
     scope = dict(zip(_SCOPE, (module, args, dict(kwargs))))
     answers: list[bool] | None = []
@@ -373,7 +347,8 @@ def trace_call(
         trace, given = _trace(traced.function(forward, module, boundary), scope, traced.seen, constraints, answers)
         sources, values = [each.source for each in trace.inputs], [each.value for each in trace.inputs]
         branches = branches_of(trace.graph, sources, values, given)
-        if branches is None or any(map(_has_no_values, values)):
+        # With `explain`, inputs that are not parameters are fake, and have no values.
+        if branches is None or any(isinstance(x, FakeTensor) and not isinstance(x, nn.Parameter) for x in values):
             return trace
         if branches is not False:
             found = branches.answers_for(scope, trace.names)
@@ -383,11 +358,6 @@ def trace_call(
         if branches is False or left == 1:
             answers = None  # Dynamo breaks at the first branch
     raise AssertionError("a trace without answers has branches on values")
-
-
-def _has_no_values(value: Any) -> bool:
-    """Return whether an input that is not a parameter is fake, as with `explain`."""
-    return isinstance(value, FakeTensor) and not isinstance(value, nn.Parameter)
 
 
 def _trace(
@@ -401,10 +371,15 @@ def _trace(
     printed: list[bool] = []
 
     def print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> Any:
+        """Let the frame that is traced print, or warn, after the graph: Dynamo forgets what the frames inside it do."""
         printed.append(True)
-        return _print_later(self, tx, args, kwargs)
+        if kwargs.keys() - {"stacklevel"}:  # where a warning comes from is lost
+            raise GraphBreak("forward", f"{self.value.__name__} has keyword arguments.", "Leave them out.")
+        return _call_debugging(self, tx.output.root_tx, args, {})
 
-    known |= {"ignore_logging_functions": _logging_functions(), "reorderable_logging_functions": {print, warnings.warn}}
+    # Libraries add methods that write to loggers, such as `warning_once`.
+    loggers = {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.removesuffix("_once") in _LEVELS}
+    known |= {"ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}}
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(pgo, "_CODE_STATE", seen))
         stack.enter_context(_metrics())  # around the settings: torch 2.11 cannot log a set of functions
@@ -417,23 +392,19 @@ def _trace(
         stack.enter_context(replaced(SubgraphTracer, "create_proxy", _create_proxy))
         stack.callback(random.setstate, random.getstate())  # a trace draws, too
         captured = fullgraph_capture(function, tuple(scope.values()), constraints=constraints)
-    code, output = function.__code__, captured.graph_capture_output
-    if captured.backend_input is None:
-        empty = GraphModule(nn.Module(), torch.fx.Graph())
-        return DynamoTrace(empty, (), None, captured, code, changed=tuple(changed), prints=bool(printed)), given
-    graph, sizes = captured.backend_input.graph_module, captured.backend_input.fake_mode.shape_env
-    sources = output.output_graph.export_metadata.graph_input_idx_to_local_source
+    code, output, backend = function.__code__, captured.graph_capture_output, captured.backend_input
+    facts: dict[str, Any] = {"changed": tuple(changed), "prints": bool(printed)}
+    if backend is None:
+        return DynamoTrace(GraphModule(nn.Module(), torch.fx.Graph()), (), None, captured, code, **facts), given
+    graph, found = backend.graph_module, output.output_graph.export_metadata.graph_input_idx_to_local_source
+    sources: dict[int, Any] = {i: s.base if isinstance(s, FloatTensorSource) else s for i, s in found.items()}
     values = {"L": scope, "G": output.f_globals, "___from_numpy": torch.as_tensor}
     reject_unguarded(output.output_graph.guards, output.traced_code, graph.graph, sources.values(), values, name)
-    inputs = []
-    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        source: Any = sources[index]
-        read = source.base if isinstance(source, FloatTensorSource) else source
-        if isinstance(read, RandomValueSource):
-            raise _break_at(node, name)
-        inputs.append(GraphInput(read.name, eval(read.name, values), node.meta["example_value"]))
-    made = DynamoTrace(graph, tuple(inputs), sizes, captured, code, changed=tuple(changed), prints=bool(printed))
-    return made, given
+    inputs = tuple(
+        GraphInput(sources[index].name, eval(sources[index].name, values), node.meta["example_value"])
+        for index, node in enumerate(graph.graph.find_nodes(op="placeholder"))
+    )
+    return DynamoTrace(graph, inputs, backend.fake_mode.shape_env, captured, code, **facts), given
 
 
 @contextlib.contextmanager
@@ -455,10 +426,3 @@ def _changes() -> Iterator[list[nn.Module | str]]:
         for name in ("mutation", "store_attr"):
             stack.enter_context(replaced(SideEffects, name, watched(getattr(SideEffects, name))))
         yield changed
-
-
-def _break_at(node: Node, name: str) -> GraphBreak:
-    """Return the graph break for a random number that Python draws, an input of the graph from torch 2.14 on."""
-    where, _, source = next((place_of(user) for user in node.users), "").removeprefix(" at ").partition(": ")
-    remedy = "Draw with torch (torch.rand), or draw outside of forward and pass the number."
-    return GraphBreak(name, "Python draws a random number here.", remedy, where=where, source=source)

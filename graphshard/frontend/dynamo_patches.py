@@ -18,13 +18,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import module as modules
 
-from graphshard.ir.graph_break import GraphBreak
+from graphshard.errors import GraphBreak
 from graphshard.torch_compat.aot_autograd import TracingContext
 from graphshard.torch_compat.dynamo import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable, TensorVariable
 from graphshard.torch_compat.torch_ops import replaced
@@ -37,16 +36,15 @@ _HOOKS: tuple[dict[int, Any], ...] = (
     modules._global_backward_pre_hooks,
     modules._global_backward_hooks,
 )
-_NONE: AbstractContextManager[None] = contextlib.nullcontext()
 
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _COMPUTED = ("sub", "mul", "float_truediv", "int_truediv", "mod", "floordiv", "int_floordiv")
 _ORDERED = ("sym_min", "sym_max")
 
 
-def without_torchs_hooks() -> AbstractContextManager[None]:
+def without_torchs_hooks() -> contextlib.AbstractContextManager[None]:
     """Set torch's own hooks of all modules aside in the block, which traces or looks at guards."""
-    return _set_aside() if any(_HOOKS) else _NONE
+    return _set_aside() if any(_HOOKS) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -71,29 +69,25 @@ def _is_users_hook(hook: Any) -> bool:
 
 # --- tensors that are given twice -----------------------------------------------------------------------------------
 
-_call_checkpoint = CheckpointHigherOrderVariable.call_function
-_call_function = AutogradFunctionApplyVariable.call_function
-
 
 @contextlib.contextmanager
 def with_inputs_apart() -> Iterator[None]:
     """Give regions and custom functions a view where the same tensor was given already, while the block is open."""
-    with (
-        replaced(CheckpointHigherOrderVariable, "call_function", _checkpoint_apart),
-        replaced(AutogradFunctionApplyVariable, "call_function", _function_apart),
-    ):
+
+    def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_apart(self: Any, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            reentrant = kwargs.get("use_reentrant")
+            is_reentrant = reentrant is not None and reentrant.is_python_constant() and reentrant.as_python_constant()
+            if is_reentrant or isinstance(self, AutogradFunctionApplyVariable):
+                args = _apart(tx, args)
+            return call(self, tx, args, kwargs)
+
+        return call_apart
+
+    with contextlib.ExitStack() as stack:
+        for kind in (CheckpointHigherOrderVariable, AutogradFunctionApplyVariable):
+            stack.enter_context(replaced(kind, "call_function", apart(kind.call_function)))
         yield
-
-
-def _checkpoint_apart(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    reentrant = kwargs.get("use_reentrant")
-    if reentrant is not None and reentrant.is_python_constant() and reentrant.as_python_constant():
-        args = _apart(tx, args)
-    return _call_checkpoint(self, tx, args, kwargs)
-
-
-def _function_apart(self: AutogradFunctionApplyVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _call_function(self, tx, _apart(tx, args), kwargs)
 
 
 def _apart(tx: Any, args: Any) -> list[Any]:
@@ -112,17 +106,15 @@ def _apart(tx: Any, args: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def finite_numbers(function: str) -> Iterator[None]:
-    """Raise GraphBreak in the block where a result holds of finite numbers only, and a number is not known.
-
-    Args:
-        function: that is traced, for the message.
-    """
+    """Raise GraphBreak in the block where a result holds of finite numbers only, and a number is not known."""
 
     def watched(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def computes(left: Any, right: Any) -> Any:
             result = compute(left, right)
-            symbols = [each for each in (left, right) if _has_floats(each)]
-            if not symbols or _is_dynamos_own():
+            # What is made of sizes is finite, such as DTensor's costs.
+            symbols = [each for each in (left, right) if any(not s.is_integer for s in each.expr.free_symbols)]
+            caller = str(sys._getframe(2).f_globals.get("__name__"))
+            if not symbols or caller.startswith("torch._dynamo.variables"):  # whether a symbol is one that it knows
                 return result
             known = [each for each in symbols if each.hint is not None]
             if name in _ORDERED:
@@ -146,24 +138,8 @@ def finite_numbers(function: str) -> Iterator[None]:
         yield
 
 
-def _has_floats(number: SymNode) -> bool:
-    """Return whether floats are unknown: what is made of sizes is finite, such as DTensor's costs."""
-    return any(not symbol.is_integer for symbol in number.expr.free_symbols)
-
-
-def _is_dynamos_own() -> bool:
-    """Return whether Dynamo asks for itself, such as whether a symbol is the one that it knows."""
-    return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch._dynamo.variables")
-
-
 def _break_at_number(function: str) -> GraphBreak:
-    stack = TracingContext.extract_stack() if TracingContext.try_get() else ()
-    where, source = source_line(stack)
+    where, source = source_line(TracingContext.extract_stack() if TracingContext.try_get() else ())
     reason = "A symbol stands for the float here, and for finite ones only; a value may be nan or infinity."
-    return GraphBreak(
-        function,
-        reason,
-        "Compute with tensors (torch.isnan, torch.clamp), or ask with math.isnan outside of forward.",
-        where=where,
-        source=source,
-    )
+    remedy = "Compute with tensors (torch.isnan, torch.clamp), or ask with math.isnan outside of forward."
+    return GraphBreak(function, reason, remedy, where=where, source=source)

@@ -66,10 +66,9 @@ def eager_kernels() -> Iterator[None]:
                 others.append((op, key, op.py_kernels[key]))
                 op.py_kernels[key] = functools.partial(_chosen, op, key, op.py_kernels[key])
                 op._dispatch_cache.clear()
+    layers = functools.partial(_layers, torch_decompositions._rnn_helper)
     try:
-        with replaced(
-            torch_decompositions, "_rnn_helper", functools.partial(_layers, torch_decompositions._rnn_helper)
-        ):
+        with replaced(torch_decompositions, "_rnn_helper", layers):
             yield
     finally:
         for op, key, kernel in others:
@@ -97,15 +96,12 @@ def _layers(
     for number in range(num_layers):
         own = slice(directions * number, directions * (number + 1))
         x, ends = run(x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer)
-        final += pytree.tree_map(_shaped, ends, [*hidden[own]])
+        # Torch 2.11 leaves an LSTM's final state a dimension too many.
+        begins = [*hidden[own]]
+        final += pytree.tree_map(lambda e, b: e if e.dim() == b.dim() else e.reshape(b.shape), ends, begins)
         if train and dropout and number < num_layers - 1:
             x = torch.dropout(x, dropout, train=True)
     return (x.transpose(0, 1) if batch_first else x), final
-
-
-def _shaped(end: Tensor, begin: Tensor) -> Tensor:
-    """Return a final state in the shape of the initial one; torch 2.11 leaves an LSTM's a dimension too many."""
-    return end if end.dim() == begin.dim() else end.reshape(begin.shape)
 
 
 def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,26 +123,20 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
         return NotImplemented
     if p == 1:  # nothing is drawn
         return x * _zero_like(x), torch.zeros_like(x, dtype=torch.bool)
-    keep = _drawn_in_memory_order(torch.empty_like(x), 1 - p)
+    like = torch.empty_like(x)
+    # `bernoulli_` may draw in memory order; the operator that returns a new tensor draws in the order of the dims.
+    order = memory_order(like) if _draws_in_memory_order() else ()
+    drawn = aten.bernoulli.p(like.permute(order) if order else like, 1 - p)
+    keep = drawn.permute(inverse_of(order)) if order else drawn
     return x * (keep / (1 - p)), keep.to(torch.bool)
-
-
-def _drawn_in_memory_order(like: torch.Tensor, p: float) -> torch.Tensor:
-    """What `like.bernoulli_(p)` draws; the operator that returns a new tensor draws in the order of the dims."""
-    order = memory_order(like)
-    if not order or not _draws_in_memory_order():
-        return aten.bernoulli.p(like, p)
-    return aten.bernoulli.p(like.permute(order), p).permute(inverse_of(order))
 
 
 @functools.cache
 def _draws_in_memory_order() -> bool:
-    """Whether `bernoulli_` does: torch's own kernel, but not MKL's, which is taken on Intel's processors."""
-    drawn = [
-        torch.empty(4, 8, device="cpu").t().bernoulli_(generator=torch.Generator("cpu").manual_seed(0)).t(),
-        torch.empty(4, 8, device="cpu").bernoulli_(generator=torch.Generator("cpu").manual_seed(0)),
-    ]
-    return torch.equal(*drawn)
+    """Return whether `bernoulli_` does: torch's own kernel, but not MKL's, which is taken on Intel's processors."""
+    plain = torch.empty(4, 8, device="cpu").bernoulli_(generator=torch.Generator("cpu").manual_seed(0))
+    transposed = torch.empty(4, 8, device="cpu").t().bernoulli_(generator=torch.Generator("cpu").manual_seed(0))
+    return torch.equal(plain, transposed.t())
 
 
 def _native_dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
@@ -162,7 +152,7 @@ def _zero_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def capture_decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    """The table to differentiate a forward with."""
+    """Return the table to differentiate a forward with."""
     _draws_in_memory_order()  # found out before anything is traced
     return {
         aten.native_dropout.default: _native_dropout,
@@ -232,25 +222,17 @@ class _LaidBranches(Interpreter):
         """Run one function."""
         if target is torch.ops.higher_order.cond and torch.is_grad_enabled():
             predicate, *branches, operands = args
-            args = (predicate, *map(_laid_branch, branches), operands)
+            laid = (functools.partial(_run_laid, branch) for branch in branches)
+            args = (predicate, *laid, operands)
         return super().call_function(target, args, kwargs)
 
 
-def _laid_branch(branch: Any) -> Callable[..., Any]:
-    def run(*operands: Any) -> Any:
-        graph = _LaidBranches(branch)
-        return graph.run(*(_Laid.apply(each) if _needs_gradient(each) else each for each in operands))
-
-    return run
+def _run_laid(branch: Any, *operands: Any) -> Any:
+    return _LaidBranches(branch).run(*map(_laid, operands))
 
 
 class WatchedGraph(_LaidBranches):
-    """Runs a torch-level graph of Dynamo; what forward asserts with `torch._check` is checked after each call.
-
-    Args:
-        watch: is open while the graph runs.
-        params: of the module, as the graph is given them.
-    """
+    """Runs a torch-level graph of Dynamo; what forward asserts with `torch._check` is checked after each call."""
 
     def __init__(self, graph: GraphModule, watch: OperatorWatch, params: Iterable[torch.Tensor]) -> None:
         super().__init__(graph)
@@ -268,7 +250,7 @@ class WatchedGraph(_LaidBranches):
             if not any(_needs_gradient(each) and id(each) not in self._params for each in args):
                 with torch.no_grad():  # gradients go through its inputs, or nowhere
                     return super().call_function(target, args, kwargs)
-            args = tuple(_Laid.apply(each) if _needs_gradient(each) else each for each in args)
+            args = tuple(map(_laid, args))
         return super().call_function(target, args, kwargs)
 
     def _check(self, condition: Node) -> None:
@@ -305,6 +287,10 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, DTensor)
 
 
+def _laid(value: Any) -> Any:
+    return _Laid.apply(value) if _needs_gradient(value) else value
+
+
 def _error(what: str) -> CaptureError:
     """Return the error for the operator that runs now."""
     place = place_in(get_current_meta().get("stack_trace")).removeprefix(" at ")
@@ -312,6 +298,6 @@ def _error(what: str) -> CaptureError:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not."""
+    """Return whether an operator draws random numbers; attention without dropout does not."""
     is_random = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
     return is_random and arguments_of(func, args, kwargs).get("dropout_p") != 0

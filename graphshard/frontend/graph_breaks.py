@@ -21,8 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from graphshard.errors import CaptureError, GraphshardError
-from graphshard.ir.graph_break import GraphBreak, UntraceableError
+from graphshard.errors import CaptureError, GraphBreak, GraphshardError, UntraceableError
 from graphshard.torch_compat.dynamo import ObservedException, TorchDynamoException, TorchRuntimeError
 from graphshard.torch_compat.fake_tensors import (
     DataDependentOutputException,
@@ -30,7 +29,7 @@ from graphshard.torch_compat.fake_tensors import (
     UnsupportedOperatorException,
     quiet_tracing,
 )
-from graphshard.utils.source_lines import is_users, source_line, source_of, user_frame
+from graphshard.utils.source_lines import codes_of, is_users, source_line, source_of, user_frame
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,17 +83,6 @@ _REMEDIES = (
     (r"\bopen\b|\bfile\b|socket|time\.", "Do this outside of forward and pass its result."),
 )
 _ANY_REMEDY = "Move this out of forward, or write it with functions of torch."
-
-_ADVICE = {
-    "cast again": (
-        "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot yet. Use it once "
-        "in the block, cast it yourself, or use param_dtype of mp_policy in the place of autocast."
-    ),
-    "sharded gradient": (
-        "A gradient of a parameter on the whole mesh lies in pieces along data axes, over which it is to be reduced. "
-        "Use the parameter with activations that are cut there by their batch, or whole."
-    ),
-}
 
 
 def traced_or_break(function: str, trace: Callable[[], T]) -> T:
@@ -150,12 +138,9 @@ def differentiates(function: Callable[..., Any]) -> bool:
         if code is None or code in seen or not is_users(code.co_filename):
             continue
         seen.add(code)
-        codes = [code]
-        while codes:
-            inner = codes.pop()
-            if any(_names_graph(constant) for constant in inner.co_consts):
+        for inner in codes_of(code):
+            if any("create_graph" in (each if isinstance(each, tuple) else (each,)) for each in inner.co_consts):
                 return True
-            codes += [constant for constant in inner.co_consts if isinstance(constant, types.CodeType)]
             for name in inner.co_names:
                 other = getattr(found, "__globals__", {}).get(name, inspect.getattr_static(owner, name, None))
                 if isinstance(other, types.FunctionType):
@@ -163,20 +148,16 @@ def differentiates(function: Callable[..., Any]) -> bool:
     return False
 
 
-def _names_graph(constant: object) -> bool:
-    return constant == "create_graph" or (isinstance(constant, tuple) and "create_graph" in constant)
-
-
 def _exception_of(text: str) -> Exception | None:
     """Return the exception that its text describes, such as "ValueError('3 dims')"; None if it is not a builtin."""
-    name, _, rest = text.partition("(")
+    name, _, rest = text.removesuffix(")").partition("(")
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
     try:
-        args = ast.literal_eval(f"({rest[:-1]},)") if rest[:-1] else ()
+        args = ast.literal_eval(f"({rest},)") if rest else ()
     except (SyntaxError, ValueError):
-        args = (rest[:-1],)
+        args = (rest,)
     return kind(*args)
 
 
@@ -195,11 +176,9 @@ def _graph_break(function: str, error: Exception) -> GraphBreak:
 
 def _checks_error(error: BaseException | None) -> GraphshardError | None:
     """Return an error of this package that torch has wrapped."""
-    while error is not None:
-        if isinstance(error, GraphshardError):
-            return error
+    while error is not None and not isinstance(error, GraphshardError):
         error = error.__cause__ or error.__context__
-    return None
+    return error
 
 
 def _raised(error: Exception) -> str:
@@ -241,13 +220,9 @@ def _reason(error: Exception) -> str:
     return reason if reason.endswith(".") else f"{reason}."
 
 
-# --- failures in AOTAutograd --------------------------------------------------------------------------------------
-
-
 def explain_failure(error: UntraceableError, cls: type[nn.Module]) -> CaptureError:
     """Return the error to raise instead: file, line and source in the model, and what to change."""
-    frame = user_frame(error)
-    what, advice = f"graphshard cannot capture {cls.__name__}.forward", _ADVICE[error.kind]
+    frame, what = user_frame(error), f"graphshard cannot capture {cls.__name__}.forward"
     if frame is None:
-        return CaptureError(f"{what}: {error}\n{advice}")
-    return CaptureError(f"{what} at {frame.filename}:{frame.lineno}\n    {source_of(frame)}\n{advice}\n({error})")
+        return CaptureError(f"{what}: {error}\n{error.advice}")
+    return CaptureError(f"{what} at {frame.filename}:{frame.lineno}\n    {source_of(frame)}\n{error.advice}\n({error})")

@@ -1,41 +1,156 @@
-"""Inputs of a call: where they must be, what they may be, what programs distinguish of them, and their stand-ins."""
+"""Inputs of a call: where they must be, what programs distinguish of them, their stand-ins and dynamic dimensions.
+
+Dimensions are dynamic by `dynamic_shapes=` of compile, or by marks on the tensors. Torch fixes a dimension of size 0 or
+1, whatever is asked for: such sizes broadcast and need different code. Such a dimension is captured as what it is, and
+captured again as dynamic when it has another size.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.export import Dim
 
-from graphshard.errors import InputError
-from graphshard.frontend.dynamic_shapes import WITHOUT_VALUES, marks_of
+from graphshard.errors import ArgumentError, InputError
 from graphshard.ir.gpus import is_pretended
 from graphshard.ir.subclasses import overrides_operators
 from graphshard.subclasses.results import Layout
-from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
+from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
+from graphshard.torch_compat.fake_tensors import new_fake_mode
 from graphshard.torch_compat.torch_ops import distinct, pytree
-from graphshard.utils.plain_values import PLAIN
+from graphshard.utils.source_lines import PLAIN
+from graphshard.utils.text import brief
+
+_DYNAMIC, _WEAK = "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"
+# All that torch.export leaves on tensors for hints.
+_MARKS = (_DYNAMIC, _WEAK, "_dynamo_dynamic_range", "_dynamo_static_indices")
+
+
+def _marked_like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with what `mark_dynamic` has left on the tensor."""
+    made.__dict__.update({mark: getattr(tensor, mark) for mark in (_DYNAMIC, _WEAK) if hasattr(tensor, mark)})
+    return made
+
+
+def dynamic_dims(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
+    """Return the dims of each input to trace as dynamic, in torch.export's format; None if there are none.
+
+    Args:
+        forward: the module, or its method, that is called.
+        shapes: what the user declared, in torch.export's format, or None.
+
+    Raises:
+        ArgumentError: the declaration does not fit the inputs.
+        InputError: a size is outside the range of its `Dim`.
+    """
+    inputs = combine_args(forward, args, dict(kwargs))
+    _check_shapes("dynamic_shapes", shapes)
+    if isinstance(shapes, (tuple, list)):
+        if len(shapes) > len(inputs):
+            raise ArgumentError(
+                f"dynamic_shapes has {len(shapes)} entries, the call has {len(inputs)} inputs; it is {brief(shapes)}."
+            )
+        shapes = dict(zip(inputs, shapes))
+    unknown = set(shapes or {}) - set(inputs)
+    if unknown:
+        raise ArgumentError(
+            f"dynamic_shapes names {', '.join(sorted(map(brief, unknown)))}, the call's inputs are "
+            f"{', '.join(map(repr, inputs))}."
+        )
+    found = {name: _spec(value, (shapes or {}).get(name), name) for name, value in inputs.items()}
+    return found if any(leaf is not None for leaf in pytree.tree_leaves(found)) else None
+
+
+def _spec(value: Any, shapes: Any, path: str) -> Any:
+    """Return what export is told about an input: the same structure, with a dict of dimensions for a tensor."""
+    if isinstance(value, torch.Tensor):
+        return _dims(value, shapes, path) or None
+    children, structure = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    if structure.is_leaf() or (len(children) == 1 and children[0] is value):
+        return None
+    _check_shapes(path, shapes, (Mapping,) if isinstance(value, Mapping) else (tuple, list, Mapping))
+    if isinstance(value, Mapping):
+        by_key = shapes or {}
+        return {key: _spec(child, by_key.get(key), f"{path}[{key!r}]") for key, child in value.items()}
+    specs = [None] * len(children) if shapes is None else list(shapes)
+    if len(specs) != len(children):
+        raise ArgumentError(f"dynamic_shapes: {path} has {len(children)} parts, its entry has {len(specs)}.")
+    pairs = enumerate(zip(children, specs))
+    found = [_spec(child, spec, f"{path}[{index}]") for index, (child, spec) in pairs]
+    return tuple(found) if isinstance(value, tuple) else found
+
+
+def _check_shapes(path: str, shapes: Any, kinds: tuple[type, ...] = (tuple, list, Mapping)) -> None:
+    if not (shapes is None or isinstance(shapes, kinds)):
+        raise ArgumentError(
+            f"dynamic_shapes: the entry of {path} must be a dict by dimension, a tuple or None, got {brief(shapes)}."
+        )
+
+
+def _dims(tensor: torch.Tensor, shapes: Any, path: str) -> dict[int, Any]:
+    _check_shapes(path, shapes)
+    if isinstance(shapes, (tuple, list)) and len(shapes) != tensor.dim():
+        raise ArgumentError(f"dynamic_shapes: {path} has {tensor.dim()} dimensions, its entry is {brief(shapes)}.")
+    given = dict(enumerate(shapes)) if isinstance(shapes, (tuple, list)) else dict(shapes or {})
+    for dim in given:
+        if not isinstance(dim, int):
+            raise ArgumentError(f"dynamic_shapes: {path} has the entry {brief(dim)}. Give dims by number.")
+    dims: dict[int, Any] = dict.fromkeys(getattr(tensor, _WEAK, ()), Dim.AUTO)
+    dims |= dict.fromkeys(getattr(tensor, _DYNAMIC, ()), Dim.DYNAMIC)
+    dims |= {dim: what for dim, what in given.items() if what is not None and not isinstance(what, int)}
+    for dim, what in dims.items():
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ArgumentError(f"dynamic_shapes: {path} has {tensor.dim()} dimensions, there is no dimension {dim}.")
+        low, high = getattr(what, "min", 0), getattr(what, "max", None)
+        size = tensor.shape[dim]
+        if (isinstance(low, int) and size < low) or (isinstance(high, int) and size > high):
+            raise InputError(
+                f"input {path} has size {size} in dimension {dim}, which dynamic_shapes declares as "
+                f"{getattr(what, '__name__', what)!r} from {low} to {high}."
+            )
+    return {dim % tensor.dim(): what for dim, what in dims.items() if what is not Dim.STATIC and tensor.shape[dim] > 1}
+
+
+@contextlib.contextmanager
+def constraints_of(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dims: Any
+) -> Iterator[Any]:
+    """Yield torch.export's constraints for dimensions that are to be dynamic; None if there are none.
+
+    Hints such as `Dim.AUTO` are marks on the tensors, which are as before when the block ends.
+    """
+    if dims is None:
+        yield None
+        return
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    kept = [{mark: vars(tensor)[mark] for mark in _MARKS if mark in vars(tensor)} for tensor in tensors]
+    try:
+        yield process_dynamic_shapes(combine_args(forward, args, kwargs), dims)
+    finally:
+        for tensor, marks in zip(tensors, kept):
+            for mark in _MARKS:
+                vars(tensor).pop(mark, None)
+            vars(tensor).update(marks)
 
 
 class LocalInput:
-    """An input that is a DTensor: its local tensor, which is an input of the program, and how it lies."""
+    """An input that is a DTensor: its local tensor, which is an input of the program, and its layout."""
 
     def __init__(self, local: Any, layout: Layout) -> None:
         self.local, self.layout = local, layout
 
 
-def _put_together(locals_: Iterable[Any], layout: Any) -> LocalInput:
-    (local,) = locals_
-    return LocalInput(local, layout)
-
-
 pytree.register_pytree_node(
     LocalInput,
     lambda given: ([given.local], given.layout),
-    _put_together,
+    lambda locals_, layout: LocalInput(next(iter(locals_)), layout),
     flatten_with_keys_fn=lambda given: ([(pytree.GetAttrKey("local"), given.local)], given.layout),
 )
 
@@ -63,13 +178,18 @@ def _local_input(given: DTensor) -> LocalInput:
 
 
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
-    """Input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
+    """Return input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
 
     Raises:
         InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
     """
+
+    @functools.cache
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return _marked_like(tensor.to(device), tensor)
+
     moved = []
-    elsewhere: dict[int, torch.Tensor] = {}
+    flex_attention: Any = sys.modules.get("torch.nn.attention.flex_attention")
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and overrides_operators(leaf):
             raise InputError(
@@ -87,25 +207,16 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                     f"input {input_path(structure, index)} is on {leaf.device}, the model's mesh is on {device}. "
                     f"Move it there before the call."
                 )
-            if id(leaf) not in elsewhere:
-                elsewhere[id(leaf)] = leaf.to(device)
-                elsewhere[id(leaf)].__dict__.update(marks_of(leaf))
-            leaf = elsewhere[id(leaf)]
-        elif is_block_mask(leaf):
+            leaf = move(leaf)
+        elif flex_attention is not None and isinstance(leaf, flex_attention.BlockMask):  # Dynamo finds its tensors
             leaf = leaf if leaf.kv_num_blocks.device == device or is_pretended() else leaf.to(device)
-        elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not is_numpys(leaf):
+        elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not _is_numpys(leaf):
             raise InputError(
                 f"input {input_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
                 f"number, string or None. {_remedy(leaf)}"
             )
         moved.append(leaf)
     return moved
-
-
-def is_block_mask(leaf: Any) -> bool:
-    """Return whether a leaf is a mask of flex_attention, whose tensors Dynamo finds."""
-    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")
-    return flex_attention is not None and isinstance(leaf, flex_attention.BlockMask)
 
 
 def _remedy(leaf: Any) -> str:
@@ -125,46 +236,41 @@ def _remedy(leaf: Any) -> str:
 
 
 def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
-    """Leaves with stand-ins for tensors, or for those on the meta device; one tensor has one."""
-    made: dict[int, torch.Tensor] = {}
-
-    def instead(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or (meta_only and not leaf.is_meta):
-            return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = stand_in(leaf)
-        return made[id(leaf)]
-
-    return list(map(instead, leaves))
+    """Return leaves with stand-ins for tensors, or for those on the meta device; one tensor has one."""
+    once = functools.cache(stand_in)
+    kind = torch.Tensor
+    return [once(leaf) if isinstance(leaf, kind) and (leaf.is_meta or not meta_only) else leaf for leaf in leaves]
 
 
 def apart(leaves: Iterable[Any]) -> list[Any]:
     """Return leaves of an example that stands for all calls, not only for calls that are given one tensor twice."""
-    return distinct(leaves, _copy_of)
+    return distinct(leaves, lambda x: _marked_like(x.detach().clone().requires_grad_(x.requires_grad), x))
 
 
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    copy.__dict__.update(marks_of(tensor))
-    return copy
+def without_values(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.Tensor:
+    """Return a new tensor that stands for an input, without its values."""
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+    )
+    return _marked_like(made, tensor)
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """Return what capture can read instead of an input: on the CPU, and without values if the input is elsewhere."""
-    if tensor.device.type == "cpu":
-        return tensor
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-    empty.__dict__.update(marks_of(tensor), **{WITHOUT_VALUES: True})
-    return empty
+    return tensor if tensor.device.type == "cpu" else without_values(tensor, "cpu")
 
 
-def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device that stands for an input, for `stand_in`."""
-    like = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
-    )
-    like.__dict__.update(marks_of(tensor))
-    return like
+def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """Return a call with fake tensors instead of tensors on other devices than the program's; one tensor has one."""
+    mode = new_fake_mode()
+
+    @functools.cache
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return without_values(tensor, device) if is_pretended() or tensor.is_meta else tensor
+
+    found: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    return found
 
 
 def input_path(structure: pytree.TreeSpec, index: int) -> str:
@@ -178,47 +284,27 @@ def input_path(structure: pytree.TreeSpec, index: int) -> str:
 
 
 def count_tokens(leaves: Iterable[Any]) -> int:
-    """Elements of the first integer tensor among a call's inputs, or else the batch size."""
+    """Return the elements of the first integer tensor among a call's inputs, or else the batch size."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if not t.is_floating_point()), 0)
     return tokens or next((t.shape[0] for t in tensors), 1)
 
 
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
-    """What programs distinguish of an input: four things of a tensor, type and value of anything else.
+    """Return what programs distinguish of an input: four things of a tensor, type and value of anything else.
 
-    The value is something that can be hashed, and is equal where it is the same: of a slice its parts, and the text of
-    numbers for which == does not say that, such as 0.0 and -0.0.
+    The value can be hashed: of a slice its parts, and the text of numbers that == confuses, such as 0.0 and -0.0.
     """
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
     if isinstance(leaf, slice):
         return (slice, (leaf.start, leaf.stop, leaf.step))
-    if isinstance(leaf, complex) or is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
+    if isinstance(leaf, complex) or _is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
         return (type(leaf), repr(leaf))
     return (type(leaf), leaf)
 
 
-def is_numpys(leaf: Any) -> bool:
-    """Whether an input is a number of numpy's, such as np.float32(3), and no array."""
+def _is_numpys(leaf: Any) -> bool:
+    """Return whether an input is a number of numpy's, such as np.float32(3), and not an array."""
     kind = type(leaf)
     return kind.__module__ == "numpy" and getattr(leaf, "shape", None) == () and not hasattr(kind, "__setitem__")
-
-
-def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """Return a call with fake tensors instead of tensors on other devices than the program's; one tensor has one."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    if not is_pretended() and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-        return args, kwargs
-    mode = new_fake_mode()
-    made: dict[int, torch.Tensor] = {}
-
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made and (is_pretended() or tensor.is_meta):
-            fake = fake_tensor(mode, list(tensor.shape), list(tensor.stride()), tensor.dtype, device)
-            made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-            fake.__dict__.update(marks_of(tensor))
-        return made.get(id(tensor), tensor)
-
-    changed: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, stand_in, (args, kwargs))
-    return changed

@@ -81,7 +81,7 @@ def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """Description of the calls that a program is for, as far as guards do not check it.
+    """Calls that a program is for, as far as guards do not check them.
 
     Attributes:
         structure, inputs: of a call; guards look at them, and messages say how two calls differ.

@@ -43,11 +43,7 @@ class BoundaryModule(nn.Module):
             return super().__call__(*args, **kwargs)
         if boundary.block is not None:
             return boundary.block.call(self._graphshard_call, args, kwargs)
-        args, kwargs = boundary.enter(args, kwargs)
-        if boundary.checkpointed is not None:
-            settings = dict(boundary.checkpointed)
-            return boundary.leave(checkpoint(self._graphshard_own, *args, use_reentrant=False, **settings, **kwargs))
-        return boundary.leave(super().__call__(*args, **kwargs))
+        return self._graphshard_call(*args, **kwargs)
 
     def _graphshard_own(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
@@ -55,6 +51,9 @@ class BoundaryModule(nn.Module):
     def _graphshard_call(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self.__dict__[BOUNDARY]
         args, kwargs = boundary.enter(args, kwargs)
+        if boundary.checkpointed is not None:
+            settings = dict(boundary.checkpointed)
+            return boundary.leave(checkpoint(self._graphshard_own, *args, use_reentrant=False, **settings, **kwargs))
         return boundary.leave(super().__call__(*args, **kwargs))
 
 
@@ -84,11 +83,11 @@ class UnitBoundary:
     """
 
     unit: str
-    module: str
-    num_modules: str
-    param_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    has_node: bool
+    module: str = "0"
+    num_modules: str = "1"
+    param_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    has_node: bool = False
     block: Block | None = None
     num_blocks: str = ""
     checkpointed: tuple[tuple[str, Any], ...] | None = None
@@ -133,47 +132,40 @@ def unit_boundaries(
     torch.compiler.allow_in_graph(one_node)
     for asked in (_begin, _is_first):
         torch.compiler.assume_constant_result(asked)
-    boundaries = []
     with contextlib.ExitStack() as stack:
+
+        def set_boundary(owner: nn.Module, boundary: UnitBoundary) -> None:
+            stack.callback(object.__setattr__, owner, "__class__", type(owner))
+            object.__setattr__(owner, "__class__", class_of(owner))
+            if owner is not module:
+                owner.__dict__[BOUNDARY] = boundary
+                stack.callback(owner.__dict__.pop, BOUNDARY, None)
+
         for unit in ("", *units):
             paths = modules_of(unit) if unit else [""]
             policy = precision.of(unit)
+            casts = policy.param_dtype if policy.cast_forward_inputs else None
             for index, path in enumerate(paths):
-                owner = module.get_submodule(path)
-                casts = policy.param_dtype if policy.cast_forward_inputs else None
                 boundary = UnitBoundary(
-                    unit,
-                    str(index),
-                    str(len(paths)),
-                    casts,
-                    policy.output_dtype,
-                    unit in sharded,
-                    blocks.get(path),
-                    str(len(blocks)) if blocks and not unit else "",
+                    *(unit, str(index), str(len(paths)), casts, policy.output_dtype, unit in sharded),
+                    block=blocks.get(path),
+                    num_blocks=str(len(blocks)) if blocks and not unit else "",
                 )
-                boundaries.append(boundary)
-                stack.callback(object.__setattr__, owner, "__class__", type(owner))
-                object.__setattr__(owner, "__class__", class_of(owner))
-                if unit:
-                    owner.__dict__[BOUNDARY] = boundary
-                    stack.callback(owner.__dict__.pop, BOUNDARY, None)
+                set_boundary(module.get_submodule(path), boundary)
+                if not unit:
+                    root = boundary
         for path, block in blocks.items():
             owner = module.get_submodule(path)
             if block.left_out:
-                object.__setattr__(owner, "__class__", class_of(owner))
-                owner.__dict__[BOUNDARY] = UnitBoundary(path, "0", "1", None, None, False, block)
+                set_boundary(owner, UnitBoundary(path, block=block))
             elif BOUNDARY not in owner.__dict__:
                 raise BlocksDifferError(f"{path} is not a unit")
         for path, owner in module.named_modules():
             settings = take_checkpoint_hooks(owner) if path else None
             if settings is not None:
-                if BOUNDARY not in owner.__dict__:  # no unit
-                    stack.callback(object.__setattr__, owner, "__class__", type(owner))
-                    object.__setattr__(owner, "__class__", class_of(owner))
-                    stack.callback(owner.__dict__.pop, BOUNDARY, None)
-                own = owner.__dict__.get(BOUNDARY, UnitBoundary(path, "0", "1", None, None, False))
-                owner.__dict__[BOUNDARY] = replace(own, checkpointed=settings)
-        yield boundaries[0]
+                own = owner.__dict__.get(BOUNDARY, UnitBoundary(path))
+                set_boundary(owner, replace(own, checkpointed=settings))
+        yield root
 
 
 class _Node(torch.autograd.Function):

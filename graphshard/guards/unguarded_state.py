@@ -30,8 +30,7 @@ from torch.fx import Graph, Node
 from torch.nn.modules import module as torch_module
 from torch.torch_version import TorchVersion
 
-from graphshard.errors import CaptureError
-from graphshard.ir.graph_break import GraphBreak
+from graphshard.errors import CaptureError, GraphBreak
 from graphshard.torch_compat.dynamo import (
     RandomValueSource,
     dict_version,
@@ -45,6 +44,7 @@ from graphshard.utils.source_lines import is_users, source_line
 # Flags of classes whose attributes may be set.
 _IS_HEAP_TYPE, _IS_IMMUTABLE = 1 << 9, 1 << 8
 _ENVIRON = re.compile(r"\b(environ|getenv)\b")
+_FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.MULTILINE)
 # What modules hold themselves; their classes are known without.
 _OF_MODULES = re.compile(r"_parameters|_buffers|_hooks|_modules(?:'\])?(?:\['[^']+'\])?$")
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
@@ -68,14 +68,9 @@ _NUMPY = (numpy_to_tensor_wrapper, numpy_method_wrapper, numpy_operator_wrapper)
 # Functions that change what holds after the call, too.
 _SETTERS = frozenset(
     {
-        "set_autocast_cache_enabled",
-        "set_autocast_dtype",
-        "set_autocast_enabled",
-        "set_default_device",
-        "set_default_dtype",
-        "_set_default_dtype",
-        "_set_deterministic_algorithms",
-        "use_deterministic_algorithms",
+        *("set_autocast_cache_enabled", "set_autocast_dtype", "set_autocast_enabled", "set_default_device"),
+        *("set_default_dtype", "_set_default_dtype"),
+        *("_set_deterministic_algorithms", "use_deterministic_algorithms"),
     }
 )
 _ANY_REMEDY = "Ask outside of forward, and pass the answer into it."
@@ -85,17 +80,17 @@ class ExtraGuards:
     """Checks of one program, made when it is installed.
 
     Args:
-        module: that is called.
         guards: expressions that guards read, and kinds of the guards.
-        values: what the names in sources stand for.
+        values: of the names in these expressions.
     """
 
     def __init__(self, module: nn.Module, guards: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
         sources = {source for source, _ in guards}
         found = dict(read({each for each in sources if not _OF_MODULES.search(each)}, values))
         objects = [*module.modules(), *found.values(), torch.empty(0)]
-        classes = {cls: None for each in objects for cls in type(each).__mro__ if _may_change(cls)}
-        self._classes = [(cls, _attributes_of(cls)) for cls in classes]
+        classes = dict.fromkeys(cls for each in objects for cls in type(each).__mro__)
+        changeable = [cls for cls in classes if cls.__flags__ & _IS_HEAP_TYPE and not cls.__flags__ & _IS_IMMUTABLE]
+        self._classes = [(cls, _attributes_of(cls)) for cls in changeable]
         self._functions = [_functions_of(attributes) for _, attributes in self._classes]
         self._versions = self._versions_now()
         self._hooks = _hooks_now()
@@ -105,16 +100,15 @@ class ExtraGuards:
         # Expressions, with what they read, what is compared of that, and what it was.
         self._compared: list[tuple[str, Callable[..., Any], Callable[[Any], Any], Any]] = []
         for source, value in found.items():
-            compared = list if isinstance(value, OrderedDict) else repr if source in equal and _is_zero(value) else None
+            # Zeros are equal whatever their signs.
+            parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+            is_zero = isinstance(value, (float, complex)) and 0 in parts
+            compared = list if isinstance(value, OrderedDict) else repr if source in equal and is_zero else None
             if compared is not None:
                 self._compared.append((source, eval(f"lambda L: {source}", {**names}), compared, compared(value)))
 
     def change(self, scope: Mapping[str, Any]) -> str:
-        """Describe what has changed since the program was traced; "" if nothing is.
-
-        Args:
-            scope: module, args and kwargs of the call.
-        """
+        """Describe what has changed since the program was traced, for a call (module, args, kwargs); "" if nothing."""
         versions = self._versions_now()
         if versions != self._versions:
             for (cls, attributes), was in zip(self._classes, self._functions):
@@ -148,17 +142,6 @@ def read(sources: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[st
                 continue
 
 
-def _is_zero(value: object) -> bool:
-    """Return whether a number may equal another one with another sign."""
-    if isinstance(value, complex):
-        return value.real == 0 or value.imag == 0
-    return isinstance(value, float) and value == 0
-
-
-def _may_change(cls: type) -> bool:
-    return bool(cls.__flags__ & _IS_HEAP_TYPE) and not cls.__flags__ & _IS_IMMUTABLE
-
-
 def _attributes_of(cls: type) -> dict[str, Any]:
     """Return the dict of a class, whose version changes when an attribute is set."""
     (found,) = [each for each in gc.get_referents(cls.__dict__) if type(each) is dict]
@@ -187,11 +170,9 @@ def reject_unguarded(
     """Raise an error where no guard can say whether a trace serves the next call.
 
     Args:
-        guards: of Dynamo.
-        codes: that were traced.
-        graph: that was traced.
-        sources: of its inputs.
-        values: what the names in sources stand for.
+        codes, graph: that were traced.
+        sources: of the graph's inputs.
+        values: of the names in sources.
         function: that was traced, for the message.
 
     Raises:
@@ -199,6 +180,7 @@ def reject_unguarded(
         CaptureError: Python does not, as modules hold shards, or tensors were cast.
     """
     sources = list(sources)
+    codes = [code for code in codes if is_users(code.co_filename)]
     names = {str(guard.name) for guard in guards}
     found = dict(read((name for name in names if name), values))
     _reject_builtins(guards, function)
@@ -206,21 +188,18 @@ def reject_unguarded(
     _reject_classes(codes, found, function)
     _reject_graph(graph, found, function)
     _reject_identity(codes, graph, function)
-    _reject_hooks(codes, function)
+    if TorchVersion(torch.__version__) < "2.13":  # wrong gradients, or hooks in no order
+        for code, line in _lines_with(codes, "register_hook"):
+            raise _break_at(code, line, function, f"Torch {torch.__version__} traces hooks of tensors wrongly.")
     if any(isinstance(source, RandomValueSource) for source in sources):
-        raise _random_break(codes, function)
-    bounded = [name for name, value in found.items() if isinstance(value, deque) and value.maxlen is not None]
-    if bounded:
-        raise GraphBreak(
-            function, f"{bounded[0]} is a deque with a maxlen, which Dynamo ignores.", "Keep the last values in a list."
-        )
-
-
-def _random_break(codes: Iterable[types.CodeType], function: str) -> GraphBreak:
-    """Return the error for a forward that draws with Python's `random`, at the first line that names it."""
-    reason, remedy = "Python draws a random number.", "Draw with torch (torch.rand)."
-    found = _first_line(codes, "random")
-    return GraphBreak(function, reason, remedy) if found is None else _break_at(*found, function, reason, remedy)
+        reason, remedy = "Python draws a random number.", "Draw with torch (torch.rand)."
+        for code, line in _lines_with(codes, "random"):
+            raise _break_at(code, line, function, reason, remedy)
+        raise GraphBreak(function, reason, remedy)
+    for name, value in found.items():
+        if isinstance(value, deque) and value.maxlen is not None:
+            reason = f"{name} is a deque with a maxlen, which Dynamo ignores."
+            raise GraphBreak(function, reason, "Keep the last values in a list.")
 
 
 def _reject_builtins(guards: Iterable[Any], function: str) -> None:
@@ -234,7 +213,7 @@ def _reject_builtins(guards: Iterable[Any], function: str) -> None:
 
 def _reject_attributes(codes: Iterable[types.CodeType], names: Iterable[str], function: str) -> None:
     for code in codes:
-        for name, before, line in _attributes(code, "LOAD_ATTR") if is_users(code.co_filename) else ():
+        for name, before, line in _attributes(code, "LOAD_ATTR"):
             if name in _HISTORY and before not in _NO_TENSORS:
                 raise CaptureError(
                     f"graphshard cannot capture {function} at {code.co_filename}:{line}\n"
@@ -255,8 +234,6 @@ def _reject_classes(codes: Iterable[types.CodeType], found: Mapping[str, Any], f
     classes = {value.__name__ for value in found.values() if isinstance(value, type)}
     methods = {getattr(each, "__code__", None) for cls in _classes_of(found) for each in vars(cls).values()}
     for code in codes:
-        if not is_users(code.co_filename):
-            continue
         stored = list(_attributes(code, "STORE_ATTR"))
         changed = {name for name, *_ in stored}
         added_to = [each for each in _attributes(code, "LOAD_ATTR") if each[0] in changed]  # Block.calls += 1
@@ -284,7 +261,7 @@ def _reject_graph(graph: Graph, found: Mapping[str, Any], function: str) -> None
     functions = [each for each in (*found.values(), *methods) if isinstance(each, functools._lru_cache_wrapper)]
     wrapped = [each.__wrapped__ for each in functions]
     cached = {each.__code__ for each in wrapped if isinstance(each, types.FunctionType)}
-    places = [(code.co_filename, range(*_lines_of(code))) for code in cached]
+    places = [(code.co_filename, {line for *_, line in code.co_lines()}) for code in cached]
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") in _SETTERS:
             reason = f"It calls {node.target.__name__}, and a program does not change settings of torch."
@@ -308,62 +285,42 @@ def _reject_identity(codes: Iterable[types.CodeType], graph: Graph, function: st
     for code in codes:
         if not are_read and "item" not in code.co_names:  # torch 2.11 drops what only `is` asks for
             continue
-        before, line = None, code.co_firstlineno
-        for each in dis.get_instructions(code) if is_users(code.co_filename) else ():
-            line = _line_at(each, line)
+        before = None
+        for each, line in _instructions(code):
             if each.opname == "IS_OP" and isinstance(before, bool):
                 raise _break_at(code, line, function, "It asks `is` of a bool that may be read from a tensor.")
             before = each.argval
 
 
-def _reject_hooks(codes: Iterable[types.CodeType], function: str) -> None:
-    """Reject hooks of tensors before torch 2.13, which traced them as functions of wrong gradients, or in no order."""
-    if TorchVersion(torch.__version__) >= "2.13":
-        return
-    found = _first_line(codes, "register_hook")
-    if found is not None:
-        raise _break_at(*found, function, f"Torch {torch.__version__} traces hooks of tensors wrongly.")
-
-
-def _first_line(codes: Iterable[types.CodeType], name: str) -> tuple[types.CodeType, int] | None:
-    """Return the first user code that reads a global or an attribute of this name, and the line."""
+def _lines_with(codes: Iterable[types.CodeType], name: str) -> Iterator[tuple[types.CodeType, int]]:
+    """Yield code that reads a global or an attribute of this name, and the line."""
     for code in codes:
-        line = code.co_firstlineno
-        for each in dis.get_instructions(code) if name in code.co_names and is_users(code.co_filename) else ():
-            line = _line_at(each, line)
-            if each.argval == name:
-                return code, line
-    return None
+        yield from ((code, line) for each, line in _instructions(code) if each.argval == name)
 
 
-def _line_at(instruction: dis.Instruction, line: int) -> int:
-    """Return the line of an instruction, given the line of the one before."""
-    starts: Any = getattr(instruction, "line_number", None) or instruction.starts_line
-    return starts if type(starts) is int else line
+def _instructions(code: types.CodeType) -> Iterator[tuple[dis.Instruction, int]]:
+    """Yield instructions with their lines."""
+    line = code.co_firstlineno
+    for each in dis.get_instructions(code):
+        starts: Any = getattr(each, "line_number", None) or each.starts_line
+        line = starts if type(starts) is int else line
+        yield each, line
 
 
 def _attributes(code: types.CodeType, opname: str) -> Iterator[tuple[str, Any, int]]:
     """Yield names of attributes that code reads or sets, with the name before and the line."""
-    before, line = None, code.co_firstlineno
-    for each in dis.get_instructions(code):
-        line = _line_at(each, line)
+    before = None
+    for each, line in _instructions(code):
         is_method = sys.version_info >= (3, 12) and opname == "LOAD_ATTR" and bool((each.arg or 0) & 1)
         if each.opname == opname and not is_method:
             yield each.argval, before, line
         before = before if each.opname in ("COPY", "DUP_TOP", "SWAP") else each.argval
 
 
-def _lines_of(code: types.CodeType) -> tuple[int, int]:
-    lines = [line for _, _, line in code.co_lines() if line]
-    return code.co_firstlineno, max(lines, default=code.co_firstlineno) + 1
-
-
-def _stack_of(node: Node) -> Iterator[tuple[str, int]]:
-    """Yield file and line of each frame that made a node."""
-    for line in str(node.meta.get("stack_trace") or "").splitlines():
-        if line.strip().startswith("File "):
-            _, file, rest = line.split('"', 2)
-            yield file, int(rest.split(",")[1].split()[1])
+def _stack_of(node: Node) -> list[tuple[str, int]]:
+    """Return file and line of each frame that made a node."""
+    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    return [(file, int(line)) for file, line in frames]
 
 
 def _line_of(node: Node) -> str:

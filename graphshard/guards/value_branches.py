@@ -29,7 +29,7 @@ import functools
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ _PACKED = (
     "the sequences apart."
 )
 _PADDING = "a mask has padding, or no longer has. Pass a mask of four dims to be independent of its values."
-_depth = [0]
 
 
 @dataclass
@@ -57,13 +56,15 @@ class _Open:
     Attributes:
         answers: that are known, in the order of the questions; None leaves all branches to Dynamo.
         given: in this run of forward; Dynamo may begin a trace again.
+        depth: number of open traces.
     """
 
-    answers: Sequence[bool] | None
-    given: list[bool]
+    answers: Sequence[bool] | None = None
+    given: list[bool] = field(default_factory=list)
+    depth: int = 0
 
 
-_open = _Open(None, [])
+_open = _Open()
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,9 @@ class ValueBranches:
     answers: tuple[bool, ...]
 
     def answers_for(self, scope: Mapping[str, Any], names: Mapping[str, Any]) -> tuple[bool, ...]:
-        """Return the answers for a call; those after the first that differs may be of other questions.
+        """Return the answers for a call (module, args, kwargs), given globals.
 
-        Args:
-            scope: module, args and kwargs of the call.
-            names: globals.
+        Answers after the first that differs may be of other questions.
         """
         values = [eval(code, {"L": scope, "G": names}) for code in self._codes]
         with torch.no_grad():
@@ -95,19 +94,6 @@ class ValueBranches:
     @functools.cached_property
     def _codes(self) -> list[types.CodeType]:
         return [compile(source, "guard", "eval") for source in self.sources]
-
-
-@contextlib.contextmanager
-def answering(answers: Sequence[bool] | None) -> Iterator[list[bool]]:
-    """Answer as given while the block is open; yield the answers of the last run, complete when it ends."""
-    before = _open.answers, _open.given
-    _open.answers, _open.given = answers, []
-    for function in (begin_answers, _next_answer):
-        torch.compiler.assume_constant_result(function)
-    try:
-        yield _open.given
-    finally:
-        _open.answers, _open.given = before
 
 
 def begin_answers() -> bool:
@@ -147,7 +133,8 @@ def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any
         values: of the graph's inputs.
         answers: of the trace.
     """
-    asked = [node for node in graph.graph.nodes if _is_asked(node)]
+    asserts = [node for node in graph.graph.nodes if node.target is assert_async]
+    asked = [node for node in asserts if str(node.args[-1]).startswith(_BEGIN)]
     if not asked:
         return None
     inputs = dict(zip(graph.graph.find_nodes(op="placeholder"), zip(sources, values, strict=True), strict=True))
@@ -172,10 +159,6 @@ def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any
     return ValueBranches(GraphModule(graph, made), tuple(read), tuple(answers))
 
 
-def _is_asked(node: Node) -> bool:
-    return node.target is assert_async and str(node.args[-1]).startswith(_BEGIN)
-
-
 def _is_pure(node: Node) -> bool:
     """Return whether a node of the torch-level graph computes a value and changes nothing."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -189,10 +172,10 @@ def _is_pure(node: Node) -> bool:
 
 @contextlib.contextmanager
 def eager_answers(answers: Sequence[bool] | None = ()) -> Iterator[list[bool]]:
-    """Answer as eager mode does while the block is open; yield the answers to questions about values.
+    """Answer as eager mode does while the block is open; yield the answers of the last run, complete when it ends.
 
     Args:
-        answers: that are known to such questions, in their order; None leaves them to Dynamo.
+        answers: to questions about values that are known, in their order; None leaves them to Dynamo.
     """
     for name, substitute in (
         ("transformers.utils.import_utils", _substitute_questions),
@@ -200,12 +183,16 @@ def eager_answers(answers: Sequence[bool] | None = ()) -> Iterator[list[bool]]:
     ):
         if name in sys.modules:
             substitute(sys.modules[name])
-    _depth[0] += 1
+    before = _open.answers, _open.given
+    _open.answers, _open.given = answers, []
+    _open.depth += 1
+    for function in (begin_answers, _next_answer):
+        torch.compiler.assume_constant_result(function)
     try:
-        with answering(answers) as given:
-            yield given
+        yield _open.given
     finally:
-        _depth[0] -= 1
+        _open.depth -= 1
+        _open.answers, _open.given = before
 
 
 @functools.cache
@@ -280,4 +267,4 @@ def _copy(function: Any) -> Any:
 
 
 def _is_asked_by_graphshard() -> bool:
-    return _depth[0] > 0
+    return _open.depth > 0

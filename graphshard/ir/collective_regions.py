@@ -31,13 +31,8 @@ from graphshard.ir.program import Phase
 # Operators that move data to a reduce-scatter or from an all-gather without computing.
 _MOVEMENT = frozenset(
     {
-        operator.getitem,
-        aten.cat.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        OWN_CHUNK,
+        *(operator.getitem, aten.cat.default, aten.clone.default, aten.constant_pad_nd.default),
+        *(aten.split.Tensor, aten.split_with_sizes.default, OWN_CHUNK),
     }
 )
 # Kinds of inputs that gathers read.
@@ -217,27 +212,15 @@ def with_inputs(order: Iterable[Node], nodes: Sequence[Node]) -> list[Node]:
     return [*following.get(-1, []), *(each for i, node in enumerate(found) for each in (node, *following.get(i, [])))]
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """Gather with its start position, and last use and bytes of each gathered tensor."""
-
-    collective: Collective
-    start: int
-    tensors: list[tuple[int, int]]
-
-    @property
-    def end(self) -> int:
-        return max(end for end, _ in self.tensors)
-
-
 def units_gathered(phase: Phase, params: ParamTable) -> list[tuple[str, tuple[str, ...]]]:
     """Return the unit of each gather, and the units whose gathered parameters are alive where it starts.
 
     A unit is alive from the start of its gather to the last use of its gathered parameters, their copies and views.
     """
-    found = [(params[gathered.collective.params[0]].unit, gathered) for gathered in _gathered(phase)]
+    found = [(params[c.params[0]].unit, start, max(end for end, _ in uses)) for c, start, uses in _gathered(phase)]
     return [
-        (unit, tuple(dict.fromkeys(other for other, g in found if g.start <= at.start <= g.end))) for unit, at in found
+        (unit, tuple(dict.fromkeys(other for other, start, end in found if start <= at <= end)))
+        for unit, at, _ in found
     ]
 
 
@@ -248,8 +231,8 @@ def peak_gathered_bytes(phase: Phase) -> tuple[Node | None, int]:
     """
     found = _gathered(phase)
     alive = [
-        (at.collective.node, sum(size for g in found for end, size in g.tensors if g.start <= at.start <= end))
-        for at in found
+        (gather.node, sum(size for _, start, uses in found for end, size in uses if start <= at <= end))
+        for gather, at, _ in found
     ]
     return max(alive, key=lambda pair: pair[1], default=(None, 0))
 
@@ -261,14 +244,13 @@ def last_use(waits: Iterable[Node], layout: CollectiveRegions, position: dict[No
     return max((position[n] for n in users if n in position), default=-1)
 
 
-def _gathered(phase: Phase) -> list[_Gathered]:
+def _gathered(phase: Phase) -> list[tuple[Collective, int, list[tuple[int, int]]]]:
+    """Return each gather with its start position, and last use and bytes of each gathered tensor."""
     position = {node: i for i, node in enumerate(phase.module.graph.nodes)}
     layout = CollectiveRegions.of(phase)
     gathers = [c for c in collectives(phase) if c.kind == "gather"]
-    return [
-        _Gathered(c, position[c.node], [(last_use([w], layout, position), fake(w).nbytes) for w in c.waits])
-        for c in gathers
-    ]
+    uses = ([(last_use([w], layout, position), fake(w).nbytes) for w in gather.waits] for gather in gathers)
+    return [(gather, position[gather.node], used) for gather, used in zip(gathers, uses)]
 
 
 def _aliases(values: set[Node]) -> set[Node]:

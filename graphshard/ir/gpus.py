@@ -99,35 +99,21 @@ class OfSeveral(tuple[int, int]):
         made._each = each
         return made
 
-    def _asked(self, question: Callable[[Capability], Any]) -> Any:
-        answers = set(map(question, self._each))
+    def __iter__(self) -> Iterator[int]:
+        return (self[index] for index in range(2))
+
+
+def _common_answer(method: str) -> Callable[..., Any]:
+    """Return a method that answers if all GPUs give the same answer."""
+
+    def ask(self: OfSeveral, *args: Any) -> Any:
+        answers = {getattr(each, method)(*args) for each in self._each}
         if len(answers) > 1:
             raise differs("get_device_capability")
         return answers.pop()
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._asked(lambda each: each[index])
+    return ask
 
-    def __iter__(self) -> Iterator[int]:
-        return (self[index] for index in range(2))
 
-    def __ge__(self, other: Any) -> Any:
-        return self._asked(lambda each: each >= other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._asked(lambda each: each > other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._asked(lambda each: each <= other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._asked(lambda each: each < other)
-
-    def __eq__(self, other: object) -> Any:
-        return self._asked(lambda each: each == other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._asked(lambda each: each != other)
-
-    def __hash__(self) -> int:
-        return int(self._asked(hash))
+for _method in ("__getitem__", "__ge__", "__gt__", "__le__", "__lt__", "__eq__", "__ne__", "__hash__"):
+    setattr(OfSeveral, _method, _common_answer(_method))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.operators import COPIES, DOWNLOAD, NAMING_GROUPS, SETTLED, UPLOADS
+from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
@@ -29,7 +29,7 @@ WAIT = c10d.wait_tensor.default
 # Asked for every node, and torch hashes operators in Python: compare ids instead.
 _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # graphshard's operators, which stay outside of regions.
-OWN = frozenset({SETTLED}) | COPIES | NAMING_GROUPS
+OWN = frozenset({MODEL_WAIT}) | COPIES | NAMING_GROUPS
 # Lines of a stack trace, and files of torch.
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 _OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/")
@@ -40,7 +40,13 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 
     The module stack and partitioner tag of `like` are copied.
     """
-    return _insert(graph, target, args, kwargs, _made(target, args, kwargs), like)
+    known = _MADE.get()
+    key = question(target, args, kwargs) if known is not None else None
+    if known is None or key not in known:
+        vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        known = {} if known is None else known
+        known[key] = vals, target(*vals[0], **vals[1])  # keep the inputs alive, so that ids stay unique
+    return _insert(graph, target, args, kwargs, known[key][1], like)
 
 
 # Fake results of calls, with their inputs, by `question`.
@@ -58,19 +64,6 @@ def made_once() -> Iterator[None]:
         yield
     finally:
         _MADE.reset(token)
-
-
-def _made(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the fake value of a call."""
-    known = _MADE.get()
-    key = None if known is None else question(target, args, kwargs)
-    if known is not None and key in known:
-        return known[key][1]
-    vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    made = target(*vals[0], **vals[1])
-    if known is not None:
-        known[key] = vals, made  # keep the inputs alive, so that ids stay unique
-    return made
 
 
 def question(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
@@ -112,8 +105,8 @@ def start_together(
         group = emit(graph, coalesced, tensors, *args, like=like)
     else:
         group = _insert(graph, coalesced, (tensors, *args), {}, vals, like)
-    carried = group.meta["val"]
-    return [_insert(graph, operator.getitem, (group, i), {}, carried[i], like) for i in range(len(tensors))]
+    carried = enumerate(group.meta["val"])
+    return [_insert(graph, operator.getitem, (group, i), {}, val, like) for i, val in carried]
 
 
 # torch's Python implementation reads labels past their end marker and returns another result (torch 2.13).
@@ -248,18 +241,16 @@ def is_alias(node: Node) -> bool:
     return node.target is aten._unsafe_view.default or is_view(node)
 
 
-# By id; the operator is kept alive so that its id stays unique.
+# By id, as torch hashes operators in Python; the operator is kept alive so that its id stays unique.
 _ALIASING: dict[int, tuple[OpOverload, bool]] = {}
 
 
 def _may_alias(target: OpOverload) -> bool:
     """Return whether a result may share memory that the operator does not write."""
-    known = _ALIASING.get(id(target))
-    if known is None:
+    if id(target) not in _ALIASING:
         infos = [r.alias_info for r in target._schema.returns]
-        known = target, any(info is not None and not info.is_write for info in infos)
-        _ALIASING[id(target)] = known
-    return known[1]
+        _ALIASING[id(target)] = target, any(info is not None and not info.is_write for info in infos)
+    return _ALIASING[id(target)][1]
 
 
 def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from graphshard.ir.gpus import is_pretended
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from graphshard.torch_compat.symbolic_sizes import new_unknown_size
 from graphshard.torch_compat.torch_ops import (
@@ -15,6 +16,7 @@ from graphshard.torch_compat.torch_ops import (
     compute_elementwise_output_strides,
     make_channels_last_strides_for,
     make_contiguous_strides_for,
+    pytree,
     suggest_memory_format,
 )
 
@@ -28,21 +30,16 @@ def _ctc_loss(mode: Any, _: Any, log_probs: torch.Tensor, *rest: Any, **named: A
         return log_probs.new_empty([batch]), log_probs.new_empty([batch, time, new_unknown_size(mode)])
 
 
-def _ctc_loss_backward(mode: Any, _: Any, grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    with mode:
-        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-
-
-def _margin_loss_backward(mode: Any, _: Any, grad: torch.Tensor, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _loss_backward(mode: Any, _: Any, grad: torch.Tensor, scores: torch.Tensor, *rest: Any) -> torch.Tensor:
     with mode:
         return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
 MISSING: dict[OpOverload, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: _ctc_loss,
-    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
-    aten.multi_margin_loss_backward.default: _margin_loss_backward,
-    aten.multilabel_margin_loss_backward.default: _margin_loss_backward,
+    aten._ctc_loss_backward.Tensor: _loss_backward,
+    aten.multi_margin_loss_backward.default: _loss_backward,
+    aten.multilabel_margin_loss_backward.default: _loss_backward,
 }
 
 
@@ -81,11 +78,7 @@ def _gru_cell_backward(
 
 
 def _no_library(mode: Any, _: Any, *given: Any, **named: Any) -> bool:
-    """Return that no library computes a CTC loss.
-
-    MIOpen is AMD's. cuDNN requires targets on the host, which a captured forward does not have, or 32-bit integers in
-    one row, for which programs use torch's kernel instead.
-    """
+    """Return False: MIOpen is AMD's, and cuDNN requires targets on the host, or 32-bit integers in one row."""
     return False
 
 
@@ -101,6 +94,11 @@ WITHOUT_GPU: dict[OpOverload, Callable[..., Any]] = {
 # Only some releases of torch also query AMD's library.
 if hasattr(aten, "_use_miopen_ctc_loss"):
     WITHOUT_GPU |= dict.fromkeys((aten._use_miopen_ctc_loss.default, aten._use_miopen_ctc_loss.Tensor), _no_library)
+
+
+def missing_kernels() -> dict[OpOverload, Callable[..., Any]]:
+    """Return the kernels for fake tensors that torch lacks here."""
+    return MISSING | WITHOUT_GPU if is_pretended() else MISSING
 
 
 def _like(index: int) -> Callable[..., Any]:
@@ -125,52 +123,48 @@ def _elementwise(shape: torch.Size, args: Any) -> Any:
 
 # Operators whose fake results have other strides than the CPU kernels' results.
 _ON_CPU: dict[OpOverload, Callable[..., Any]] = {
-    aten.native_batch_norm.default: _like(0),
-    aten._native_batch_norm_legit.default: _like(0),
-    aten._native_batch_norm_legit.no_stats: _like(0),
-    aten._native_batch_norm_legit_functional.default: _like(0),
-    aten._native_batch_norm_legit_no_training.default: _like(0),
-    aten._batch_norm_with_update.default: _like(0),
-    aten._batch_norm_with_update_functional.default: _like(0),
-    aten._batch_norm_no_update.default: _like(0),
-    aten.native_batch_norm_backward.default: _like(1),
-    aten.batch_norm_backward.default: _like(1),
-    aten.native_layer_norm_backward.default: _contiguous,
-    aten._log_softmax_backward_data.default: _contiguous,
+    **dict.fromkeys(
+        (
+            *(aten.native_batch_norm.default, aten._native_batch_norm_legit.default),
+            *(aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default),
+            *(aten._native_batch_norm_legit_no_training.default, aten._batch_norm_with_update.default),
+            *(aten._batch_norm_with_update_functional.default, aten._batch_norm_no_update.default),
+            *(aten.reflection_pad2d.default, aten.reflection_pad3d.default, aten.replication_pad3d.default),
+            *(aten.max_unpool2d.default, aten.channel_shuffle.default),
+        ),
+        _like(0),
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.native_batch_norm_backward.default, aten.batch_norm_backward.default),
+            *(aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default),
+            *(aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default),
+        ),
+        _like(1),
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.native_layer_norm_backward.default, aten._log_softmax_backward_data.default),
+            *(aten.huber_loss_backward.default, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
+            *(aten.log_sigmoid_forward.default, aten.normal.Tensor_Tensor),
+        ),
+        _contiguous,
+    ),
     aten.binary_cross_entropy.default: lambda shape, args: compute_elementwise_output_strides(args[0]),
     aten.binary_cross_entropy_backward.default: lambda shape, args: compute_elementwise_output_strides(args[1]),
-    aten.huber_loss_backward.default: _contiguous,
-    aten.mse_loss_backward.default: _contiguous,
-    aten.smooth_l1_loss_backward.default: _contiguous,
-    aten.log_sigmoid_forward.default: _contiguous,
-    aten.normal.Tensor_Tensor: _contiguous,
-    aten.reflection_pad2d.default: _like(0),  # with torch 2.11
-    aten.reflection_pad3d.default: _like(0),
-    aten.replication_pad3d.default: _like(0),
-    aten.reflection_pad2d_backward.default: _like(1),
-    aten.reflection_pad3d_backward.default: _like(1),
-    aten.replication_pad2d_backward.default: _like(1),
-    aten.replication_pad3d_backward.default: _like(1),
-    aten.max_unpool2d.default: _like(0),
-    aten.channel_shuffle.default: _like(0),
 }
 # The same on every device.
 _ANYWHERE: dict[OpOverload, Callable[..., Any]] = {
-    aten.copysign.Tensor: _elementwise,
-    aten.div.Tensor_mode: _elementwise,
-    aten.floor_divide.default: _elementwise,
-    aten.hardswish_backward.default: _elementwise,
-    aten.hardtanh_backward.default: _elementwise,
-    aten.heaviside.default: _elementwise,
-    aten.logaddexp.default: _elementwise,
-    aten.logical_and.default: _elementwise,
-    aten.logical_or.default: _elementwise,
-    aten.logical_xor.default: _elementwise,
-    aten.logit_backward.default: _elementwise,
-    aten.native_dropout_backward.default: _elementwise,
+    **dict.fromkeys(
+        (
+            *(aten.copysign.Tensor, aten.div.Tensor_mode, aten.floor_divide.default, aten.hardswish_backward.default),
+            *(aten.hardtanh_backward.default, aten.heaviside.default, aten.logaddexp.default, aten.logical_and.default),
+            *(aten.logical_or.default, aten.logical_xor.default, aten.logit_backward.default),
+            *(aten.native_dropout_backward.default, aten.special_xlog1py.default, aten.xlogy.Tensor),
+        ),
+        _elementwise,
+    ),
     aten.pow.Scalar: _contiguous,
-    aten.special_xlog1py.default: _elementwise,
-    aten.xlogy.Tensor: _elementwise,
 }
 # With 16-bit dtypes, torch computes their fake results in float32 and loses strides of 0.
 _IN_HALF = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
@@ -178,11 +172,7 @@ _RULED = {*_ON_CPU, *_ANYWHERE, *_IN_HALF}
 
 
 def new_tracing_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
-    """Return a fake mode for tracing whose tensors have the strides of the kernels.
-
-    Args:
-        sizes: shape environment of the known dynamic sizes.
-    """
+    """Return a fake mode for tracing whose tensors have the strides of the kernels; `sizes` has known dynamic sizes."""
     env = ShapeEnv(tracked_fakes=[]) if sizes is None else sizes
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
     dispatch = mode.dispatch
@@ -192,18 +182,16 @@ def new_tracing_mode(sizes: ShapeEnv | None = None) -> FakeTensorMode:
         result: Any = dispatch(func, types, args, kwargs)
         if func not in _RULED:
             return result
-        if isinstance(result, tuple):
-            return tuple(_laid_out(mode, func, args, each) for each in result)
-        return _laid_out(mode, func, args, result)
+        return pytree.tree_map_only(torch.Tensor, lambda each: _laid_out(mode, func, args, each), result)
 
     mode.dispatch = dispatch_with_strides  # type: ignore[method-assign]
     return mode
 
 
-def _laid_out(mode: FakeTensorMode, func: OpOverload, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
+def _laid_out(mode: FakeTensorMode, func: OpOverload, args: Any, result: torch.Tensor) -> torch.Tensor:
     """Return a result of an operator with the strides of its rule."""
-    rule = None if result is None or result.dim() < 2 else _rule(func, result)
-    if result is None or rule is None:
+    rule = _rule(func, result) if result.dim() >= 2 else None
+    if rule is None:
         return result
     with mode:
         stride = tuple(rule(result.shape, args))

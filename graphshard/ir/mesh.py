@@ -1,7 +1,22 @@
-"""Meshes: axes with roles, and device meshes of experts, tensor axes and replicas."""
+"""Meshes: axes with roles, device meshes of experts, tensor axes and replicas, and layouts over tensor axes.
+
+A `DTensorLayout` is the layout of a parameter over the tensor axes, as its DTensor states it:
+
+    colwise: nn.Linear(4, 8).weight     DTensorLayout((8, 4), (AxisPlacement("tp", 0),))
+    norm: nn.LayerNorm(4).weight        DTensorLayout((4,), (AxisPlacement("tp", None),))
+
+The passes see the piece of one tensor rank: with two ranks, the parameter table has shape (4, 4) for `colwise`. That
+piece is sharded over the data ranks.
+
+On FSDP2's full SPMD mesh the model's DTensors also name the data axes, along which they are replicated:
+
+    distribute_tensor(weight, mesh, [Replicate(), Shard(0)])
+        DTensorLayout((8, 4), (AxisPlacement("tp", 0),), around=("dp",))
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,10 +29,94 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.ir.dtensor_layout import DTensorLayout
 from graphshard.torch_compat.dtensor import cut_of_pieces, joined_mesh, root_of, split_mesh
 from graphshard.utils.argument_validation import is_int
 from graphshard.utils.text import brief
+
+
+@dataclass(frozen=True)
+class AxisPlacement:
+    """Placement along one mesh axis: sharded along `dim`, or replicated if `dim` is None."""
+
+    axis: str
+    dim: int | None
+
+    @property
+    def placement(self) -> Placement:
+        """The placement as DTensor has it."""
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    def __str__(self) -> str:
+        """Return text such as "cut along dim 0 over tp"."""
+        return f"{'replicated' if self.dim is None else f'cut along dim {self.dim}'} over {self.axis}"
+
+
+@dataclass(frozen=True)
+class PendingReduction:
+    """Reduction along an axis that a gradient still needs, because each rank has a partial one.
+
+    Attributes:
+        axis: name of the axis.
+        operation: "sum" or "avg".
+        num_pieces: 1 for an all-reduce. For a reduce-scatter, the number of pieces along dim 0, one for each rank.
+    """
+
+    axis: str
+    operation: str
+    num_pieces: int = 1
+
+
+@dataclass(frozen=True)
+class DTensorLayout:
+    """Distribution of a parameter over the tensor axes.
+
+    Attributes:
+        shape: of the whole parameter.
+        cuts: a placement for each tensor axis, outermost first; a later one cuts the pieces of an earlier one.
+        sums: reductions that the program leaves pending on its gradient, in order.
+        around: names of the data axes that the model's DTensor also has, outside of the tensor axes.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[AxisPlacement, ...]
+    sums: tuple[PendingReduction, ...] = ()
+    around: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the tensor axes."""
+        return tuple(cut.axis for cut in self.cuts)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements on the tensor axes."""
+        return tuple(cut.placement for cut in self.cuts)
+
+    @property
+    def found_on(self) -> tuple[str, ...]:
+        """Names of all axes of the model's DTensor."""
+        return (*self.around, *self.axes)
+
+    @property
+    def found_placed(self) -> tuple[Placement, ...]:
+        """Placements on all axes of the model's DTensor."""
+        return (*(Replicate() for _ in self.around), *self.placements)
+
+    def summand(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a partial gradient that the pending reductions turn into one of `shape`."""
+        return (math.prod(left.num_pieces for left in self.sums) * shape[0], *shape[1:]) if shape else ()
+
+    def num_pieces(self, dim: int, sizes: Mapping[str, int]) -> int:
+        """Return the number of pieces that a dim is cut into.
+
+        Args:
+            sizes: axis sizes by name. Axes that are missing (in a call of a submodule) count as 1.
+        """
+        return math.prod(sizes.get(cut.axis, 1) for cut in self.cuts if cut.dim == dim)
+
+    def is_even(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether all pieces have the same size."""
+        return all(size % self.num_pieces(dim, sizes) == 0 for dim, size in enumerate(self.shape))
 
 
 class ExpertMeshes(NamedTuple):
@@ -38,12 +137,6 @@ class ExpertMeshes(NamedTuple):
     def whole(self) -> DeviceMesh:
         """Mesh of all axes."""
         return self.data if self.axis is None else joined_mesh(self.data, self.axis)
-
-    @property
-    def axis_name(self) -> str:
-        """Name of the outermost axis along which the model communicates."""
-        (name, *_) = (self.axis.mesh_dim_names if self.axis is not None else None) or ("expert",)
-        return name
 
     @property
     def mesh(self) -> Mesh:
@@ -141,20 +234,19 @@ class Mesh:
     def __post_init__(self) -> None:
         roles = [axis.role for axis in self.axes if axis.role not in _SEVERAL]
         for what, values in (("name", [a.name for a in self.axes]), ("role", roles)):
-            ((value, count),) = Counter(values).most_common(1) or [("", 0)]
-            if count > 1:
-                raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. Give each a different {what}.")
+            for value, count in Counter(values).most_common(1):
+                if count > 1:
+                    advice = f"Give each a different {what}."
+                    raise ArgumentError(f"mesh has {count} axes with the {what} {value!r}. {advice}")
+        known = get_args(Role)
         for axis in self.axes:
-            if axis.role not in get_args(Role):
-                raise ArgumentError(
-                    f"mesh has an axis {axis.name!r} with the role {axis.role!r}. Use one of "
-                    f"{', '.join(map(repr, get_args(Role)))}."
-                )
+            if axis.role not in known:
+                advice = f"Use one of {', '.join(map(repr, known))}."
+                raise ArgumentError(f"mesh has an axis {axis.name!r} with the role {axis.role!r}. {advice}")
         if self._of("shard") is None:
             raise ArgumentError("mesh has no axis with the role 'shard'. Add one; of size 1 it cuts nothing.")
-        names = [axis.name for axis in self.every_axis]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(axis.name for axis in self.every_axis).items():
+            if count > 1:
                 raise ArgumentError(
                     f"mesh has an axis {name!r}, and the mesh of expert parameters has another axis of this "
                     "name. Give each axis a different name, with mesh_dim_names."
@@ -224,10 +316,8 @@ class Mesh:
 
     def with_tensors(self, mesh: DeviceMesh) -> Mesh:
         """Add all axes of a mesh as tensor axes; an unnamed axis is named "tensor"."""
-        found = self
-        for name, size in zip(mesh.mesh_dim_names or ("tensor",), mesh.shape, strict=True):
-            found = found.with_tensor(name, size)
-        return found
+        axes = zip(mesh.mesh_dim_names or ("tensor",), mesh.shape, strict=True)
+        return functools.reduce(lambda found, axis: found.with_tensor(*axis), axes, self)
 
     def with_pipeline(self, name: str, size: int) -> Mesh:
         """Add an outermost axis of pipeline stages; the other axes are one stage's."""

@@ -1,15 +1,15 @@
 """Custom operators of graphs: collectives of the model, and copies between host and device.
 
     own_chunk(whole, num_ranks, axis)   this rank's chunk of a tensor that is equal on all ranks
-    join(pieces, num_ranks, param)      all-gather of each piece of a parameter with an extension, as captured;
-                                        `insert-collectives` replaces it by the gather
-    reduced(value, op, axis)            all-reduce
-    joined(value, num_ranks, axis)      all-gather along dim 0
-    scattered(value, op, num_ranks, axis)   reduce-scatter along dim 0
-    exchanged(value, out, in, axis)     all-to-all of pieces along dim 0 with these sizes
-    reduced_together, joined_together, scattered_together   the same, coalesced
-    reducing, joining, scattering, exchanging   start one of these four; in flight until `settled`
-    settled(value)                      wait for a started collective
+    subclass_all_gather(pieces, num_ranks, param)   all-gather of each piece of a parameter with an extension, as
+                                        captured; `insert-collectives` replaces it by the gather
+    all_reduce(value, op, axis)
+    all_gather(value, num_ranks, axis)  along dim 0
+    reduce_scatter(value, op, num_ranks, axis)   along dim 0
+    all_to_all(value, out, in, axis)    of pieces along dim 0 with these sizes
+    all_reduce_coalesced, all_gather_coalesced, reduce_scatter_coalesced   several tensors in one launch
+    start_all_reduce, start_all_gather, ...   start one of the four; in flight until `wait`
+    wait(value)                         wait for a started collective
     upload(shard, device, dtype=None)   start a copy of a shard from the host; in flight until `arrived`
     reload(saved, device)               the same for a downloaded value, after its download is complete
     arrived(copy)                       wait for an upload or reload
@@ -42,6 +42,7 @@ from torch import Tensor
 from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group
 from graphshard.torch_compat.torch_ops import OpOverload
 
+c10d = torch.ops._c10d_functional
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 
 
@@ -49,55 +50,16 @@ def _own_chunk(whole: Tensor, num_ranks: int, group: str) -> Tensor:
     return whole.chunk(num_ranks)[rank_in_group(group)].clone()
 
 
-def _join(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
+def _subclass_all_gather(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
     """Gather as if every rank had these pieces: exact for one rank, and right in shape for any number."""
     return [torch.cat([piece.reshape(piece.shape or (1,))] * num_ranks) for piece in pieces]
 
 
-def _joined_shapes(pieces: list[Tensor], num_ranks: int, param: str) -> list[Tensor]:
-    return [piece.new_empty([num_ranks * (piece.shape or (1,))[0], *piece.shape[1:]]) for piece in pieces]
-
-
-def _reducing(value: Tensor, op: str, group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_reduce(value, op, group)
-
-
-def _joining(value: Tensor, num_ranks: int, group: str) -> Tensor:
+def _start_all_gather(value: Tensor, num_ranks: int, group: str) -> Tensor:
     whole = value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
     # The functional all-gather corrupts gloo's heap, see runtime/collective_launches.py.
     all_gather_into(whole, value.contiguous(), group)
     return whole
-
-
-def _scattering(value: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
-    return torch.ops._c10d_functional.reduce_scatter_tensor(value, op, num_ranks, group)
-
-
-def _exchanging(value: Tensor, out_sizes: list[int], in_sizes: list[int], group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_to_all_single(value, out_sizes, in_sizes, group)
-
-
-def _settled(value: Tensor) -> Tensor:
-    # An operator must not return its input, hence the view.
-    return torch.ops._c10d_functional.wait_tensor(value).view_as(value)
-
-
-def _at_once(start: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args: torch.ops._c10d_functional.wait_tensor(start(*args))
-
-
-def _together(start: Callable[..., Tensor], coalesced: str) -> Callable[..., list[Tensor]]:
-    """Return the coalesced collective. Gloo would pack the tensors and sum in another order: start each one alone."""
-
-    def run(values: list[Tensor], *args: Any) -> list[Tensor]:
-        if values[0].is_cuda:
-            values = [value.contiguous() for value in values]
-            started = getattr(torch.ops._c10d_functional, coalesced)(values, *args)
-        else:
-            started = [start(value, *args) for value in values]
-        return [torch.ops._c10d_functional.wait_tensor(value) for value in started]
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -168,61 +130,68 @@ OWN_CHUNK = _define(
     _own_chunk,
     lambda whole, num_ranks, group: whole.new_empty([whole.shape[0] // num_ranks, *whole.shape[1:]]),
 )
-JOIN = _define("join(Tensor[] pieces, int num_ranks, str param) -> Tensor[]", _join, _joined_shapes)
-
-
-def _define_both(
-    done: str, doing: str, arguments: str, start: Callable[..., Any], fake: Callable[..., Any]
-) -> tuple[OpOverload, OpOverload]:
-    """Define a collective, and its asynchronous start."""
-    schema = f"({arguments}, str group) -> Tensor"
-    return _define(done + schema, _at_once(start), fake), _define(doing + schema, start, fake)
-
-
-def _define_together(
-    done: str, arguments: str, start: Callable[..., Any], coalesced: str, fake: Callable[..., Any]
-) -> OpOverload:
-    """Define the coalesced form of a collective."""
-    schema = f"{done}_together(Tensor[] values, {arguments}, str group) -> Tensor[]"
-    return _define(schema, _together(start, coalesced), lambda values, *args: [fake(value, *args) for value in values])
-
-
-def _reduced_shape(value: Tensor, op: str, group: str) -> Tensor:
-    return torch.empty_like(value)
-
-
-def _joined_shape(value: Tensor, num_ranks: int, group: str) -> Tensor:
-    return value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
-
-
-def _scattered_shape(value: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
-    return value.new_empty([value.shape[0] // num_ranks, *value.shape[1:]])
-
-
-REDUCED, REDUCING = _define_both("reduced", "reducing", "Tensor value, str op", _reducing, _reduced_shape)
-JOINED, JOINING = _define_both("joined", "joining", "Tensor value, int num_ranks", _joining, _joined_shape)
-SCATTERED, SCATTERING = _define_both(
-    "scattered", "scattering", "Tensor value, str op, int num_ranks", _scattering, _scattered_shape
+SUBCLASS_ALL_GATHER = _define(
+    "subclass_all_gather(Tensor[] pieces, int num_ranks, str param) -> Tensor[]",
+    _subclass_all_gather,
+    lambda pieces, num_ranks, param: [_longer(piece.reshape(piece.shape or (1,)), num_ranks) for piece in pieces],
 )
-EXCHANGED, EXCHANGING = _define_both(
-    *("exchanged", "exchanging", "Tensor value, SymInt[] out_sizes, SymInt[] in_sizes", _exchanging),
+# Asynchronous start of each collective of the model, and its coalesced form.
+STARTS: dict[OpOverload, OpOverload] = {}
+COALESCED_FORMS: dict[OpOverload, OpOverload] = {}
+
+
+def _define_collective(
+    name: str, arguments: str, start: Callable[..., Tensor], fake: Callable[..., Tensor], coalesced: str = ""
+) -> OpOverload:
+    """Define a collective, its start, and its coalesced form by torch's coalesced operator."""
+    more = f"{arguments}, str group) -> Tensor"
+    done = _define(f"{name}(Tensor value, {more}", lambda *args: c10d.wait_tensor(start(*args)), fake)
+    STARTS[done] = _define(f"start_{name}(Tensor value, {more}", start, fake)
+
+    def run(values: list[Tensor], *args: Any) -> list[Tensor]:
+        # Gloo would pack the tensors and sum in another order: start each one alone.
+        if values[0].is_cuda:
+            started = getattr(c10d, coalesced)([value.contiguous() for value in values], *args)
+        else:
+            started = [start(value, *args) for value in values]
+        return [c10d.wait_tensor(value) for value in started]
+
+    if coalesced:
+        schema = f"{name}_coalesced(Tensor[] values, {more}[]"
+        COALESCED_FORMS[done] = _define(schema, run, lambda values, *args: [fake(value, *args) for value in values])
+    return done
+
+
+def _longer(value: Tensor, times: int) -> Tensor:
+    return value.new_empty([times * value.shape[0], *value.shape[1:]])
+
+
+ALL_REDUCE = _define_collective(
+    *("all_reduce", "str op", lambda *args: c10d.all_reduce(*args)),
+    lambda value, op, group: torch.empty_like(value),
+    "all_reduce_coalesced",
+)
+ALL_GATHER = _define_collective(
+    *("all_gather", "int num_ranks", _start_all_gather),
+    lambda value, num_ranks, group: _longer(value, num_ranks),
+    "all_gather_into_tensor_coalesced",
+)
+REDUCE_SCATTER = _define_collective(
+    *("reduce_scatter", "str op, int num_ranks", lambda *args: c10d.reduce_scatter_tensor(*args)),
+    lambda value, op, num_ranks, group: value.new_empty([value.shape[0] // num_ranks, *value.shape[1:]]),
+    "reduce_scatter_tensor_coalesced",
+)
+ALL_TO_ALL = _define_collective(
+    *("all_to_all", "SymInt[] out_sizes, SymInt[] in_sizes", lambda *args: c10d.all_to_all_single(*args)),
     lambda value, out_sizes, in_sizes, group: value.new_empty([sum(out_sizes), *value.shape[1:]]),
 )
-# Coalesced form of each collective.
-TOGETHER = {
-    REDUCED: _define_together("reduced", "str op", _reducing, "all_reduce_coalesced", _reduced_shape),
-    JOINED: _define_together("joined", "int num_ranks", _joining, "all_gather_into_tensor_coalesced", _joined_shape),
-    SCATTERED: _define_together(
-        "scattered", "str op, int num_ranks", _scattering, "reduce_scatter_tensor_coalesced", _scattered_shape
-    ),
-}
-# Asynchronous start of each collective.
-BEGINS = {REDUCED: REDUCING, JOINED: JOINING, SCATTERED: SCATTERING, EXCHANGED: EXCHANGING}
-SETTLED = _define("settled(Tensor value) -> Tensor", _settled, torch.empty_like)
+START_ALL_GATHER = STARTS[ALL_GATHER]
+# An operator must not return its input, hence the view.
+MODEL_WAIT = _define("wait(Tensor value) -> Tensor", lambda x: c10d.wait_tensor(x).view_as(x), torch.empty_like)
 # Mark of collectives that a pass has already started where they are, before others are moved to overlap compute.
-BEGUN = "begun"
+STARTED_EARLY = "started_early"
 # Operators whose last argument names a mesh axis; installation replaces it by the axis's process group.
-NAMING_GROUPS = frozenset({OWN_CHUNK, *BEGINS, *BEGINS.values(), *TOGETHER.values()})
+NAMING_GROUPS = frozenset({OWN_CHUNK, *STARTS, *STARTS.values(), *COALESCED_FORMS.values()})
 UPLOAD = _define(
     "upload(Tensor shard, str device, ScalarType? dtype=None) -> Tensor",
     _upload,

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
-from graphshard.ir.mesh import Mesh
+from graphshard.ir.mesh import AxisPlacement, DTensorLayout, Mesh
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.subclasses import Extension
 from graphshard.ir.units import Precision, keeps_wider_gradients, reduced_in, unit_of, units_within
@@ -84,6 +83,12 @@ class ParamSpec:
     partly: bool = False
     expert: bool = False
     shown: bool = False
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether its shards are rows, and it is a plain tensor that is contiguous and gathered."""
+        plain = self.extension is None and self.split is None and not self.order and not self.ignored
+        return plain and self.num_shards > 1 and self.dim == 0 and len(self.shape) > 1
 
     def has_even_pieces(self, mesh: Mesh) -> bool:
         """Return whether all ranks of the tensor axes have pieces of the same size."""
@@ -253,9 +258,9 @@ class ParamTable:
         Raises:
             ArgumentError: a pattern matches no unit.
         """
-        units = dict.fromkeys(["", *(row.unit for row in self)])
-        chosen = set(units) if patterns is None else set()
-        for pattern in patterns or ():
+        units = list(dict.fromkeys(["", *(row.unit for row in self)]))
+        chosen: set[str] = set()
+        for pattern in ("*",) if patterns is None else patterns:
             found = fnmatch.filter(units, pattern)
             if not found:
                 known = ", ".join(map(repr, units))

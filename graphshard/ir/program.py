@@ -17,8 +17,7 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import RepeatedBlocks
-from graphshard.torch_compat.fx_code import uncompiled
-from graphshard.torch_compat.torch_ops import assert_async, pytree
+from graphshard.torch_compat.torch_ops import assert_async, pytree, uncompiled
 
 
 @dataclass(frozen=True)
@@ -54,37 +53,6 @@ class RuntimeAssert:
             assert_async(status, f"forward raises an exception at {self.line}")
         elif not bool(status):
             raise InputError(f"forward raises an exception for these inputs at {self.line}")
-
-
-class Captured:
-    """Base of `Program` that rebuilds the captured program on demand."""
-
-    def keep_captured(self, captured: Callable[[], Any]) -> None:
-        """Set the function that rebuilds the captured program as an `ExportedProgram`."""
-        self.__dict__["_captured"] = captured
-
-    @property
-    def exported(self) -> Any:
-        """The captured program, before all passes, as a torch `ExportedProgram` with a joint signature.
-
-        Its outputs are BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER and GRADIENT_TO_USER_INPUT; tangents are
-        user inputs. It has no weights. `torch.export.save` writes it, and `graphshard.compile` takes it.
-
-        A program from the cache, or one that was captured with few blocks, is captured again for this.
-
-        Raises:
-            ArgumentError: the program comes from a file of `graphshard.export`, or the model's mode has changed.
-            UnsupportedError: torch has no signature for an input or output.
-        """
-        if "_captured" not in self.__dict__:
-            title = getattr(self, "title", "")
-            raise ArgumentError(
-                f"exported: the program {title} was read from a file of graphshard.export, which does not hold the "
-                "captured program. Compile the model, without artifact=, to capture it."
-            )
-        if "_exported" not in self.__dict__:
-            self.__dict__["_exported"] = self.__dict__["_captured"]()
-        return self.__dict__["_exported"]
 
 
 Extent = int | torch.SymInt  # a size or a stride
@@ -197,6 +165,14 @@ class Phase:
         self.inputs = (*self.inputs, slot)
         return node
 
+    def erase_inputs(self, unused: Callable[[Node, Slot], bool]) -> None:
+        """Erase the inputs for which a function of placeholder and slot is true."""
+        slots = self.slot_of()
+        gone = {node for node, slot in slots.items() if unused(node, slot)}
+        self.inputs = tuple(slot for node, slot in slots.items() if node not in gone)
+        for node in gone:
+            self.module.graph.erase_node(node)
+
     @property
     def differentiated(self) -> frozenset[str]:
         """Names of the parameters whose gradient is returned and not None."""
@@ -291,7 +267,7 @@ class UnitMemory:
 
 
 @dataclass
-class Program(Captured):
+class Program:
     """Everything the compiler knows about one captured signature of a module.
 
     Attributes:
@@ -362,6 +338,30 @@ class Program(Captured):
     trace: Any = None
     taken: tuple[int, ...] = ()
     digest: str = ""
+
+    def keep_captured(self, captured: Callable[[], Any]) -> None:
+        """Set the function that rebuilds the captured program as an `ExportedProgram`."""
+        self.__dict__["_captured"] = captured
+
+    @cached_property
+    def exported(self) -> Any:
+        """The captured program, before all passes, as a torch `ExportedProgram` with a joint signature.
+
+        Its outputs are BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER and GRADIENT_TO_USER_INPUT; tangents are
+        user inputs. It has no weights. `torch.export.save` writes it, and `graphshard.compile` takes it.
+
+        A program from the cache, or one that was captured with few blocks, is captured again for this.
+
+        Raises:
+            ArgumentError: the program comes from a file of `graphshard.export`, or the model's mode has changed.
+            UnsupportedError: torch has no signature for an input or output.
+        """
+        if "_captured" not in self.__dict__:
+            raise ArgumentError(
+                f"exported: the program {self.title} was read from a file of graphshard.export, which does not hold "
+                "the captured program. Compile the model, without artifact=, to capture it."
+            )
+        return self.__dict__["_captured"]()
 
     @property
     def all_params(self) -> ParamTable:

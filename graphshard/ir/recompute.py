@@ -9,14 +9,14 @@ meta["in_forward"]    value that forward computes although only backward needs i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from graphshard.errors import GraphBreak
 from graphshard.ir.graph import base_of, is_backward, is_part, with_parts
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Phase, Slot
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 from graphshard.torch_compat.autograd_state import saved_tensors_hooks
@@ -88,14 +88,8 @@ def _saving_hook(owner: str) -> Callable[..., Any] | None:
 aten = torch.ops.aten
 
 
-def write_again(
-    phase: Phase, label: str, written_in_regions: Collection[str] | None = None
-) -> dict[str, tuple[str, ...]]:
+def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
     """Repeat in backward the writes of checkpointed regions to buffers, as eager mode does.
-
-    Args:
-        written_in_regions: names of these buffers; None if unknown. Then a buffer that is written outside of regions,
-            but depends on its old value through a region, is an error.
 
     Returns:
         The buffers, each with the outputs any of which leads backward through the region.
@@ -108,7 +102,6 @@ def write_again(
     path: set[Node] = set()
     for value, slot in zip(phase.results, phase.outputs, strict=True):
         is_buffer = slot.kind == "mutation" and slot.of == "buffer" and slot.name in sources
-        is_buffer = is_buffer and (written_in_regions is None or slot.name in written_in_regions)
         if is_buffer and isinstance(value, Node):
             writes = _repeated_writes(sources[slot.name], value, slot.name, label)
             if writes:
@@ -117,31 +110,21 @@ def write_again(
     if not path:
         return {}
     through = {name: _through(phase, value.meta["ac_graph_id"]) for name, value in written.items()}
-    late = {sources[name]: _late(phase, name, sources[name]) for name in written}
-    copied = _copied(sorted(path), late)
-    phase.set_results([*phase.results, *(copied[value] for value in written.values())])
-    phase.outputs = (*phase.outputs, *(Slot("mutation", name, "late") for name in written))
-    return through
-
-
-def _late(phase: Phase, name: str, buffer: Node) -> Node:
-    """Add the buffer as an input of backward; partitioners recognize it by its name."""
-    node = phase.add_input(f"tangents_late_{name.replace('.', '_')}", Slot("late", name), buffer.meta["val"])
-    node.meta["partitioner_tag"] = "is_backward"
-    return node
-
-
-def _copied(path: Iterable[Node], late: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Copy forward nodes to the start of their region's backward, reading `late` buffers; return the copies."""
-    copied = dict(late)
-    for node in path:
+    copied: dict[Node, Node] = {}
+    for name in written:  # partitioners recognize inputs of backward by their names
+        buffer, stem = sources[name], f"tangents_late_{name.replace('.', '_')}"
+        copied[buffer] = phase.add_input(stem, Slot("late", name), buffer.meta["val"])
+        copied[buffer].meta["partitioner_tag"] = "is_backward"
+    for node in sorted(path):
         first = next(n for n in node.graph.nodes if n.meta.get(BACKWARD_OF) == node.meta["ac_graph_id"])
         with node.graph.inserting_before(first):
             new = copied[node] = node.graph.node_copy(node, lambda n: copied.get(n, n))
         for mark in ("recompute", "ac_graph_id", REPEATED):
             new.meta.pop(mark, None)
         new.meta["partitioner_tag"] = "is_backward"
-    return copied
+    phase.set_results([*phase.results, *(copied[value] for value in written.values())])
+    phase.outputs = (*phase.outputs, *(Slot("mutation", name, "late") for name in written))
+    return through
 
 
 def _through(phase: Phase, region: int) -> tuple[str, ...]:
@@ -170,7 +153,12 @@ def _repeated_writes(source: Node, value: Node, name: str, label: str) -> set[No
         reason = "Several regions, or a region and other code, write it, and backward repeats that in another order"
     elif repeated != {1}:
         reason = "Backward repeats only a part of the write, or repeats it several times"
-    elif any(_reads_in_backward(user) for node in dependents for user in node.users):
+    # In training, the backward of batch norm receives running statistics and does not read them.
+    elif any(
+        is_backward(user) and user.target is not aten.native_batch_norm_backward.default
+        for node in dependents
+        for user in node.users
+    ):
         reason = "Gradients depend on it, and backward would read the new value"
     if reason is not None:
         raise GraphBreak(
@@ -197,8 +185,3 @@ def _is_of_batch(node: Node) -> bool:
     maker = node.args[0] if is_part(node) else None
     functional = aten._native_batch_norm_legit_functional.default
     return isinstance(maker, Node) and maker.target is functional and node.args[1] in (0, 1, 2)
-
-
-def _reads_in_backward(node: Node) -> bool:
-    # In training, the backward of batch norm receives running statistics and does not read them.
-    return is_backward(node) and node.target is not aten.native_batch_norm_backward.default

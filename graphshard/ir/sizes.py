@@ -13,7 +13,7 @@ boundaries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import sympy
 import torch
@@ -36,10 +36,8 @@ def expression(size: Any) -> Any:
     if not isinstance(size, _SYM):
         return size
     expr = size.node.expr
-    return _number(expr) if expr.is_number else expr
-
-
-def _number(expr: Any) -> Any:
+    if not expr.is_number:
+        return expr
     if isinstance(expr, (bool, sympy.logic.boolalg.BooleanAtom)):
         return bool(expr)
     return int(expr) if expr.is_Integer else float(expr)
@@ -52,11 +50,8 @@ def evaluate(expr: Any, sizes: Mapping[sympy.Symbol, Any]) -> Any:
 
 def given_sizes(sizes: Sequence[Size], tensors: Sequence[torch.Tensor]) -> dict[str, int]:
     """Return the sizes of a call's inputs, by name."""
-    return {size.name: _given_size(tensors[size.source[0]], size.source[1]) for size in sizes}
-
-
-def _given_size(tensor: torch.Tensor, dim: int) -> Any:
-    return tensor.shape[dim] if dim >= 0 else tensor.item()
+    found = ((size.name, tensors[size.source[0]], size.source[1]) for size in sizes)
+    return {name: tensor.shape[dim] if dim >= 0 else cast(int, tensor.item()) for name, tensor, dim in found}
 
 
 def is_size(node: Node) -> bool:
@@ -185,8 +180,9 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), build)
         if is_size(node) and build.knows(expression(node.meta["val"])) and not build.keep(node):
             old.append(node)
-    results = zip(phase.results, phase.outputs, strict=True)
-    kept = [(v, slot) for v, slot in results if slot.kind != "size" and not (slot.kind == "saved" and _is_number(v))]
+    results = list(zip(phase.results, phase.outputs, strict=True))
+    numbers = [slot for v, slot in results if slot.kind == "saved" and not (isinstance(v, Node) and not is_size(v))]
+    kept = [(value, slot) for value, slot in results if slot.kind != "size" and slot not in numbers]
     phase.set_results([value for value, _ in kept])
     phase.outputs = tuple(slot for _, slot in kept)
     for node in reversed(old):
@@ -194,10 +190,6 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
         slots.pop(node, None)
     phase.inputs = tuple(slots[node] for node in phase.placeholders)
     phase.module.recompile()
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, Node) or is_size(value)
 
 
 def conditions_of(program: Program) -> frozenset[str]:

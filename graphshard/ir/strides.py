@@ -22,85 +22,30 @@ from graphshard.torch_compat.torch_ops import OpOverload
 # tries each.
 ANY_STRIDES = frozenset(
     {
-        aten._adaptive_avg_pool2d_backward.default,
-        aten._log_softmax_backward_data.default,
-        aten._prelu_kernel_backward.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
-        aten._to_copy.default,
-        aten.addmm.default,
-        aten.amax.default,
-        aten.avg_pool2d_backward.default,
-        aten.baddbmm.default,
-        aten.binary_cross_entropy_backward.default,
-        aten.bmm.default,
-        aten.cat.default,
-        aten.clone.default,
-        aten.constant_pad_nd.default,
-        aten.convolution_backward.default,
-        aten.copy.default,
-        aten.cumsum.default,
-        aten.diagonal_backward.default,
-        aten.diagonal_scatter.default,
-        aten.dot.default,
-        aten.elu_backward.default,
-        aten.embedding_dense_backward.default,
-        aten.empty_like.default,
-        aten.fill.Scalar,
-        aten.flip.default,
-        aten.full_like.default,
-        aten.gather.default,
-        aten.glu_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.huber_loss_backward.default,
-        aten.index.Tensor,
-        aten.index_add.default,
-        aten.index_put.default,
-        aten.index_select.default,
-        aten.leaky_relu_backward.default,
-        aten.linalg_vector_norm.default,
-        aten.log_sigmoid_backward.default,
-        aten.masked_scatter.default,
-        aten.max_pool2d_with_indices_backward.default,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.mish_backward.default,
-        aten.mm.default,
-        aten.mse_loss_backward.default,
-        aten.mv.default,
-        aten.native_batch_norm_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-        aten.new_full.default,
-        aten.new_ones.default,
-        aten.new_zeros.default,
-        aten.ones_like.default,
-        aten.repeat.default,
-        aten.roll.default,
-        aten.scatter.src,
-        aten.scatter_add.default,
-        aten.select_backward.default,
-        aten.select_scatter.default,
-        aten.slice_backward.default,
-        aten.slice_scatter.default,
-        aten.smooth_l1_loss_backward.default,
-        aten.softplus_backward.default,
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.tril.default,
-        aten.triu.default,
-        aten.unfold_backward.default,
-        aten.upsample_bilinear2d_backward.default,
-        aten.upsample_nearest2d_backward.default,
-        aten.var.correction,
+        *(aten._adaptive_avg_pool2d_backward.default, aten._log_softmax_backward_data.default),
+        *(aten._prelu_kernel_backward.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default, aten._to_copy.default, aten.addmm.default),
+        *(aten.amax.default, aten.avg_pool2d_backward.default, aten.baddbmm.default),
+        *(aten.binary_cross_entropy_backward.default, aten.bmm.default, aten.cat.default, aten.clone.default),
+        *(aten.constant_pad_nd.default, aten.convolution_backward.default, aten.copy.default, aten.cumsum.default),
+        *(aten.diagonal_backward.default, aten.diagonal_scatter.default, aten.dot.default, aten.elu_backward.default),
+        *(aten.embedding_dense_backward.default, aten.empty_like.default, aten.fill.Scalar, aten.flip.default),
+        *(aten.full_like.default, aten.gather.default, aten.glu_backward.default, aten.hardsigmoid_backward.default),
+        *(aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.huber_loss_backward.default),
+        *(aten.index.Tensor, aten.index_add.default, aten.index_put.default, aten.index_select.default),
+        *(aten.leaky_relu_backward.default, aten.linalg_vector_norm.default, aten.log_sigmoid_backward.default),
+        *(aten.masked_scatter.default, aten.max_pool2d_with_indices_backward.default, aten.mean.default, aten.mean.dim),
+        *(aten.mish_backward.default, aten.mm.default, aten.mse_loss_backward.default, aten.mv.default),
+        *(aten.native_batch_norm_backward.default, aten.native_layer_norm_backward.default, aten.new_empty.default),
+        *(aten.new_empty_strided.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default),
+        *(aten.ones_like.default, aten.repeat.default, aten.roll.default, aten.scatter.src, aten.scatter_add.default),
+        *(aten.select_backward.default, aten.select_scatter.default, aten.slice_backward.default),
+        *(aten.slice_scatter.default, aten.smooth_l1_loss_backward.default, aten.softplus_backward.default),
+        *(aten.sum.default, aten.sum.dim_IntList, aten.tril.default, aten.triu.default, aten.unfold_backward.default),
+        *(aten.upsample_bilinear2d_backward.default, aten.upsample_nearest2d_backward.default, aten.var.correction),
         aten.zeros_like.default,
     }
 )
-
 # Replaced by reshape if the strides do not allow a view.
 _VIEWED = (aten.view.default, aten._unsafe_view.default)
 
@@ -181,14 +126,11 @@ def _takes_any_strides(node: Node) -> bool:
 
 def _made(node: Node, target: Any, values: dict[Node, Any]) -> Any:
     """Return the result of a call for these fake values; None if it fails."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else n.meta["val"])
     try:
-        return target(*_given(node.args, values), **_given(node.kwargs, values))
+        return target(*args, **kwargs)
     except Exception:  # custom operators may raise anything
         return None
-
-
-def _given(arguments: Any, values: dict[Node, Any]) -> Any:
-    return map_arg(arguments, lambda node: values[node] if node in values else node.meta["val"])
 
 
 def _alike(one: Any, other: Any, *, strides: bool = True) -> bool:

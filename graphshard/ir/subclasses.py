@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -62,12 +62,12 @@ def is_subclass(tensor: torch.Tensor) -> bool:
 
 
 def overrides_operators(tensor: torch.Tensor) -> bool:
-    """Whether the class of a tensor says what operators on it do."""
+    """Return whether the class of a tensor says what operators on it do."""
     return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
 
 
 def missing_methods(tensor: torch.Tensor) -> str:
-    """Which of the protocol's two methods a tensor lacks; "" for none."""
+    """Return which of the protocol's two methods a tensor lacks; "" for none."""
     return " and ".join(name for name in (PRE, POST) if not hasattr(tensor, name))
 
 
@@ -79,16 +79,15 @@ def shard_in(param: torch.Tensor) -> torch.Tensor:
 def is_extended(param: torch.Tensor) -> bool:
     """Return whether a parameter follows the protocol, by its class or by methods set on its shard."""
     shard = shard_in(param)
-    own = shard.__dict__
-    set_on_shard = bool(own) and (PRE in own or POST in own)
-    return set_on_shard or (type(shard) not in _PLAIN and is_subclass(shard))
+    return PRE in shard.__dict__ or POST in shard.__dict__ or is_subclass(shard)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors of a tensor: itself, or recursively the tensor attributes of a subclass."""
     if not is_subclass(tensor):
         return [tensor]
-    return [part for value in _tensors_in(tensor) for part in parts_of(value)]
+    values = _attributes(tensor).values()
+    return [part for value in values if isinstance(value, torch.Tensor) for part in parts_of(value)]
 
 
 def rebuilt(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -107,23 +106,15 @@ def _rebuilt(like: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
     made = make_wrapper_subclass(
         type(like), like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=device
     )
-    _set(made, values)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
     return made
-
-
-def _tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [value for value in _attributes(tensor).values() if isinstance(value, torch.Tensor)]
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """Return all attributes of a tensor, from slots and `__dict__`."""
     slots = [name for cls in type(tensor).__mro__ for name in cls.__dict__.get("__slots__", ())]
     return {**{name: getattr(tensor, name) for name in slots if hasattr(tensor, name)}, **tensor.__dict__}
-
-
-def _set(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
-        object.__setattr__(tensor, name, value)
 
 
 def method_of(shard: torch.Tensor, name: str, standing_in: torch.Tensor) -> Any:

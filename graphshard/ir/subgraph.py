@@ -73,9 +73,8 @@ def subgraph_of(graph: Graph, print_graph: Callable[..., str]) -> Subgraph:
     """
     inputs = [_input(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
     results = graph.output_node().args[0]
-    text = print_graph(
-        graph, inputs, [""] * (len(results) if isinstance(results, (tuple, list)) else 1), canonical=True
-    )
+    num_results = len(results) if isinstance(results, (tuple, list)) else 1
+    text = print_graph(graph, inputs, [""] * num_results, canonical=True)
     return Subgraph(f"graph_{hashlib.sha256(text.encode()).hexdigest()[:12]}", text, graph)
 
 
@@ -153,17 +152,13 @@ def take_attributes(module: GraphModule, known: Mapping[str, Subgraph]) -> None:
         known: subgraphs by attribute name.
     """
     for node in list(module.graph.find_nodes(op="get_attr")):
-        subgraph = known.get(str(node.target))
+        subgraph: Any = known.get(str(node.target))
         if subgraph is None:
             continue
         for user in list(node.users):
-            replaced: Callable[[Any], Any] = functools.partial(_replaced, node, subgraph)
-            user.args, user.kwargs = map_aggregate((user.args, user.kwargs), replaced)
+            given = user.args, user.kwargs
+            user.args, user.kwargs = map_aggregate(given, lambda arg: subgraph if arg is node else arg)  # noqa: B023
         module.graph.erase_node(node)
     for name in known:
         if hasattr(module, name):
             delattr(module, name)
-
-
-def _replaced(node: Node, subgraph: Subgraph, arg: Any) -> Any:
-    return subgraph if arg is node else arg

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.utils.plain_values import MISSING
+from graphshard.utils.source_lines import MISSING
 
 # Attributes of units of a compiled model that belong to graphshard.
 OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})

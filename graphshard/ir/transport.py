@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import aten, behind, c10d, emit, fake
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import REDUCED, SCATTERED
+from graphshard.ir.operators import ALL_REDUCE, REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.torch_compat.torch_ops import OpOverload
@@ -70,13 +71,7 @@ def gather_epilogue(spec: ParamSpec) -> Steps:
     joined = [*shape[:dim], spec.num_shards * shape[dim], *shape[dim + 1 :]]
     steps: Steps = []
     if dim > 0:
-        side_by_side = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-        steps += [
-            (aten.view.default, ([spec.num_shards, *shape],), {}),
-            (aten.permute.default, (side_by_side,), {}),
-            (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
-            (aten.view.default, (joined,), {}),
-        ]
+        steps += along_dim(spec.num_shards, shape, dim, joined)
     if not spec.is_even:
         steps.append((aten.slice.Tensor, (dim, 0, spec.shape[spec.dim]), {}))
         if dim > 0:  # remove the gaps that the slice leaves, as the captured parameter is dense
@@ -86,6 +81,16 @@ def gather_epilogue(spec: ParamSpec) -> Steps:
     if spec.order:
         steps.append((aten.permute.default, (list(spec.inverse_order),), {}))
     return steps
+
+
+def along_dim(num_shards: int, shard: Sequence[int], dim: int, whole: Sequence[int]) -> Steps:
+    """Return the operators that concatenate gathered shards of a shape along another dim than 0."""
+    return [
+        (aten.view.default, ([num_shards, *shard],), {}),
+        (aten.permute.default, ([*range(1, dim + 1), 0, *range(dim + 1, len(shard) + 1)],), {}),
+        (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+        (aten.view.default, (list(whole),), {}),
+    ]
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
@@ -114,10 +119,10 @@ def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...
     # They follow the sum over microbatches, which is in the reduce dtype.
     for left in spec.split.sums if spec.split else ():
         if left.num_pieces > 1:  # with one microbatch, FSDP2 casts after it
-            then(SCATTERED, left.operation, left.num_pieces, left.axis)
+            then(REDUCE_SCATTER, left.operation, left.num_pieces, left.axis)
             continue
         _in_reduce_dtype(then, spec)
-        then(REDUCED, left.operation, left.axis)
+        then(ALL_REDUCE, left.operation, left.axis)
     _in_reduce_dtype(then, spec)
     if spec.order:
         then(aten.permute.default, list(spec.order))

@@ -88,9 +88,8 @@ def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str
     if callable(spec):
         found = [name for name, sub in named.items() if answer_of("units", spec, name, sub)]
         if not found:
-            raise ArgumentError(
-                f"units: {getattr(spec, '__name__', '') or brief(spec)} chooses no submodule of {model}."
-            )
+            what = getattr(spec, "__name__", "") or brief(spec)
+            raise ArgumentError(f"units: {what} chooses no submodule of {model}.")
         return found
     patterns = (spec,) if isinstance(spec, str) else spec
     if not isinstance(patterns, tuple) or not patterns or not all(isinstance(item, str) for item in patterns):
@@ -110,14 +109,10 @@ def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
-        if _is_stack(module) and _is_block(module, child):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and _is_block(module, child):
             yield name
         else:
             yield from _blocks(child, f"{name}.")
-
-
-def _is_stack(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
 
 
 def _is_block(stack: nn.Module, child: nn.Module) -> bool:
@@ -170,19 +165,17 @@ def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
     Raises:
         ArgumentError: a pattern matches no unit.
     """
-    if isinstance(spec, Mapping):
-        by_unit: dict[str, MixedPrecisionPolicy] = {}
-        for pattern, policy in spec.items():
-            found = fnmatch.filter(["", *units], pattern)
-            if not found:
-                known = ", ".join(map(brief, ["", *units][:_SHOWN]))
-                more = ", ..." if len(units) >= _SHOWN else ""
-                raise ArgumentError(f"mp_policy: {brief(pattern)} names no unit; there are {known}{more}.")
-            by_unit.update(dict.fromkeys(found, policy))
-        return Precision(by_unit=by_unit)
-    if spec is None:
-        return Precision()
-    return Precision(spec)
+    if not isinstance(spec, Mapping):
+        return Precision() if spec is None else Precision(spec)
+    by_unit: dict[str, MixedPrecisionPolicy] = {}
+    for pattern, policy in spec.items():
+        found = fnmatch.filter(["", *units], pattern)
+        if not found:
+            known = ", ".join(map(brief, ["", *units][:_SHOWN]))
+            more = ", ..." if len(units) >= _SHOWN else ""
+            raise ArgumentError(f"mp_policy: {brief(pattern)} names no unit; there are {known}{more}.")
+        by_unit.update(dict.fromkeys(found, policy))
+    return Precision(by_unit=by_unit)
 
 
 def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype) -> torch.dtype:

@@ -25,8 +25,7 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
 from graphshard.ir.subgraph import with_attributes
 from graphshard.lower.regions import Boxed, reshape_views
-from graphshard.torch_compat.fx_code import use_boxed_calls
-from graphshard.torch_compat.torch_ops import foreach_copy_
+from graphshard.torch_compat.torch_ops import foreach_copy_, use_boxed_calls
 
 _CASTS = {aten._to_copy.default, aten.clone.default}
 # They never copy; `reshape` may.

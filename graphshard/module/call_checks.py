@@ -33,7 +33,7 @@ from graphshard.runtime.shards import ParamRef, place_of
 from graphshard.torch_compat.autograd_state import transform_of
 from graphshard.torch_compat.dtensor import is_checkpointed
 from graphshard.torch_compat.torch_ops import memory_of, pytree
-from graphshard.utils.plain_values import MISSING
+from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import brief, users_class
 
 _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")

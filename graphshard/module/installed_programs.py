@@ -23,8 +23,7 @@ from graphshard.frontend.signature import Signature
 from graphshard.module.call_checks import JointGuard, TracedGuard
 from graphshard.pipeline.instrumentation import trace_recapture
 from graphshard.runtime.executable import Executable
-from graphshard.torch_compat.fx_code import recompiles_log
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.torch_compat.torch_ops import pytree, recompiles_log
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from graphshard.codec.program_format import graph_digest
+from graphshard.errors import GraphBreak
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.sizes import conditions_of
 from graphshard.lower.backends import begin_compiling, compiler_for
@@ -27,13 +27,11 @@ from graphshard.module.installed_programs import Installed, InstalledPrograms, R
 from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import check_activation
 from graphshard.pipeline.instrumentation import Observer, Recorder
-from graphshard.pipeline.pipeline import Partitioned, Pipeline
-from graphshard.pipeline.variants import rerun_backward
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
-from graphshard.torch_compat.fx_code import forget_sources
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.torch_compat.torch_ops import forget_sources, pytree
 from graphshard.utils.progress import progress
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.errors import UnsupportedError
+from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.submodule_entry_points import install_entries
@@ -43,8 +42,7 @@ from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.process_groups import whole_mesh
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 from graphshard.torch_compat.dtensor import process_group
-from graphshard.torch_compat.fx_code import forget_sources
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.torch_compat.torch_ops import forget_sources, pytree
 
 # What the user has chosen for a model, and a copy of it starts with.
 _CHOICES = ("methods", "reshard_chosen", "prefetched", "reductions_under_way")

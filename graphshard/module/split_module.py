@@ -21,11 +21,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphshard.errors import UnsupportedError
+from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled

@@ -47,8 +47,7 @@ from graphshard.module.call_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pass, run_pipeline
-from graphshard.pipeline.variants import stamped
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pass, run_pipeline, stamped
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.runtime.process_groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs

@@ -352,8 +352,9 @@ def find_experts(
             if isinstance(p, DTensor) and is_part(given.axis, p.device_mesh) and not data_axes_of(p, data)
         }
         if whole_model and not on_axis:
+            name = (given.axis.mesh_dim_names or ("expert",))[0]
             raise ArgumentError(
-                f"mesh has an expert axis, {given.axis_name!r}, and all parameters of {type(contents.model).__name__} "
+                f"mesh has an expert axis, {name!r}, and all parameters of {type(contents.model).__name__} "
                 "lie alike along it. Deal the experts out first, such as distribute_tensor(weight, mesh['ep'], "
                 "[Shard(0)]) for each of their weights, or call the axis 'cp' if the model has none."
             )

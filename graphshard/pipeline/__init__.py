@@ -1,8 +1,7 @@
 """The order of passes on one screen; verification and records between them.
 
-`pipeline.py` is the order, and how users change it. `instrumentation.py` is what happens between passes, and `rules.py`
-has the rules that a program must keep. `memory_policy.py` decides `activation="auto"`, `variants.py` makes other
-backwards of a program.
+`pipeline.py` is the order, how users change it, and other backwards of a program. `instrumentation.py` is what happens
+between passes, and `rules.py` has the rules that a program must keep. `memory_policy.py` decides `activation="auto"`.
 
 * **Passes name the rules that they establish** (`Pass.establishes`), and every later pass must keep them. So
   `InsertCollectives` does not check what `Reorder` may break, and a pass of a user is checked like ours. A disabled

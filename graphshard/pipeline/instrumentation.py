@@ -33,9 +33,8 @@ from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.rules import Checked, verify, verify_lowered
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
-from graphshard.torch_compat.fx_code import trace_structured
-from graphshard.torch_compat.torch_ops import OpOverload
-from graphshard.utils.best_effort_writer import BestEffort
+from graphshard.torch_compat.torch_ops import OpOverload, trace_structured
+from graphshard.utils.files import BestEffort
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class Observer:
 
     Attributes:
         level: when the rules are checked.
-        recorder: records stages.
         passes: the passes that will run, so that a record of a stage can name the next one.
         show: called with the name of each pass before it runs.
         most: number of operators up to which the history has the program's text after each pass; None for any number.
@@ -87,10 +85,8 @@ class Observer:
             verify(program, name, checked=self._checked)
         now = stage.text, program.plan
         if self.level != "off" and self._last is not None and (rewrites == 0) != (now == self._last):
-            problem = "0, but the program changed. Return the number of rewrites."
-            if rewrites:
-                problem = f"{rewrites}, but the program is what it was. Return 0."
-            raise PassError(f"{name}: rewrite returned {problem}")
+            problem = "is what it was. Return 0." if rewrites else "changed. Return the number of rewrites."
+            raise PassError(f"{name}: rewrite returned {rewrites}, but the program {problem}")
         self._last = now
 
     def end(self, program: Program) -> None:
@@ -124,11 +120,7 @@ class Observer:
     def note(
         self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True, text: str = ""
     ) -> Stage:
-        """Add a stage to the history, and have it recorded; nothing is verified.
-
-        Args:
-            text: replaces the program's text.
-        """
+        """Add a stage to the history, and have it recorded; nothing is verified. `text` replaces the program's text."""
         num_nodes = sum(n.op.startswith("call") for p in program.phases.values() for n in p.module.graph.nodes)
         number(program)
         printed = self.most is None or num_nodes <= self.most or self.level != "off"
@@ -192,11 +184,7 @@ def _operator(node: Node) -> str:
 
 
 def _unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[str, ...]]]]) -> None:
-    """Expand the summaries of a program of few blocks to all blocks: communication, saved values, gathered units.
-
-    Raises:
-        BlocksDifferError: blocks differ there.
-    """
+    """Expand the summaries of a program of few blocks to all blocks; raise BlocksDifferError if blocks differ there."""
     assert program.few is not None
     repeats, lines = program.few.repeats, []
     for name in program.phases:

@@ -1,17 +1,24 @@
-"""The order of compilation, on one screen, and how users change it."""
+"""The order of compilation, on one screen, how users change it, and other backwards of a program."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from graphshard.errors import ArgumentError, GraphshardError, PassError
+from graphshard.ir.graph import fake
+from graphshard.ir.instantiate_blocks import instantiate_blocks
+from graphshard.ir.plan import Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import BlocksDifferError
+from graphshard.ir.strides import restride
+from graphshard.lower.regions import list_calls
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -30,7 +37,7 @@ from graphshard.passes import (
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import decide, same_share
 from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.utils.progress import check_cancelled
+from graphshard.utils.progress import check_cancelled, collector_paused
 from graphshard.utils.text import brief
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
@@ -109,10 +116,8 @@ class Pipeline:
 
 def _check_new(argument: str, new: Any, others: tuple[Pass, ...]) -> None:
     if not isinstance(new, Pass) or not is_dataclass(new) or not getattr(type(new), "name", ""):
-        raise ArgumentError(
-            f"{argument}: {_name(new)} is not a pass: derive a frozen dataclass from graphshard.Pass and give it "
-            "a name."
-        )
+        advice = "derive a frozen dataclass from graphshard.Pass and give it a name."
+        raise ArgumentError(f"{argument}: {_name(new)} is not a pass: {advice}")
     if new.name in {step.name for step in others}:
         raise ArgumentError(
             f"{argument}: the pipeline has a pass {new.name!r} already. Rename yours, or use replace()."
@@ -128,7 +133,7 @@ def _summary(step: Pass) -> str:
     """Return the first line of the docstring of the module of our pass, or else of its class."""
     module = inspect.getmodule(type(step))
     text = (module and module.__name__.startswith("graphshard") and module.__doc__) or type(step).__doc__ or ""
-    return text.strip().splitlines()[0] if text.strip() else ""
+    return text.strip().partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -167,29 +172,22 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
             partitioned = Partitioned(program.phases["backward"].clone(), left, frozenset(program.established))
         if not left:
             break
-        if isinstance(left[0], ActivationCheckpointing):
-            auto = left[0].policy == "auto"
-            left = decided(left, program, observer.show) if auto else same_share(left, program)
+        if isinstance(left[0], ActivationCheckpointing) and left[0].policy == "auto":
+            observer.show("decide what is saved")
+            left = decide(left, program, run_quietly)
+        elif isinstance(left[0], ActivationCheckpointing):
+            left = same_share(left, program)
         run_pass(left[0], program, observer)
         left = left[1:]
     observer.end(program)
     return partitioned
 
 
-def decided(passes: tuple[Pass, ...], program: Program, show: Callable[[str], None]) -> tuple[Pass, ...]:
-    """Replace the first pass, `ActivationCheckpointing("auto")`, by the best policy, see `decide`.
-
-    Args:
-        show: called with a name of the step.
-    """
-
-    def run(steps: tuple[Pass, ...], candidate: Program) -> None:
-        quiet = Observer("off", most=0)
-        for step in steps:
-            run_pass(step, candidate, quiet)
-
-    show("decide what is saved")
-    return decide(passes, program, run)
+def run_quietly(steps: tuple[Pass, ...], program: Program) -> None:
+    """Run passes over a candidate, without checks and records."""
+    quiet = Observer("off", most=0)
+    for step in steps:
+        run_pass(step, program, quiet)
 
 
 def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> None:
@@ -224,3 +222,56 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
             raise
         where = f"{type(step).__module__}.{type(step).__qualname__}.{doing}"
         raise PassError(f"{step.name}: {where} failed with {type(error).__name__}: {error}") from error
+
+
+log = logging.getLogger(__name__)
+
+
+@collector_paused()
+def rerun_backward(
+    partitioned: Partitioned,
+    program: Program,
+    used: frozenset[str],
+    accumulate: AccumulateGradients | None,
+    observer: Observer,
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Program:
+    """Make the backward for gradients through other outputs than the likely ones, or for microbatches.
+
+    Args:
+        used: names of the tangents that arrive.
+        strides: of tangents, if they differ from the likely ones.
+    """
+    phase = partitioned.backward.clone()
+    # Autograd adds up gradients of inputs in their strides.
+    free = {value for value, slot in zip(phase.results, phase.outputs) if (slot.kind, slot.of) == ("grad", "input")}
+    for node, slot in phase.slot_of().items():
+        if slot.kind == "tangent" and slot.name in strides:
+            like = fake(node)
+            if not restride(node, like.new_empty_strided(like.shape, strides[slot.name]), free):
+                log.info("the gradient of output %s is copied to other strides: sums may be added otherwise", slot.name)
+    variant = replace(
+        program,
+        phases={"backward": phase},
+        plan=None,
+        history=[],
+        established=set(partitioned.established),
+        differentiated=phase.differentiated,
+    )
+    for step in partitioned.passes(used, accumulate):
+        run_pass(step, variant, observer)
+    observer.end(variant)
+    return variant
+
+
+def stamped(program: Program, plan: Plan | None) -> Program:
+    """Return the program of all blocks, with their plan, from an outlined program of few blocks, which is used up.
+
+    Raises:
+        BlocksDifferError: blocks differ.
+    """
+    assert program.few is not None
+    made = instantiate_blocks(program, program.few.repeats, program.few.params, program.few.saved)
+    made.plan = plan
+    list_calls(made)
+    return made

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import collectives, peak_gathered_bytes
@@ -35,6 +36,7 @@ from graphshard.ir.sizes import numbers_in, symbols_of
 from graphshard.ir.subgraph import Subgraph
 from graphshard.ir.transport import ROWS_REDUCED, reduced_over
 from graphshard.lower.executor import Executor, Line, Variable, print_line
+from graphshard.passes.base import ancestors
 from graphshard.torch_compat.fake_tensors import fake_mode_of
 from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
@@ -58,7 +60,7 @@ class Violation:
     excerpt: str = ""
 
 
-Rule = Callable[[Program, str], Iterator[Violation]]
+Rule = Callable[..., Iterator[Violation]]
 
 
 @dataclass
@@ -80,7 +82,7 @@ def verify(program: Program, author: str, *, complete: bool = False, checked: Ch
     Args:
         author: the pass that made the program.
         complete: no pass follows, so that every rule that lowering needs must hold.
-        checked: calls that were correct at earlier stages of this program.
+        checked: calls that were correct at earlier stages of this program; new ones are added.
 
     Raises:
         PassError: names the first broken rule, the pass, and the nodes around the fault.
@@ -102,10 +104,8 @@ def verify_lowered(program: Program) -> None:
 def _check(program: Program, author: str, rules: Iterable[Rule], checked: Checked | None = None) -> None:
     for rule in rules:
         for phase_name, phase in program.phases.items():
-            found = rule(program, phase_name)
-            if rule is consistent_values:
-                found = consistent_values(program, phase_name, checked)
-            for violation in found:
+            more = (checked,) if rule is consistent_values else ()
+            for violation in rule(program, phase_name, *more):
                 around = f"\n{print_nodes_around(phase, violation.node)}" if violation.node is not None else ""
                 raise PassError(
                     f"{author} broke the rule {rule.__name__} in {phase_name}: {violation.message}\n"
@@ -180,22 +180,13 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
                 wanted = " or ".join(f"{axis.size} ranks of axis {axis.name!r}" for axis in axes)
                 size = f"{node.args[-2]} ranks of " if sized else ""
                 yield Violation(f"the collective runs over {size}{node.args[-1]!r}, not {wanted}", node)
-        for leaf in _leaves((node.args, node.kwargs)):
+        leaves: list[Any] = []
+        map_aggregate((node.args, node.kwargs), leaves.append)
+        for leaf in leaves:
             if not isinstance(leaf, _CONSTANTS):
                 yield Violation(f"a {type(leaf).__name__} is written into the graph", node)
         if node.op == "get_attr":
             yield Violation(f"{node.target} is read from the module instead of passed as an input", node)
-
-
-def _leaves(arg: Any) -> Iterator[Any]:
-    """Yield the constants of a call; FX has lists, tuples and dicts only."""
-    if isinstance(arg, (tuple, list)):
-        for each in arg:
-            yield from _leaves(each)
-    elif isinstance(arg, dict):
-        yield from _leaves(list(arg.values()))
-    else:
-        yield arg
 
 
 def consistent_values(program: Program, phase_name: str, checked: Checked | None = None) -> Iterator[Violation]:
@@ -204,11 +195,7 @@ def consistent_values(program: Program, phase_name: str, checked: Checked | None
 
 
 def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Violation]:
-    """Yield the nodes of a graph whose recorded value is not the one that the operator makes.
-
-    Args:
-        checked: calls that were correct at earlier stages; new ones are added.
-    """
+    """Yield the nodes of a graph whose recorded value is not the one that the operator makes."""
     # A dynamic size may turn out to be one number, or to be equal to another.
     if checked is None or any(numbers_in(node.meta.get("val")) for node in graph.nodes):
         checked = Checked()
@@ -223,7 +210,9 @@ def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Viola
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, structure = pytree.tree_flatten((args, kwargs))
         # Equal blocks ask the same questions: each is answered once.
-        asked = (node.target, str(structure), *map(_aspect, leaves))
+        # As text: dynamic sizes cannot be hashed.
+        aspects = ((str(x.shape), str(x.stride()), x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in leaves)
+        asked = (node.target, str(structure), *aspects)
         makes = checked.makes.get(asked)
         if makes is None:
             mode = next((fake_mode_of(v) for v in [*leaves, val] if isinstance(v, torch.Tensor)), None)
@@ -247,12 +236,9 @@ def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Viola
 
 
 def _refines(said: Any, made: Any, free: set[sympy.Symbol]) -> bool:
-    """Return whether the recorded value may be the result of an operator with data-dependent sizes.
+    """Return whether the recorded value may be the result of an operator that introduces data-dependent sizes, `free`.
 
     torch resolves such sizes where the value is used: next to four columns, another tensor has four.
-
-    Args:
-        free: symbols of the sizes that this operator introduces.
     """
     if isinstance(made, (tuple, list)):
         same_length = isinstance(said, (tuple, list)) and len(said) == len(made)
@@ -272,11 +258,6 @@ def _makes_symbol(node: Node) -> bool:
         return True
     given = symbols_of([n.meta.get("val") for n in node.all_input_nodes])
     return any(n.node.expr.free_symbols - given for n in numbers_in(node.meta.get("val")) if is_unknown(n))
-
-
-def _aspect(leaf: Any) -> Hashable:
-    # As text: dynamic sizes cannot be hashed.
-    return (str(leaf.shape), str(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else str(leaf)
 
 
 def sharded_inputs(program: Program, phase_name: str) -> Iterator[Violation]:
@@ -321,7 +302,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
             axes = axes[1:]
             paths = _reductions_to(value, len(axes), set())
         (path, *others) = paths
-        found = [_axis_of(wait) for wait, _ in reversed(path)]
+        found = [str(wait.meta.get(ROWS_REDUCED) or launch_of(wait).args[-1]) for wait, _ in reversed(path)]
         if others:
             how = f"comes out of {len(paths)} reductions"
         elif found != axes:
@@ -333,13 +314,7 @@ def reduced_once(program: Program, phase_name: str) -> Iterator[Violation]:
             continue
         over = f" over each of {', '.join(axes)}" if len(axes) > 1 else ""
         yield Violation(f"{slot} {how}, it must be reduced once{over}", value)
-    returned: set[Node] = set()
-    stack = [value for value in phase.results if isinstance(value, Node)]
-    while stack:
-        node = stack.pop()
-        if node not in returned:
-            returned.add(node)
-            stack += node.all_input_nodes
+    returned = ancestors(*(value for value in phase.results if isinstance(value, Node)))
     for node in phase.module.graph.nodes:
         if is_reduced(node) and node not in returned:
             yield Violation("the reduction belongs to no gradient that is returned", node)
@@ -372,10 +347,6 @@ def _reductions_to(value: Node, most: int, partial: set[Node]) -> set[tuple[_Red
         part = node if node.target is operator.getitem else part
         stack.extend((source, part, path) for source in sources if source not in partial)
     return found
-
-
-def _axis_of(reduced: Node) -> str:
-    return str(reduced.meta[ROWS_REDUCED] if ROWS_REDUCED in reduced.meta else launch_of(reduced).args[-1])
 
 
 def planned_buckets(program: Program, phase_name: str) -> Iterator[Violation]:
@@ -434,11 +405,7 @@ def freed_at_last_use(program: Program, phase_name: str) -> Iterator[Violation]:
 
 
 def wrong_frees(lines: Sequence[Line]) -> Iterator[tuple[str, int]]:
-    """Yield faults in the frees of an executor, each with the index of its line.
-
-    A gathered parameter that is not freed at its last use costs memory without an error, so the lines themselves are
-    checked.
-    """
+    """Yield faults in the frees of an executor, each with the index of its line: they cost memory without an error."""
     freed: dict[Variable, int] = {}
     last: dict[Variable, int] = {}
     for index, line in enumerate(lines):

@@ -18,16 +18,15 @@ from torch.fx import Graph
 
 from graphshard.codec.joint_export import joint_program
 from graphshard.cost.flops import flop_of
-from graphshard.errors import ArgumentError
+from graphshard.errors import ArgumentError, GraphBreak
 from graphshard.frontend.capture import capture_example
 from graphshard.frontend.graph_breaks import raise_break, traced_or_break
 from graphshard.frontend.inputs import apart, moved_to, stand_in
 from graphshard.frontend.signature import CaptureSpec, check_alike
 from graphshard.ir.gpus import USUAL
 from graphshard.ir.graph import aten, fake
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
-from graphshard.ir.operators import EXCHANGED
+from graphshard.ir.operators import ALL_TO_ALL
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.repeated_block_matcher import flop_of_all
@@ -208,11 +207,11 @@ class CaptureTarget:
 def _assume_equal_parts(graph: Graph) -> None:
     """Let estimates assume that value-dependent sizes are equal: experts and ranks get equally many tokens.
 
-    exchanged(f32[24, 8], [u0, u1], [u2, u3], ep) -> f32[u0 + u1, 8]        12 from each of two ranks
+    all_to_all(f32[24, 8], [u0, u1], [u2, u3], ep) -> f32[u0 + u1, 8]        12 from each of two ranks
     split_with_sizes(f32[u0 + u1, 8], [u4, u5])                             12 for each of two experts
     """
     for node in graph.nodes:
-        if node.target is EXCHANGED:
+        if node.target is ALL_TO_ALL:
             given, made = fake(node.all_input_nodes[0]).shape[0], fake(node).shape[0]
             assume_total([given], hint(made))
             assume_total([made], hint(given))

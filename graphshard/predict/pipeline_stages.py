@@ -25,7 +25,7 @@ from graphshard.ir.graph import is_communication
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.repeats import Repeats
-from graphshard.torch_compat.fx_code import uncompiled
+from graphshard.torch_compat.torch_ops import uncompiled
 
 # Kinds of slots of a parameter, in any form.
 _OF_PARAMETERS = ("param", "part", "gathered", "piece")

@@ -45,9 +45,9 @@ from graphshard.options.simulated_mesh import Parallelize
 from graphshard.options.validate import check_examples, check_model
 from graphshard.passes import MakePlan, OverlapModelCollectives, Pass
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.pipeline import decided, run_pass
+from graphshard.pipeline.memory_policy import decide
+from graphshard.pipeline.pipeline import run_pass, run_quietly, stamped
 from graphshard.pipeline.rules import verify
-from graphshard.pipeline.variants import stamped
 from graphshard.predict.capture_target import (
     CaptureTarget,
     Place,
@@ -307,7 +307,8 @@ class Study:
         observer = self._observer(spec.mesh)
         passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
         if self.options.activation == "auto":
-            passes = decided(passes, program, observer.show)
+            observer.show("decide what is saved")
+            passes = decide(passes, program, run_quietly)
         before_plan = list(itertools.takewhile(lambda step: not isinstance(step, MakePlan), passes))
         # Overlapping moves compute from one block into the next, so it needs the whole program.
         of_blocks = list(itertools.takewhile(lambda step: not isinstance(step, OverlapModelCollectives), before_plan))

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.ir.repeats import CAPTURED, Repeats
 from graphshard.ir.submodule_entry_points import without_entries
-from graphshard.utils.plain_values import PLAIN
+from graphshard.utils.source_lines import PLAIN
 
 # What is compared of a module apart from its other attributes.
 PARTS = ("_parameters", "_buffers", "_modules")

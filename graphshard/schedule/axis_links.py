@@ -17,7 +17,7 @@ from graphshard.cost.costs import Costs, ModelCollective, model_collective
 from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.graph import with_parts
 from graphshard.ir.mesh import Axis, Mesh
-from graphshard.ir.operators import SETTLED
+from graphshard.ir.operators import MODEL_WAIT
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
@@ -117,7 +117,7 @@ def model_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
             sent = model_collective(part)
             if sent is None:
                 continue
-            settled = [at] if sent.at_once else [layout.index[user] for user in part.users if user.target is SETTLED]
+            settled = [at] if sent.at_once else [layout.index[user] for user in part.users if user.target is MODEL_WAIT]
             yield Sent(sent, at, min(settled, default=len(layout.compute) - 1))
 
 

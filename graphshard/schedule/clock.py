@@ -26,7 +26,7 @@ from graphshard.cost.costs import Costs, ModelCollective, ModelKind, model_colle
 from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD, SETTLED, UPLOADS
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, MODEL_WAIT, RELOAD, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 
@@ -110,9 +110,9 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
                 events.append(_of_model(program, costs, sizes, node, sent, name, order))
                 if sent.at_once:
                     events.append(TimedWait(sent.name, name, order, node, len(events) - 1))
-            elif node.target is SETTLED and node.all_input_nodes[0] not in started:
+            elif node.target is MODEL_WAIT and node.all_input_nodes[0] not in started:
                 pass  # of a model's collective that is left out
-            elif node.target in (WAIT, ARRIVED, SETTLED):
+            elif node.target in (WAIT, ARRIVED, MODEL_WAIT):
                 launch = started[launch_of(node) if node.target is WAIT else node.all_input_nodes[0]]
                 events.append(TimedWait(events[launch].name, name, order, node, launch))
             elif node.op == "call_module":

@@ -23,7 +23,7 @@ from graphshard.cost.scalars import Scalar
 from graphshard.cost.workspace import BLOCK, workspace
 from graphshard.ir.collective_regions import Collective, CollectiveRegions
 from graphshard.ir.graph import WAIT, base_of, is_alias, is_on_host, is_part
-from graphshard.ir.operators import ARRIVED, DOWNLOAD, OWN_CHUNK, SETTLED
+from graphshard.ir.operators import ARRIVED, DOWNLOAD, MODEL_WAIT, OWN_CHUNK
 from graphshard.ir.program import LASTING, Phase, Program, Region, Slot
 
 
@@ -72,7 +72,7 @@ def owners(program: Program, phase: Phase, saved: Mapping[Slot, Saved] | None = 
         if node.op != "call_function" or not node.all_input_nodes:
             continue
         source = node.all_input_nodes[0]
-        if node.target in (WAIT, ARRIVED, SETTLED) or is_alias(node):
+        if node.target in (WAIT, ARRIVED, MODEL_WAIT) or is_alias(node):
             found[node] = found[source]
         elif node.target is operator.getitem and source.op == "call_module":
             key = program.region_names[str(source.target)]
@@ -144,7 +144,7 @@ def base_bytes(
     for node in phase.module.graph.nodes:
         for source in () if node in ours or node not in index else node.all_input_nodes:
             # A collective of the model holds its input until it is settled.
-            for held in (source, *source.all_input_nodes) if node.target is SETTLED else (source,):
+            for held in (source, *source.all_input_nodes) if node.target is MODEL_WAIT else (source,):
                 owner = _owner(held, same)
                 if owner in spans:
                     spans[owner][1] = max(spans[owner][1], index[node], until.get(node, 0))
@@ -183,7 +183,7 @@ def item_at(cuts: Sequence[int], position: int) -> int:
 
 def _owner(node: Node, same: Mapping[Node, Node]) -> Node:
     """Return the value whose memory a value has."""
-    owner = base_of(node, lambda each: is_alias(each) or is_part(each) or each.target in (SETTLED, ARRIVED))
+    owner = base_of(node, lambda each: is_alias(each) or is_part(each) or each.target in (MODEL_WAIT, ARRIVED))
     return same.get(owner, owner)
 
 

@@ -42,8 +42,7 @@ from graphshard.store.artifact_manifest import Environment, ModelFacts, StoredOp
 from graphshard.torch_compat.autograd_state import modes_of_functions
 from graphshard.torch_compat.torch_ops import kernels_in_python
 from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables
-from graphshard.utils.text import brief, users_class
-from graphshard.utils.version import own_version
+from graphshard.utils.text import brief, own_version, users_class
 
 # Fields of a parameter spec that the model decides, in the order of comparison, and what messages call them.
 MODEL_FIELDS = {

@@ -22,7 +22,7 @@ from graphshard.codec.converter import decode_pass
 from graphshard.codec.graph_format import parse_size, strings
 from graphshard.codec.program_format import decode_lowered, decode_partitioned, graph_digest
 from graphshard.cross.gpu_kernels import GpuRegion
-from graphshard.errors import ArtifactError
+from graphshard.errors import ArtifactError, GraphBreak
 from graphshard.frontend.signature import Signature
 from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.printer import describe, number, print_program

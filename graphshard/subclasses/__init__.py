@@ -1,10 +1,10 @@
 """Tensor subclasses and DTensors in a traced forward: their all-gathers, and the placements of gradients.
 
 * **A parameter may say itself what is gathered of it** (`extensions.py`), by FSDP2's protocol for tensor subclasses.
-  Its methods are traced in the same trace as the forward. The operator `join` stands where the gather will be. What
-  the methods also read is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with shorter
-  shards show the methods a padded one, so that the graph has no rank in it; operators that would tell the padding apart
-  are errors.
+  Its methods are traced in the same trace as the forward. The operator `subclass_all_gather` stands for the gather.
+  What the methods also read is part of the signature (`closure_variables.py`), since no guard sees it. Ranks with
+  shorter shards show the methods a padded one, so that no graph has a rank in it; operators that would tell the padding
+  apart are errors.
 * **A parameter that is a DTensor is its local tensor** (`tensor_parallel.py`). The function that is traced takes the
   piece and makes a DTensor of it, by an autograd function that brings the gradient to the parameter's placement, as
   FSDP2 does after backward. The graph belongs to one place on the tensor axis: offsets of a vocabulary are constants.

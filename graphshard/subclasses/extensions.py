@@ -1,6 +1,6 @@
 """FSDP2's protocol for tensor subclasses, run while a forward is traced: before the gather, and after it.
 
-    parts of the shard -> shard -> fsdp_pre_all_gather -> join -> fsdp_post_all_gather -> parameter of the module
+    parts -> shard -> fsdp_pre_all_gather -> subclass_all_gather -> fsdp_post_all_gather -> parameter of the module
 
 Both methods are traced at every capture, so what they compute is part of the program. The result is a leaf, as FSDP2's
 unsharded parameter is: nothing is differentiated through the methods, and the gradient of their result is the
@@ -9,20 +9,19 @@ parameter's. A program makes the result again wherever it gathers, so `out=` is 
 Methods of all parameters are traced before the forward. `settle_gathers` moves them to where the parameter is needed,
 because otherwise every parameter would be gathered first:
 
-    %s = mul(%part, 2)                    %y = mm(%x, %v)
-    %g = join([%s], 2, w)                 %s = mul(%part, 2)
-    %w = _to_copy(%g[0], float32)         %g = join([%s], 2, w)
-    %y = mm(%x, %v)                       %w = _to_copy(%g[0], float32)
-    %z = mm(%y, %w)                       %z = mm(%y, %w)
+    %s = mul(%part, 2)                            %y = mm(%x, %v)
+    %g = subclass_all_gather([%s], 2, w)          %s = mul(%part, 2)
+    %w = _to_copy(%g[0], float32)                 %g = subclass_all_gather([%s], 2, w)
+    %y = mm(%x, %v)                               %w = _to_copy(%g[0], float32)
+    %z = mm(%y, %w)                               %z = mm(%y, %w)
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from torch.fx import Node
 from graphshard.errors import CaptureError
 from graphshard.ir.graph import c10d, emit, is_backward
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import JOIN, REDUCED
+from graphshard.ir.operators import ALL_REDUCE, SUBCLASS_ALL_GATHER
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import (
@@ -77,12 +76,11 @@ class Extended:
     """A parameter that follows the protocol, and what its methods are told.
 
     Attributes:
-        row: of the table, with what the policy says of dtypes; `described` completes it.
+        row: its spec, with the policy's dtypes; `described` completes it.
         param: sharded, or not yet.
         module: the module that holds it.
         policy: its unit's.
         mesh: the axis it is sharded along.
-        device: what programs are captured for.
     """
 
     row: ParamSpec
@@ -93,7 +91,7 @@ class Extended:
     device: torch.device
 
     def stand_in(self) -> torch.Tensor:
-        """A padded shard without values like this rank's, to be made within a fake mode."""
+        """Return a padded shard like this rank's, without values; within a fake mode."""
         shard, row = shard_in(self.param), self.row
         held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=self.device) for p in parts_of(shard)]
         stand_in = rebuilt(shard, held)
@@ -102,7 +100,7 @@ class Extended:
         return padded_to(stand_in, row.padded_shape, row.dim)
 
     def described(self) -> ParamSpec:
-        """The row with what is gathered, and with the dtype of what is made of it.
+        """Return the spec with the gathered tensors and the dtype of the result.
 
         Raises:
             CaptureError: a method fails, or breaks the protocol.
@@ -120,18 +118,16 @@ class Extended:
             stored = sum(part.nbytes for part in parts_of(stand_in))
             reduce_dtype = reduced_in(self.policy, self.row.dtype, full.dtype)
             extension = Extension(tuple((tuple(t.shape), t.dtype) for t in sent), stored)
-            return dataclasses.replace(
-                self.row, compute_dtype=full.dtype, reduce_dtype=reduce_dtype, extension=extension
-            )
+            return replace(self.row, compute_dtype=full.dtype, reduce_dtype=reduce_dtype, extension=extension)
 
     @torch.no_grad()
     def unsharded(self, like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The parameter that the model uses, of the parts of a padded shard; `like` is a stand-in for that."""
+        """Return the parameter that the model uses, given the parts of a padded shard, and a stand-in for the shard."""
         shard = rebuilt(like, parts)
         return self._after(shard, *self._before(shard))
 
     def _before(self, stand_in: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        """What is to be gathered, and the metadata."""
+        """Return the tensors to gather, and the metadata."""
         method = method_of(shard_in(self.param), PRE, stand_in)
         count = len(inspect.signature(method).parameters)
         if count not in (1, 5):
@@ -147,8 +143,8 @@ class Extended:
         return [as_plain(tensor) for tensor in sent], metadata
 
     def _after(self, stand_in: torch.Tensor, sent: list[torch.Tensor], metadata: Any) -> torch.Tensor:
-        """The parameter that the model uses."""
-        joined = tuple(JOIN(sent, self.row.num_shards, self.row.name))
+        """Return the parameter that the model uses."""
+        joined = tuple(SUBCLASS_ALL_GATHER(sent, self.row.num_shards, self.row.name))
         method = method_of(shard_in(self.param), POST, stand_in)
         result = self._run(POST, method, joined, metadata, self.row.compute_dtype)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
@@ -156,7 +152,7 @@ class Extended:
         return self._run(POST, self._without_padding, result[0])
 
     def _without_padding(self, full: torch.Tensor) -> torch.Tensor:
-        """What FSDP2 takes with `as_strided`: the memory of the parameter, without what was gathered of padding."""
+        """Return what FSDP2 takes with `as_strided`: the memory of the parameter, without gathered padding."""
         shape = self.row.shape
         if full.is_contiguous() and full.shape[1:] == shape[1:] and full.shape[0] >= shape[0]:
             return full if full.shape == shape else full.narrow(0, 0, shape[0])
@@ -202,17 +198,17 @@ class Extended:
             )
 
     def _check_sizes(self, sent: Sequence[torch.Tensor]) -> None:
-        row = self.row
-        for tensor in sent if row.dim != 0 and row.num_shards > 1 else ():
-            if tensor.numel() != math.prod(row.padded_shape):
+        dim, numel = self.row.dim, math.prod(self.row.padded_shape)
+        for tensor in sent if dim != 0 and self.row.num_shards > 1 else ():
+            if tensor.numel() != numel:
                 raise self._error(
                     PRE,
-                    f"the parameter is sharded along dim {row.dim}, so what is gathered must have as many elements as "
-                    f"the shard, {math.prod(row.padded_shape)}, and a tensor has {tensor.numel()}. Shard along dim 0",
+                    f"the parameter is sharded along dim {dim}, so what is gathered must have as many elements as "
+                    f"the shard, {numel}, and a tensor has {tensor.numel()}. Shard along dim 0",
                 )
 
     def _check_operators(self, name: str, watch: ShardOperators) -> None:
-        """What a program cannot do, or not as FSDP2 does: draw numbers where it does, tell padding from elements."""
+        """Reject operators that a program cannot run as FSDP2 does: random ones, and ones that count padding."""
         if watch.communicating:
             raise self._error(name, COMMUNICATION.format(watch.communicating))
         if watch.random:
@@ -250,11 +246,8 @@ class Extensions:
             self.tensors.update(parts)
             self._known[param.row.name] = param, stand_in, list(parts)
 
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
     def used(self, given: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """What a module uses instead of the tensors that the function was given."""
+        """Return what a module uses instead of the tensors that the function was given."""
         if not self._known:
             return dict(given)
         used = {}
@@ -271,10 +264,7 @@ class Extensions:
 
 
 class Leaf(torch.autograd.Function):
-    """What a parameter is used as, instead of the leaf that its gradient belongs to.
-
-    The gradient may be a tensor subclass; a plain tensor is made of it, as FSDP2 does when it reduces it.
-    """
+    """Value of a parameter, instead of the leaf that its gradient belongs to; a gradient becomes a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -286,7 +276,7 @@ class Leaf(torch.autograd.Function):
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is when it is copied to a plain one, as FSDP2 does with what it gathers and reduces."""
+    """Copy a tensor to a plain one, as FSDP2 does with what it gathers and reduces."""
     if not is_subclass(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -296,7 +286,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardOperators(TorchDispatchMode):
-    """Notes operators on plain tensors while it is on.
+    """Mode that notes operators on plain tensors.
 
     Attributes:
         random: the first that draws random numbers; "" for none.
@@ -332,10 +322,14 @@ def settle_gathers(phase: Phase, axis: Axis, group: str) -> None:
     Raises:
         CaptureError: something else is communicated, or a shard is written to.
     """
-    own = _of_parts(phase)
-    for node in [n for n in own if getattr(n.target, "namespace", "") == "_c10d_functional"]:
+    graph = phase.module.graph
+    for node in [n for n in _of_parts(phase) if getattr(n.target, "namespace", "") == "_c10d_functional"]:
         if node.target is c10d.all_reduce.default and node.args[2] == group:
-            _name_axis(node, axis)
+            with graph.inserting_before(node):
+                reduced = emit(graph, ALL_REDUCE, *node.args[:2], axis.name, like=node)
+            for old in (*node.users, node):
+                old.replace_all_uses_with(reduced)
+                graph.erase_node(old)
         elif node.target is not c10d.wait_tensor.default:
             raise CaptureError(f"{PRE}: {COMMUNICATION.format(node.target)}.")
     for slot in phase.outputs:
@@ -350,7 +344,7 @@ def settle_gathers(phase: Phase, axis: Axis, group: str) -> None:
 
 
 def _of_parts(phase: Phase) -> list[Node]:
-    """Calls of forward whose inputs are parts of shards, and what is made of those alone; in order."""
+    """Return the calls of forward that depend on parts of shards alone, in order."""
     known = {node for node, slot in phase.slot_of().items() if slot.kind == "part"}
     found = []
     for node in phase.module.graph.nodes:
@@ -359,14 +353,3 @@ def _of_parts(phase: Phase) -> list[Node]:
             known.add(node)
             found.append(node)
     return found
-
-
-def _name_axis(reduction: Node, axis: Axis) -> None:
-    value, op, _ = reduction.args
-    (wait,) = reduction.users
-    graph = reduction.graph
-    with graph.inserting_before(reduction):
-        reduced = emit(graph, REDUCED, value, op, axis.name, like=reduction)
-    for old in (wait, reduction):
-        old.replace_all_uses_with(reduced)
-        graph.erase_node(old)

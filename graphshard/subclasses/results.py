@@ -19,28 +19,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.errors import UnsupportedError
-from graphshard.ir.graph_break import GraphBreak
+from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.torch_ops import pytree
 
 
 def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorResult:
-    """A result; if it is a tensor subclass, taken apart.
+    """Take a result apart if it is a tensor subclass; raise GraphBreak if its size is dynamic.
 
     Args:
         data: names of the data axes that parameters are DTensors on, too.
-
-    Raises:
-        GraphBreak: the result's size is dynamic.
     """
     if not is_subclass(leaf):
         return leaf
     if any(isinstance(size, torch.SymInt) for size in leaf.shape):
         reason = f"It returns a {type(leaf).__name__}, a tensor subclass, of a dynamic size."
         raise GraphBreak("forward", reason, "Return plain tensors, or leave dynamic_shapes out.")
-    _register()
     if isinstance(leaf, DTensor):
         of_gradient = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
         local = leaf.to_local(grad_placements=of_gradient)
@@ -77,10 +72,9 @@ class Layout:
     fixed: tuple[tuple[int, Placement], ...] = ()
 
     def around(self, local: torch.Tensor) -> DTensor:
-        """The DTensor with a local tensor."""
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        """Return the DTensor with a local tensor."""
+        settings: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride}
+        return DTensor.from_local(local, self.mesh, self.placements, **settings)
 
 
 class DTensorResult:
@@ -111,17 +105,15 @@ def _check_gradient(fixed: tuple[tuple[int, Placement], ...], grad: DTensor) -> 
             )
 
 
-@functools.cache
-def _register() -> None:
-    pytree.register_pytree_node(DTensorResult, lambda result: ([result.local], result.layout), _as_dtensor)
-    pytree.register_pytree_node(SubclassResult, lambda result: (list(result.parts), result.like), _put_together)
-
-
 def _put_together(parts: Any, like: torch.Tensor) -> Any:
     parts = tuple(parts)
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return SubclassResult(parts, like)
     return _Whole.apply(like, *parts)
+
+
+pytree.register_pytree_node(DTensorResult, lambda result: ([result.local], result.layout), _as_dtensor)
+pytree.register_pytree_node(SubclassResult, lambda result: (list(result.parts), result.like), _put_together)
 
 
 class _Parts(torch.autograd.Function):

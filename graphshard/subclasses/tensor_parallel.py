@@ -5,7 +5,7 @@
 DTensor's code runs while the forward is traced, so the graph has what it does on this rank: products of pieces, and
 functional collectives. These become operators that run at once and name an axis of the mesh, not a process group:
 
-    %a = all_reduce(%y, sum, 7)                   %w = reduced(%y, sum, tp)
+    %a = all_reduce(%y, sum, 7)                   %w = all_reduce(%y, sum, tp)
     %w = wait_tensor(%a)
 
 To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
@@ -27,36 +27,30 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from graphshard.errors import CaptureError
-from graphshard.ir.dtensor_layout import PendingReduction
+from graphshard.errors import CaptureError, UntraceableError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
-from graphshard.ir.graph_break import UntraceableError
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import EXCHANGED, JOINED, REDUCED, SCATTERED
+from graphshard.ir.mesh import Mesh, PendingReduction
+from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.program import Phase, Slot
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
-from graphshard.torch_compat.torch_ops import OpOverload, pytree
+from graphshard.torch_compat.torch_ops import pytree
 
 # Collectives that add up what ranks have of a gradient: of all of it, and of a piece for each.
-_SUMS = (REDUCED, SCATTERED)
+_SUMS = (ALL_REDUCE, REDUCE_SCATTER)
 
 _AT_ONCE = {
-    c10d.all_reduce.default: REDUCED,
-    c10d.all_gather_into_tensor.default: JOINED,
-    c10d.reduce_scatter_tensor.default: SCATTERED,
-    c10d.all_to_all_single.default: EXCHANGED,
+    c10d.all_reduce.default: ALL_REDUCE,
+    c10d.all_gather_into_tensor.default: ALL_GATHER,
+    c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
+    c10d.all_to_all_single.default: ALL_TO_ALL,
 }
 
 
 def distributed(
     used: Mapping[Slot, torch.Tensor], params: ParamTable, meshes: Mapping[tuple[str, ...], DeviceMesh]
 ) -> dict[Slot, torch.Tensor]:
-    """Return what a module finds instead of its tensors: DTensors for parameters that are split over an axis.
-
-    Args:
-        meshes: that parameters are DTensors on, by the names of their axes.
-    """
+    """Return what a module finds instead of its tensors: DTensors, by the names of their axes, for split parameters."""
     found = dict(used)
     for slot, tensor in used.items():
         split = params[slot.name].split if slot.kind == "param" else None
@@ -85,7 +79,12 @@ class OneCast(TorchFunctionMode):
             for leaf in pytree.arg_tree_leaves(*args, **kwargs):
                 name = self._names.get(id(leaf))
                 if name in self._cast:
-                    raise UntraceableError("cast again", f"parameter {name}, {getattr(func, '__name__', func)}")
+                    raise UntraceableError(
+                        f"parameter {name}, {getattr(func, '__name__', func)}",
+                        "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot "
+                        "yet. Use it once in the block, cast it yourself, or use param_dtype of mp_policy in the place "
+                        "of autocast.",
+                    )
                 if name is not None:
                     self._cast.add(name)
         return result
@@ -110,7 +109,11 @@ class Distributed(torch.autograd.Function):
         assert isinstance(grad, DTensor)
         of_data = grad.placements[: ctx.num_data]
         if any(placement.is_shard() for placement in of_data):
-            raise UntraceableError("sharded gradient", f"a gradient of {ctx.name} is placed as {of_data} there")
+            raise UntraceableError(
+                f"a gradient of {ctx.name} is placed as {of_data} there",
+                "A gradient of a parameter on the whole mesh lies in pieces along data axes, over which it is to be "
+                "reduced. Use the parameter with activations that are cut there by their batch, or whole.",
+            )
         placements = (*of_data, *ctx.placements[ctx.num_data :])
         if grad.placements != placements:
             grad = grad.redistribute(placements=placements)
@@ -118,7 +121,7 @@ class Distributed(torch.autograd.Function):
 
 
 def take_off_wrapping(phase: Phase, params: ParamTable) -> None:
-    """Let what reads a piece read the input itself: to make a DTensor of it computes nothing."""
+    """Let readers of a piece read the input itself: making a DTensor of it computes nothing."""
     for node, slot in phase.slot_of().items():
         if slot.kind != "param" or params[slot.name].split is None:
             continue
@@ -128,11 +131,11 @@ def take_off_wrapping(phase: Phase, params: ParamTable) -> None:
 
 
 def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTable:
-    """Leave to the reduction over data ranks what ranks of the tensor axis add up of parameters' gradients.
+    """Leave sums of parameters' gradients over the tensor axis to the reduction over data ranks; specs name them.
 
-    So it is done once for all microbatches, and, unless gradients are cut along that axis, in the reduce dtype. The
-    rows say which gradients are such. Where pieces have different sizes, sums that are cut stay: the program of a rank
-    whose piece was padded ends otherwise.
+    So they are taken once for all microbatches, and, unless gradients are cut along that axis, in the reduce dtype.
+    Where pieces have different sizes, sums that are cut stay: the program of a rank whose piece was padded ends
+    otherwise.
     """
     rows, results = {row.name: row for row in params}, phase.results
     for index, slot in enumerate(phase.outputs):
@@ -143,10 +146,9 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
         kinds = _SUMS if row.has_even_pieces(mesh) else _SUMS[:1]
         while _is_last_sum(value := results[index], kinds):
             results[index], operation, *pieces, axis = value.args
-            sums.insert(
-                0, PendingReduction(str(axis), str(operation), *(size for size in pieces if isinstance(size, int)))
-            )
-        rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(sums)))
+            num_pieces = next((size for size in pieces if isinstance(size, int)), 1)
+            sums.append(PendingReduction(str(axis), str(operation), num_pieces))
+        rows[slot.name] = replace(row, split=replace(row.split, sums=tuple(reversed(sums))))
     phase.set_results(results)
     for node in reversed([n for n in phase.module.graph.nodes if n.target in _SUMS]):
         if not node.users:
@@ -155,26 +157,22 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
 
 
 def _is_last_sum(value: Any, kinds: Sequence[Any]) -> TypeGuard[Node]:
-    """Whether a gradient is what ranks have added up, and nothing else reads that."""
-    return (
-        isinstance(value, Node) and value.target in kinds and len(value.users) == 1 and value.args[1] in ("sum", "avg")
-    )
+    """Return whether a gradient is a sum over ranks that nothing else reads."""
+    is_sum = isinstance(value, Node) and value.target in kinds and value.args[1] in ("sum", "avg")
+    return is_sum and len(value.users) == 1
 
 
 # --- collectives of the model -------------------------------------------------------------------------------------
 
 
 def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: str) -> Mesh:
-    """Let what the model communicates run at once, and name an axis.
+    """Let the model's collectives run at once, and name an axis; return the mesh with the axes that were found.
 
     Args:
         groups: names of the process groups of this rank by the names of the axes; new ones are added.
 
-    Returns:
-        The mesh, with the axes that were found.
-
     Raises:
-        CaptureError: it communicates otherwise, or with other ranks.
+        CaptureError: the model communicates otherwise, or with other ranks.
     """
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") in ("_c10d_functional", "_dtensor") and node.target is not WAIT:
@@ -183,15 +181,19 @@ def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: 
             if found is None or node.target not in _AT_ONCE:
                 raise CaptureError(_refusal(node, ranks, mesh, groups, model))
             mesh, name = found
-            _run_at_once(node, _AT_ONCE[node.target], name)
-    for wait in graph.find_nodes(op="call_function", target=WAIT):  # of what was waited for before
+            with graph.inserting_before(node):
+                value = emit(graph, _AT_ONCE[node.target], *node.args[:-1], name, like=node)
+            value.meta.update({key: node.meta[key] for key in node.meta if key != "val"})
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
         wait.replace_all_uses_with(wait.all_input_nodes[0])
         graph.erase_node(wait)
     return mesh
 
 
 def _with_axis(mesh: Mesh, ranks: list[int], group: str, groups: dict[str, str]) -> tuple[Mesh, str] | None:
-    """The mesh with an axis along which this rank has these ranks, and its name; None if there can be none.
+    """Return the mesh with an axis along which this rank has these ranks, and its name; None if there can be none.
 
     A group is known by its ranks: DTensor keeps plans for meshes that are equal, of whichever was there first.
     """
@@ -219,16 +221,3 @@ def _refusal(node: Node, ranks: list[int], mesh: Mesh, groups: dict[str, str], m
         f"mesh, or among neighbours on {mesh.shard.name!r}, one behind the other. This rank's axes are "
         f"{axes or 'not known, as there are no process groups: compile it in process'}."
     )
-
-
-def _run_at_once(launch: Node, target: OpOverload, axis: str) -> None:
-    graph = launch.graph
-    with graph.inserting_before(launch):
-        value = emit(graph, target, *launch.args[:-1], axis, like=launch)
-    value.meta.update({key: launch.meta[key] for key in launch.meta if key != "val"})
-    for user in list(launch.users):
-        if user.target is WAIT:
-            user.replace_all_uses_with(value)
-            graph.erase_node(user)
-    launch.replace_all_uses_with(value)  # of the sizes of what arrives, say
-    graph.erase_node(launch)

@@ -30,29 +30,6 @@ from torch.utils.checkpoint import CheckpointPolicy, _CachedTorchDispatchMode, _
 from graphshard.torch_compat.fake_tensors import FakeTensor, fake_mode_of
 from graphshard.torch_compat.torch_ops import replaced
 
-__all__ = [
-    "AOTInput",
-    "AOTOutput",
-    "CheckpointPolicy",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "TangentAOTInput",
-    "TracingContext",
-    "aot_export_joint_with_descriptors",
-    "cached_casts",
-    "draws_stay",
-    "get_decompositions",
-    "leaves_stay_leaves",
-    "min_cut_partition",
-    "run_and_save_rng_state",
-    "run_with_rng_state",
-    "torch_decompositions",
-    "tracing",
-    "without_selective_checkpoints",
-]
-
 
 def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule, GraphModule]:
     """Partition a joint graph with AOTAutograd's min-cut; `num_outputs` counts the outputs of forward.

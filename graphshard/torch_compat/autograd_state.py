@@ -12,20 +12,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "Fate",
-    "disable_autocast",
-    "fate_at",
-    "is_profiling",
-    "keeps_graph",
-    "leave_modes_on_error",
-    "modes_of_functions",
-    "number_of_backward",
-    "saved_tensors_hooks",
-    "transform_of",
-    "without_dispatch_modes",
-]
-
 # Use of a gradient: added to `.grad`, returned by `torch.autograd.grad`, or unused.
 Fate = Literal["accumulated", "returned", "dropped"]
 

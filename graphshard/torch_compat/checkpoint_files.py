@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding
-
-__all__ = ["MemoryFormatEncoding", "StorageInfo"]

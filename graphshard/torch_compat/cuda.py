@@ -6,15 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "accelerator",
-    "clear_cublas_workspaces",
-    "convolution_backend",
-    "current_raw_stream",
-    "static_launcher",
-    "without_stream",
-]
-
 
 def current_raw_stream(index: int) -> int:
     """Return the handle of the stream that is current on a GPU."""

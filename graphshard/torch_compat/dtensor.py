@@ -25,32 +25,6 @@ try:
 except ImportError:  # torch 2.11 has none
     ShardPlacementResult = None  # type: ignore[assignment, misc]
 
-__all__ = [
-    "ShardPlacementResult",
-    "all_gather_into",
-    "cut_of_pieces",
-    "cuts_of",
-    "dtensor_of",
-    "fake_world",
-    "flattened_mesh",
-    "group_of",
-    "is_checkpointed",
-    "is_part",
-    "is_replicated",
-    "joined_mesh",
-    "mesh_of_both",
-    "process_group",
-    "rank_in_group",
-    "register_as",
-    "rendezvous_store",
-    "root_of",
-    "sharded_like",
-    "split_mesh",
-    "started",
-    "take_checkpoint_hooks",
-    "track_draws",
-]
-
 _CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 
 

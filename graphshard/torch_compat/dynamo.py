@@ -25,37 +25,3 @@ from torch._guards import ChainedSource, Guard, GuardsSet, Source
 from torch.export.dynamic_shapes import _combine_args as combine_args
 from torch.export.dynamic_shapes import _process_dynamic_shapes as process_dynamic_shapes
 from torch.utils._ordered_set import OrderedSet
-
-__all__ = [
-    "AttributeMutationExisting",
-    "AutogradFunctionApplyVariable",
-    "ChainedSource",
-    "CheckpointHigherOrderVariable",
-    "CudaInterface",
-    "DebuggingVariable",
-    "FloatTensorSource",
-    "Guard",
-    "GuardsSet",
-    "ObservedException",
-    "OrderedSet",
-    "RandomValueSource",
-    "SideEffects",
-    "Source",
-    "SubgraphTracer",
-    "TensorVariable",
-    "TorchDynamoException",
-    "TorchRuntimeError",
-    "ValueMutationExisting",
-    "combine_args",
-    "compile_lock",
-    "dict_version",
-    "dynamo_config",
-    "dynamo_timed",
-    "fullgraph_capture",
-    "get_metrics_context",
-    "numpy_method_wrapper",
-    "numpy_operator_wrapper",
-    "numpy_to_tensor_wrapper",
-    "pgo",
-    "process_dynamic_shapes",
-]

@@ -22,24 +22,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.torch_compat.torch_ops import OpOverload, make_contiguous_strides_for, replaced
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FunctionalTensor",
-    "UnsupportedOperatorException",
-    "contents_now",
-    "fake_kernels",
-    "fake_mode_of",
-    "fake_tensor",
-    "fake_tensor_module",
-    "is_traced",
-    "keep_strides",
-    "new_fake_mode",
-    "quiet_tracing",
-]
-
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     """Return the mode that a fake tensor belongs to."""

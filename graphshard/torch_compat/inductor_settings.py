@@ -14,17 +14,6 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
 
-__all__ = [
-    "VecISA",
-    "changed_settings",
-    "cpu_vec_isa",
-    "data_pointer",
-    "inductor_cache",
-    "inductor_config",
-    "keeps_code",
-    "load_package",
-]
-
 
 def changed_settings() -> dict[str, str]:
     """Return the settings of AOTAutograd and Inductor that differ from their defaults."""

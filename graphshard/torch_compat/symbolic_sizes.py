@@ -21,20 +21,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
-__all__ = [
-    "PythonReferenceAnalysis",
-    "assume_total",
-    "condition",
-    "hint",
-    "is_unknown",
-    "new_number",
-    "new_size",
-    "new_symbols_dropped",
-    "new_unknown_float",
-    "new_unknown_size",
-    "sympy_interp",
-]
-
 # Estimated value of a size that depends on tensor values.
 _GUESS = 64
 

@@ -1,14 +1,17 @@
-"""Operators, pytrees and dispatch modes under names that do not start with an underscore; questions to operators."""
+"""Operators, pytrees, dispatch modes, code of FX graphs and torch's logs; questions to operators."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import linecache
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DispatchKey
+from torch._logging import getArtifactLogger, trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims_common import (
     compute_elementwise_output_strides,
@@ -17,36 +20,11 @@ from torch._prims_common import (
     suggest_memory_format,
 )
 from torch.distributed.utils import _apply_to_tensors
+from torch.fx import Graph, GraphModule, graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "DispatchKey",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "arguments_of",
-    "assert_async",
-    "cast_tensors",
-    "compute_elementwise_output_strides",
-    "dispatcher_operators",
-    "distinct",
-    "foreach_copy_",
-    "foreach_mul",
-    "foreach_norm",
-    "kernels_in_python",
-    "make_channels_last_strides_for",
-    "make_contiguous_strides_for",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "memory_of",
-    "pytree",
-    "replaced",
-    "set_grad_enabled",
-    "suggest_memory_format",
-    "written_by",
-]
 
 assert_async = torch._assert_async
 foreach_copy_, foreach_mul, foreach_norm = torch._foreach_copy_, torch._foreach_mul, torch._foreach_norm
@@ -121,3 +99,32 @@ def written_by(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = arguments_of(func, args, kwargs)
     writes = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
     return [leaf for leaf in pytree.tree_leaves(writes) if isinstance(leaf, torch.Tensor)]
+
+
+# Prints with `TORCH_LOGS=recompiles`: torch gives its handlers to loggers under "torch" only.
+recompiles_log = getArtifactLogger("torch.graphshard", "recompiles")
+
+
+def use_boxed_calls(graph: Graph) -> None:
+    """Generate code that takes one list of inputs and clears it, so that inputs can be freed early."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def uncompiled(root: nn.Module, graph: Graph) -> GraphModule:
+    """Return a module of a graph whose code is generated when it is first read or called."""
+    return _LazyGraphModule(root, graph)
+
+
+@contextlib.contextmanager
+def forget_sources() -> Iterator[None]:
+    """Remove the source of graphs that torch.fx compiles in the block, which it keeps forever for tracebacks.
+
+    A GraphModule holds its code, and executors keep their source while they live.
+    """
+    known = set(graph_module._loader.eval_cache)
+    try:
+        yield
+    finally:
+        for name in set(graph_module._loader.eval_cache) - known:
+            graph_module._loader.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)

@@ -12,7 +12,9 @@ a writer of the file can write its digest. A signature finds forgery. This modul
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
+import io
 import json
 import os
 import re
@@ -136,8 +138,7 @@ def read_private(path: Path) -> Archive:
 
     Raises:
         ArtifactError: it is damaged, or another user may have written it.
-        FileNotFoundError: another process has removed it.
-        OSError: it cannot be read.
+        OSError: another process has removed it, or it cannot be read.
     """
     for place in (path, path.parent):
         if others_can_write(place):
@@ -154,10 +155,8 @@ def _members(sizes: dict[str, int], body: bytes) -> dict[str, bytes]:
     content = unpacker.decompress(body, total + 1) if is_possible else b""
     if len(content) != total or not unpacker.eof or unpacker.unused_data:
         raise ValueError(f"the members have {total} bytes, and it holds others")
-    members, start = {}, 0
-    for name, size in sizes.items():
-        members[name], start = content[start : start + size], start + size
-    return members
+    reader = io.BytesIO(content)
+    return {name: reader.read(size) for name, size in sizes.items()}
 
 
 def _most_in(body: bytes) -> int:
@@ -166,18 +165,13 @@ def _most_in(body: bytes) -> int:
 
 
 def _digest(line: bytes, body: bytes) -> bytes:
-    found = hashlib.sha256(line)
-    found.update(b"\n")
+    found = hashlib.sha256(line + b"\n")
     found.update(body)
     return found.hexdigest().encode()
 
 
 def others_can_write(place: Path) -> bool:
-    """Return whether users except this one and root could have written a file, or files in a directory.
-
-    Raises:
-        OSError: it does not exist, or cannot be examined.
-    """
+    """Return whether users except this one and root could have written a file, or files in a directory."""
     if not hasattr(os, "getuid"):
         return False
     about = os.stat(place)
@@ -187,8 +181,7 @@ def others_can_write(place: Path) -> bool:
 def is_being_written(path: Path) -> bool:
     """Return whether another process is writing the file, or was killed a moment ago while it did."""
     with contextlib.suppress(OSError):
-        names = (found for found in path.parent.iterdir() if found.name.startswith(f".{path.name}."))
-        return any(time.time() - used(found) < WRITES_FOR for found in names)
+        return any(time.time() - used(found) < WRITES_FOR for found in path.parent.glob(f".{glob.escape(path.name)}.*"))
     return False
 
 
@@ -208,14 +201,9 @@ def remove(path: Path) -> bool:
 
 
 def remove_oldest(paths: Iterable[Path], limit: int, keep: Path | None = None) -> int:
-    """Remove the least recently used files until the others have at most `limit` bytes; return how many.
-
-    Args:
-        keep: a file that is not removed.
-    """
-    found = sorted(((used(path), path) for path in paths), reverse=True)
+    """Remove the least recently used files except `keep` until others have at most `limit` bytes; return how many."""
     total, removed = 0, 0
-    for _, path in found:
+    for path in sorted(paths, key=lambda path: (used(path), path), reverse=True):
         with contextlib.suppress(OSError):
             total += path.stat().st_size
             if total > limit and path != keep:
@@ -224,15 +212,10 @@ def remove_oldest(paths: Iterable[Path], limit: int, keep: Path | None = None) -
 
 
 def remove_left_behind(directory: Path, ending: str, older: float = _LEFT_BEHIND) -> None:
-    """Remove the temporary files of killed processes.
-
-    Args:
-        ending: of the files that they were to become.
-        older: seconds since they were written.
-    """
+    """Remove temporary files of killed processes, `older` seconds old, for files with this ending."""
     with contextlib.suppress(OSError):
-        for path in directory.iterdir():
-            if path.name.startswith(".") and f"{ending}." in path.name and time.time() - used(path) >= older:
+        for path in directory.glob(f".*{ending}.*"):
+            if time.time() - used(path) >= older:
                 remove(path)
 
 

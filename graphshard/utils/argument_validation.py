@@ -34,11 +34,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_count(name: str, value: object, *, least: int = 1, most: int = (1 << 63) - 1, what: str = "int") -> None:
-    """Raise ArgumentError unless a value is an integer within bounds.
-
-    Args:
-        what: the noun in the message.
-    """
+    """Raise ArgumentError unless a value is an integer within bounds; `what` is the noun in the message."""
     if not is_int(value) or not least <= value <= most:
         sign = {0: "non-negative ", 1: "positive "}.get(least, "")
         more = f" up to {most}" if is_int(value) and value > most else ""
@@ -114,11 +110,7 @@ def write_given(name: str, value: object, text: str) -> None:
 
 
 def answer_of(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function that the user passed.
-
-    Raises:
-        ArgumentError: it raised an error.
-    """
+    """Return the result of a function that the user passed; raise ArgumentError if it raises an error."""
     try:
         return function(*args)
     except GraphshardError:

@@ -1,15 +1,17 @@
-"""Files that are never half written, and read only if they are files of a length that can be."""
+"""Files that are never half written, and read only if they are files of a length that can be; best-effort writers."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from graphshard.errors import ArgumentError
 
@@ -83,3 +85,29 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # the directory may be gone, too; what happened first is what counts
             os.unlink(name)
         raise
+
+
+log = logging.getLogger(__name__)
+
+
+class BestEffort:
+    """Writer that stops at its first OSError, with a warning.
+
+    Args:
+        name: what the user calls it, for the warning.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stopped = False
+
+    def __call__(self, write: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of `write`, or None if it fails, or failed earlier, because of the disk."""
+        if self._stopped:
+            return None
+        try:
+            return write(*args)
+        except OSError as error:
+            self._stopped = True
+            log.warning("%s stops, and training goes on: %s: %s", self._name, type(error).__name__, error)
+            return None

@@ -31,11 +31,9 @@ _Reader = Callable[[Any, Any], Any]
 
 
 def read(data: Any, kind: type[T], converter: Converter | None = None) -> T:
-    """Inverse of `write`.
+    """Return the dataclass that `write` made this data from.
 
     Args:
-        data: as JSON returns it.
-        kind: a dataclass.
         converter: for types that JSON does not have.
 
     Raises:
@@ -67,7 +65,6 @@ def new_converter(overrides: Overrides | None = None, otherwise: Callable[[type]
     """Return a strict converter of dataclasses, lists, tuples, sets, dicts, numbers and strings.
 
     Args:
-        overrides: by class and field.
         otherwise: cattrs' factory of writers for any other class; None writes the value itself.
     """
     given = overrides or {}
@@ -126,14 +123,14 @@ def _read_number(data: Any, _: Any) -> float:
     return cast(float, data) if type(data) is int else typed(data, float)
 
 
-def _write_number(value: float) -> Any:
-    return value if not isinstance(value, float) or math.isfinite(value) else {"float": str(value)}
-
-
 def _read_literal(data: Any, kind: Any) -> Any:
     if not any(type(data) is type(item) and data == item for item in get_args(kind)):  # True is no 1
         raise ArgumentError(f"{str(data)[:60]!r} is none of {', '.join(map(str, get_args(kind)))}")
     return data
+
+
+def _write_number(value: float) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else {"float": str(value)}
 
 
 def _is_literal(kind: Any) -> bool:
@@ -168,22 +165,13 @@ def _set_reader(kind: Any, converter: Converter) -> _Reader:
     return lambda data, _: make(read_items(data, kind))
 
 
-def _is_row(kind: Any) -> bool:
-    return get_origin(kind) is tuple and Ellipsis not in get_args(kind)
-
-
-def _is_tuple(kind: Any) -> bool:
-    return get_origin(kind) is tuple and Ellipsis in get_args(kind)
-
-
-def _is_list(kind: Any) -> bool:
-    return get_origin(kind) in (list, Sequence)
+def _tuple_reader(kind: Any, converter: Converter) -> _Reader:
+    return (homogenous_tuple_structure_factory if Ellipsis in get_args(kind) else _row_reader)(kind, converter)
 
 
 _CONTAINERS: tuple[tuple[Callable[[Any], bool], type, Callable[[Any, Converter], _Reader]], ...] = (
-    (_is_row, list, _row_reader),
-    (_is_tuple, list, homogenous_tuple_structure_factory),
-    (_is_list, list, list_structure_factory),
+    (lambda kind: get_origin(kind) is tuple, list, _tuple_reader),
+    (lambda kind: get_origin(kind) in (list, Sequence), list, list_structure_factory),
     (is_any_set, list, _set_reader),
     (is_mapping, dict, mapping_structure_factory),
 )

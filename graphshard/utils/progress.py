@@ -83,7 +83,9 @@ def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], Non
     elif lines:
         with _beating(phases):
             yield phases.begin_line
-        phases.end_lines()
+        phases.write()
+        phases.now = "in all", phases.begun
+        phases.write()
     else:
         yield phases.begin
 
@@ -105,12 +107,6 @@ class _Phases:
         """Write a line about the phase before, and start one."""
         self.write()
         self.begin(phase)
-
-    def end_lines(self) -> None:
-        """Write lines about the last phase and about the total."""
-        self.write()
-        self.now = "in all", self.begun
-        self.write()
 
     def write(self, more: str = "") -> None:
         """Write a line about the phase."""

@@ -1,7 +1,8 @@
-"""Lines of user source for messages: frames outside torch, graphshard and the standard library."""
+"""Lines of user source for messages, outside torch, graphshard and the standard library; and plain values of Python."""
 
 from __future__ import annotations
 
+import enum
 import linecache
 import os
 import sysconfig
@@ -10,6 +11,21 @@ from collections.abc import Iterator, Sequence
 from traceback import FrameSummary, extract_tb
 
 import torch
+
+
+class Sentinel(enum.Enum):
+    """Type of `MISSING`, which stands for a missing attribute where None is a value."""
+
+    MISSING = "missing"
+
+
+MISSING = Sentinel.MISSING
+
+# Immutable types whose values compare by content.
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice, enum.Enum, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -133,3 +133,13 @@ def plain_table(table: Table) -> str:
     console.print(table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+
+
+def own_version() -> str:
+    """Return the installed version; "not installed" for a checkout that is only on the path."""
+    from importlib.metadata import PackageNotFoundError, version  # reads files
+
+    try:
+        return version("graphshard")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,8 +1,8 @@
 """Cut a matrix product, and the all-gather before it or the reduce-scatter after it, into chunks that overlap.
 
-    %g: f32[8, 4] = joined(%x, 2, tp)           %g0: f32[4, 4] = joined(%x[:2], 2, tp)
+    %g: f32[8, 4] = all_gather(%x, 2, tp)       %g0: f32[4, 4] = all_gather(%x[:2], 2, tp)
     %y: f32[8, 6] = mm(%g, %w)                  %y0: f32[4, 6] = mm(%g0, %w)
-                                                %g1: f32[4, 4] = joined(%x[2:], 2, tp)     overlaps mm(%g0, %w)
+                                                %g1: f32[4, 4] = all_gather(%x[2:], 2, tp)   overlaps mm(%g0, %w)
                                                 %y1: f32[4, 6] = mm(%g1, %w)
                                                 %y: f32[8, 6] = rows of %y0 and %y1, in the order of %g
 
@@ -12,7 +12,7 @@ reduce-scatters rows, and one product needs all of them. Only the first or the l
 
 Rows may lie along dim 0, or along dim 1, as sequences do; then the ranks' parts are split and concatenated:
 
-    %g = joined(%x, 2, tp)
+    %g = all_gather(%x, 2, tp)
     %s = split(%g, 4)
     %c = cat([%s[0], %s[1]], 1)
     %y = mm(view(%c, [64, 8]), %w)
@@ -37,7 +37,7 @@ from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, emit, fake
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import JOINED, SCATTERED
+from graphshard.ir.operators import ALL_GATHER, REDUCE_SCATTER
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass, ancestors
 
@@ -96,7 +96,7 @@ class _RowProducts:
     """A collective of the model that gathers or reduce-scatters rows, and the products that read or make them.
 
     Attributes:
-        collective: `joined` or `scattered`.
+        collective: `all_gather` or `reduce_scatter`.
         whole: the tensor with the rows of all ranks in the model's order: gathered, or to be scattered.
         dim: along which the ranks' rows follow each other in `whole`, 0 or 1.
         products: of the rows of `whole`, or the one that makes them.
@@ -110,7 +110,7 @@ class _RowProducts:
     @property
     def is_gather(self) -> bool:
         """Return whether the products follow the collective."""
-        return self.collective.target is JOINED
+        return self.collective.target is ALL_GATHER
 
     @property
     def length(self) -> int:
@@ -126,9 +126,9 @@ class _RowProducts:
 
 def _row_products(node: Node) -> _RowProducts | None:
     """Match a collective of static sizes with its products; None for any other node."""
-    if node.target not in (JOINED, SCATTERED) or not all(isinstance(size, int) for size in fake(node).shape):
+    if node.target not in (ALL_GATHER, REDUCE_SCATTER) or not all(isinstance(size, int) for size in fake(node).shape):
         return None
-    return _after_gather(node) if node.target is JOINED else _before_reduce_scatter(node)
+    return _after_gather(node) if node.target is ALL_GATHER else _before_reduce_scatter(node)
 
 
 def _rows_of(product: Node) -> Node:
@@ -263,7 +263,7 @@ def _cut_gather(found: _RowProducts, count: int) -> None:
     with collective.graph.inserting_before(collective):
         for index in range(count):
             shard = write(aten.slice.Tensor, collective.all_input_nodes[0], found.dim, index * size, (index + 1) * size)
-            part = write(JOINED, _contiguous(write, shard), *collective.args[1:])
+            part = write(ALL_GATHER, _contiguous(write, shard), *collective.args[1:])
             part.meta[_CHUNK] = True
             parts.append(part)
             width = fake(part).shape[-1]
@@ -308,7 +308,7 @@ def _cut_reduce_scatter(found: _RowProducts, count: int) -> None:
             own = _contiguous(write, own)
             own = write(aten.view.default, own, [fake(own).numel() // width, width])
             part = write(aten.view.default, _product_of(product, own), sent)
-            chunk = write(SCATTERED, part, *collective.args[1:])
+            chunk = write(REDUCE_SCATTER, part, *collective.args[1:])
             chunk.meta[_CHUNK] = True
             chunks.append(chunk)
     _replace(collective, lambda _: write(aten.cat.default, chunks, found.dim))

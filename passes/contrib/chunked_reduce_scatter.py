@@ -1,7 +1,7 @@
 """Reduce the gradient of a head that `vocab-sharded-loss` has cut chunk by chunk, while the next chunk is computed.
 
-    %j = cat([view(%dw0), view(%dw1)], 1)            %r0: f32[2, 3] = scattered(%dw0, avg, 2, shard)
-    %d: f32[8, 3] = view(%j)                         %r1: f32[2, 3] = scattered(%dw1, avg, 2, shard)
+    %j = cat([view(%dw0), view(%dw1)], 1)            %r0: f32[2, 3] = reduce_scatter(%dw0, avg, 2, shard)
+    %d: f32[8, 3] = view(%j)                         %r1: f32[2, 3] = reduce_scatter(%dw1, avg, 2, shard)
   * %r = reduce_scatter_tensor(%d, avg, 2, shard)    %ds: f32[4, 3] = cat([%r0, %r1])
     %ds: f32[4, 3] = wait_tensor(%r)
 
@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.ir.graph import aten, emit, erase_dead
-from graphshard.ir.operators import SCATTERED
+from graphshard.ir.operators import REDUCE_SCATTER
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
 from graphshard.passes.accumulate_gradients import ARITHMETIC, full_gradient, until_reduced
@@ -65,7 +65,7 @@ def _split(value: Node) -> bool:
         total = emit(wait.graph, aten.cat.default, parts, like=launch)
         if looked_up is not None:
             chain[0].replace_input_with(full, looked_up)
-            rows = emit(wait.graph, SCATTERED, launch.args[0], op, ranks, axis, like=launch)
+            rows = emit(wait.graph, REDUCE_SCATTER, launch.args[0], op, ranks, axis, like=launch)
             rows.meta[OF_A_REDUCTION] = True
             total = emit(wait.graph, aten.add.Tensor, rows, total, like=launch)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: axis})
@@ -100,4 +100,4 @@ def _scattered(chunk: Node, steps: list[Node], launch: Node) -> Node:
             with graph.inserting_after(chunk):
                 chunk = emit(graph, step.target, chunk, *step.args[1:], like=step, **step.kwargs)
     with graph.inserting_after(chunk):
-        return emit(graph, SCATTERED, chunk, *launch.args[1:], like=chunk)
+        return emit(graph, REDUCE_SCATTER, chunk, *launch.args[1:], like=chunk)

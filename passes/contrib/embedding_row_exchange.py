@@ -1,14 +1,14 @@
 """Exchange the rows of a sharded embedding that are looked up, instead of gathering the table.
 
-  * %g = all_gather_into_tensor(%s, 2, shard)        %a: i64[24] = exchanged(%ids - [[0], [25]], ...)
+  * %g = all_gather_into_tensor(%s, 2, shard)        %a: i64[24] = all_to_all(%ids - [[0], [25]], ...)
     %w: f32[50, 8] = wait_tensor(%g)                 %r: f32[24, 8] = embedding(%s, clamp(%a, 0, 24))
-    %y: f32[12, 8] = embedding(%w, %ids)             %o: f32[24, 8] = exchanged(%r, ...)
+    %y: f32[12, 8] = embedding(%w, %ids)             %o: f32[24, 8] = all_to_all(%r, ...)
                                                      %y: f32[12, 8] = embedding(%o, %ids // 25 * 12 + place)
 
 Its gradient: each rank needs the rows that it owns.
 
-    %d = embedding_dense_backward(%dy, %ids, 50)     %a: i64[24] = exchanged(%ids - [[0], [25]], ...)
-  * %r = reduce_scatter_tensor(%d, avg, 2, shard)    %t: f32[24, 8] = joined(%dy, 2, shard)
+    %d = embedding_dense_backward(%dy, %ids, 50)     %a: i64[24] = all_to_all(%ids - [[0], [25]], ...)
+  * %r = reduce_scatter_tensor(%d, avg, 2, shard)    %t: f32[24, 8] = all_gather(%dy, 2, shard)
     %ds: f32[25, 8] = wait_tensor(%r)                %ds: f32[25, 8] = a sum for each rank, added and divided
 
 Sizes are static: every rank asks every rank for all of its rows, and picks the rows that the other rank owns. So it
@@ -36,7 +36,7 @@ from graphshard.cost.costs import Costs
 from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import aten, emit, erase_dead, fake
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import EXCHANGED, JOINED
+from graphshard.ir.operators import ALL_GATHER, ALL_TO_ALL
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
@@ -68,20 +68,14 @@ class EmbeddingRowExchange(Pass):
         for phase in program.phases.values():
             before = count
             for gather, spec in gathers_of(phase, program):
-                if _applies(spec):
+                if spec.has_plain_rows:
                     count += _exchange_lookups(gather, _Table(spec, spec.on(program.mesh).shard, costs))
             for value, spec in gradients_of(phase, program):
-                if _applies(spec) and len(reduced_over(spec, program)) == 1:
+                if spec.has_plain_rows and len(reduced_over(spec, program)) == 1:
                     count += _exchange_gradient(value, _Table(spec, spec.on(program.mesh).shard, costs))
             if count > before:
                 erase_dead(phase.module.graph)
         return count
-
-
-def _applies(spec: ParamSpec) -> bool:
-    """Return whether shards are rows of the parameter."""
-    plain = spec.extension is None and spec.split is None and not spec.order and not spec.ignored
-    return plain and spec.num_shards > 1 and spec.dim == 0 and len(spec.shape) > 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ def _looked_up(lookup: Node, shard: Node, table: _Table) -> Node:
     asked = write(aten.clamp.default, _asked(write, flat, table), 0, table.length - 1)
     rows = write(aten.embedding.default, shard, asked)
     sizes = [tokens] * ranks
-    received = write(EXCHANGED, rows, sizes, sizes, table.axis.name)
+    received = write(ALL_TO_ALL, rows, sizes, sizes, table.axis.name)
     owner = write(aten.div.Tensor_mode, flat, table.length, rounding_mode="floor")
     if not table.spec.is_even:  # an id out of range must not find padding
         known = write(aten.lt.Scalar, flat, table.spec.shape[0])
@@ -184,7 +178,7 @@ def _asked(write: _Write, flat: Node, table: _Table) -> Node:
     ends = write(aten.cumsum.default, write(aten.new_full.default, flat, [ranks, 1], table.length), 0)
     starts = write(aten.sub.Tensor, ends, table.length)
     places = write(aten.view.default, write(aten.sub.Tensor, flat, starts), [ranks * tokens])
-    return write(EXCHANGED, places, [tokens] * ranks, [tokens] * ranks, table.axis.name)
+    return write(ALL_TO_ALL, places, [tokens] * ranks, [tokens] * ranks, table.axis.name)
 
 
 def _exchange_gradient(value: Node, table: _Table) -> bool:
@@ -206,7 +200,7 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
             flat = _or_else(write, flat, write(aten.ne.Scalar, flat, padding), -1)
         asked = _asked(write, flat, table)
         rows = write(aten.reshape.default, gradient, [tokens, *table.spec.shape[1:]])
-        every = write(JOINED, rows, table.axis.size, table.axis.name)
+        every = write(ALL_GATHER, rows, table.axis.size, table.axis.name)
         total = _summed(write, every, asked, table, [node for node in steps if node.target in ARITHMETIC])
         if launch.args[1] == "avg":
             total = write(aten.div.Tensor, total, table.axis.size)

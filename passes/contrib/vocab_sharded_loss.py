@@ -1,7 +1,7 @@
 """Compute the loss over a vocabulary for some words at a time, so that neither the head nor the logits are ever whole.
 
-    %g = all_gather_into_tensor(%s, 2, shard)        %b1 = joining(%s[2:], 2, shard)      overlaps what follows
-    %w: f32[8, 3] = wait_tensor(%g)                  %w0: f32[4, 3] = settled(%b0)        rows 0, 1 of each rank's shard
+    %g = all_gather_into_tensor(%s, 2, shard)        %b1 = start_all_gather(%s[2:], 2, shard)     overlaps what follows
+    %w: f32[8, 3] = wait_tensor(%g)                  %w0: f32[4, 3] = wait(%b0)          rows 0, 1 of each rank's shard
     %z: f32[6, 8] = mm(%x, t(%w))                    %z0: f32[6, 4] = mm(%x, t(%w0))
     %p = _log_softmax(%z, 1, False)                  %m0, %e0 = the largest logits, and the sums of exp(%z0 - %m0)
     %l, %n = nll_loss_forward(%p, %y, ...)           %t0 = logits of the targets that are among these words
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Node
@@ -41,7 +41,7 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import Collective
 from graphshard.ir.graph import GATHERS, aten, calls_of, erase_dead, fake, is_backward
-from graphshard.ir.operators import BEGUN, JOINING, SETTLED
+from graphshard.ir.operators import MODEL_WAIT, START_ALL_GATHER, STARTED_EARLY
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import IN_FORWARD
@@ -78,8 +78,10 @@ class VocabShardedLoss(Pass):
         heads = {full_parameter(gather, spec): (gather, spec) for gather, spec in gathers}
         for node in calls_of(phase, aten.nll_loss_forward.default):
             found = vocabulary_loss(node)
-            weight = _head(found) if found is not None else None
-            if found is None or weight is None or weight not in heads or not _is_read_by_loss_alone(found, weight):
+            if found is None or (transposed := found.operands[1]).target is not aten.t.default:
+                continue
+            (weight,) = transposed.all_input_nodes
+            if weight not in heads or not _is_read_by_loss_alone(found, weight):
                 continue
             gather, spec = heads[weight]
             is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
@@ -92,15 +94,8 @@ class VocabShardedLoss(Pass):
 
 def _applies(spec: ParamSpec) -> bool:
     """Return whether shards are rows of the parameter, in a dtype whose gradients need no scale."""
-    plain = spec.extension is None and spec.split is None and not spec.order and not spec.ignored
-    wide = spec.compute_dtype != torch.float16 and spec.reduce_dtype != torch.float16
-    return plain and wide and spec.num_shards > 1 and spec.dim == 0 and len(spec.shape) == 2 and spec.shard_len > 1
-
-
-def _head(found: VocabularyLoss) -> Node | None:
-    """Return the tensor that the weight of the product is the transpose of."""
-    weight = found.operands[1]
-    return weight.all_input_nodes[0] if weight.target is aten.t.default else None
+    wide = torch.float16 not in (spec.compute_dtype, spec.reduce_dtype)
+    return spec.has_plain_rows and wide and len(spec.shape) == 2 and spec.shard_len > 1
 
 
 def _is_read_by_loss_alone(found: VocabularyLoss, weight: Node) -> bool:
@@ -116,15 +111,7 @@ def _is_read_by_loss_alone(found: VocabularyLoss, weight: Node) -> bool:
 
 
 class _VocabChunks(LossRewriter):
-    """The rewriting of one loss.
-
-    Args:
-        found: the loss.
-        gather: of the head.
-        spec: the head.
-        chunks: into how many it is cut.
-        is_looked_up: the head is an embedding, too, which needs its gather.
-    """
+    """The rewriting of one loss into chunks of the head; a head that `is_looked_up`, too, needs its gather."""
 
     def __init__(
         self, found: VocabularyLoss, gather: Collective, spec: ParamSpec, chunks: int, *, is_looked_up: bool
@@ -212,7 +199,9 @@ class _VocabChunks(LossRewriter):
                 break
             if node < self.found.product and node.op == "call_function" and not is_backward(node):
                 place = place if node in sources else node
-                wanted -= _num_multiplications(node)
+                if node.target in (aten.mm.default, aten.addmm.default):  # pairs of numbers that it multiplies
+                    left: Any = node.args[-2]
+                    wanted -= math.prod(fake(node).shape) * fake(left).shape[1]
         with self.graph.inserting_before(place):
             for node in reversed(sources[:-1]):
                 if self._is_looked_up:  # the gather for the lookup keeps its sources
@@ -224,14 +213,14 @@ class _VocabChunks(LossRewriter):
     def _start(self, number: int) -> Node:
         """Start to gather a chunk."""
         chunk = self.emit(aten.slice.Tensor, self._shard, 0, *self._ranges[number])
-        begun = self.emit(JOINING, chunk, self._ranks, self._gather.axis)
-        begun.meta[BEGUN] = True
+        begun = self.emit(START_ALL_GATHER, chunk, self._ranks, self._gather.axis)
+        begun.meta[STARTED_EARLY] = True
         return begun
 
     def _settle(self, begun: Node | None, number: int) -> Node:
         """Wait for a chunk; rows of padding become zero."""
         assert begun is not None
-        chunk, dtype = self.emit(SETTLED, begun), self._spec.compute_dtype
+        chunk, dtype = self.emit(MODEL_WAIT, begun), self._spec.compute_dtype
         chunk = chunk if fake(chunk).dtype == dtype else self.emit(aten.view.dtype, chunk, dtype)
         padding = self._padding(number)
         return chunk if padding is None else self.emit(aten.masked_fill.Scalar, chunk, padding, 0)
@@ -335,12 +324,3 @@ class _VocabChunks(LossRewriter):
             joined.meta[OF_PIECES] = True
         joined = self.emit(aten.view.default, joined, [*([1] * dim), ranks * self._length, *width])
         return joined if self._spec.is_even else self.emit(aten.slice.Tensor, joined, dim, 0, self._spec.shape[0])
-
-
-def _num_multiplications(node: Node) -> int:
-    """Return how many pairs of numbers a product of matrices multiplies; 0 for any other node."""
-    if node.target in (aten.mm.default, aten.addmm.default):
-        left = node.args[-2]
-        assert isinstance(left, Node)
-        return math.prod(fake(node).shape) * fake(left).shape[1]
-    return 0

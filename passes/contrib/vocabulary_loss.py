@@ -65,11 +65,7 @@ class VocabularyLoss:
 
 
 class LossRewriter:
-    """Base of the rewriting of one loss by parts of its rows or words.
-
-    Attributes:
-        like: node whose module new nodes belong to.
-    """
+    """Base of the rewriting of one loss by parts of its rows or words; new nodes belong to the module of `like`."""
 
     def __init__(self, found: VocabularyLoss) -> None:
         self.found = found

@@ -20,7 +20,7 @@ import graphshard
 from graphshard import Pass, Pipeline, Program
 from graphshard.ir.program import Stage
 from graphshard.pipeline import instrumentation
-from graphshard.utils.best_effort_writer import BestEffort
+from graphshard.utils.files import BestEffort
 from tests.helpers import Blocks, captured
 from tests.ranks import FakeWorld
 
@@ -48,7 +48,7 @@ def full_disk() -> Iterator[None]:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "graphshard.utils.best_effort_writer"]
+    return [record.getMessage() for record in caplog.records if record.name == "graphshard.utils.files"]
 
 
 def test_full(fake_world: FakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -50,6 +50,6 @@ def test_a_llama_with_sequence_parallelism(ranks: Ranks, backend: str) -> None:
     for lines in ranks(4).run(_with_and_without, {"backend": backend}):
         counted = {line: lines.count(line) for line in lines}
         # Two layers and the head: half of each gather overlaps the matmul of the other half.
-        assert counted["forward: joining over tp"] == 5
-        assert counted["forward: scattering over tp"] == 4
-        assert counted["backward: joining over tp"] == 4
+        assert counted["forward: start_all_gather over tp"] == 5
+        assert counted["forward: start_reduce_scatter over tp"] == 4
+        assert counted["backward: start_all_gather over tp"] == 4

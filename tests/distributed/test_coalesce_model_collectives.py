@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import graphshard
-from graphshard.ir.operators import JOINED, REDUCED, SCATTERED, TOGETHER
+from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, COALESCED_FORMS, REDUCE_SCATTER
 from tests.distributed.context_parallel import ATTENTIONS, Decoder, own, sequences
 from tests.distributed.context_parallel import mesh_of as mesh_of_sequences
 from tests.distributed.tensor_parallel import llama, mesh_of, tokens
@@ -18,7 +18,7 @@ from tests.distributed.twins import assert_same, grads_of
 from tests.ranks import Ranks
 
 ALONE = graphshard.Pipeline().disable("coalesce-model-collectives")
-ARGUMENTS = {REDUCED: ("sum",), JOINED: (4,), SCATTERED: ("sum", 4)}
+ARGUMENTS = {ALL_REDUCE: ("sum",), ALL_GATHER: (4,), REDUCE_SCATTER: ("sum", 4)}
 
 
 def _operators(rank: int, world_size: int) -> None:
@@ -27,8 +27,8 @@ def _operators(rank: int, world_size: int) -> None:
     assert world is not None
     values = [torch.randn(4 * length, 3).t().contiguous().t() for length in (1, 7, 1000)]
     for alone, arguments in ARGUMENTS.items():
-        given = [value if alone is JOINED else value.contiguous() for value in values]
-        together = TOGETHER[alone](given, *arguments, world.group_name)
+        given = [value if alone is ALL_GATHER else value.contiguous() for value in values]
+        together = COALESCED_FORMS[alone](given, *arguments, world.group_name)
         for value, result in zip(given, together, strict=True):
             assert torch.equal(result, alone(value, *arguments, world.group_name))
 
@@ -56,8 +56,8 @@ def _sums_of_norms(rank: int, world_size: int) -> tuple[Counter[str], Counter[st
 def test_gradients_of_norms_are_coalesced(ranks: Ranks) -> None:
     """Both norms of a block are reduced together, without waiting for norms of another block."""
     for joined, single in ranks(4).run(_sums_of_norms):
-        assert single["backward: reduced over tp"] == 5
-        assert (joined["backward: reduced_together over tp"], joined["backward: reduced over tp"]) == (2, 1)
+        assert single["backward: all_reduce over tp"] == 5
+        assert (joined["backward: all_reduce_coalesced over tp"], joined["backward: all_reduce over tp"]) == (2, 1)
 
 
 def _keys_and_values(rank: int, world_size: int) -> list[str]:
@@ -76,5 +76,5 @@ def _keys_and_values(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_gathers_of_keys_and_values_are_coalesced(ranks: Ranks) -> None:
     for lines in ranks(4).run(_keys_and_values):
-        assert lines.count("forward: joined_together over dp_shard_cp/2") == 2
-        assert "forward: joined over dp_shard_cp/2" not in lines
+        assert lines.count("forward: all_gather_coalesced over dp_shard_cp/2") == 2
+        assert "forward: all_gather over dp_shard_cp/2" not in lines

@@ -62,7 +62,9 @@ def _compare_with_fsdp2(
 def test_matches_fsdp2(ranks: Ranks, name: str, policy: str) -> None:
     """Two data ranks with two context ranks each."""
     for lines in ranks(4).run(_compare_with_fsdp2, (2, 2), name, policy, False):
-        kind = {"gathered": "joined_together", "by heads": "exchanged", "ring": "exchanging"}[name]  # next to a matmul
+        kind = {"gathered": "all_gather_coalesced", "by heads": "all_to_all", "ring": "start_all_to_all"}[
+            name
+        ]  # next to a matmul
         assert f"forward: {kind} over dp_shard_cp/2" in lines
 
 
@@ -157,4 +159,4 @@ def _over_the_data_axis(rank: int, world_size: int) -> list[str]:
 def test_collectives_over_the_sharding_axis(ranks: Ranks) -> None:
     """The model's collectives, next to the collectives of its parameters."""
     for lines in ranks(2).run(_over_the_data_axis):
-        assert lines == ["forward: reduced over shard", "backward: reducing over shard"]
+        assert lines == ["forward: all_reduce over shard", "backward: start_all_reduce over shard"]

@@ -14,7 +14,7 @@ from graphshard.passes import EmbeddingRowExchange
 from tests.distributed.twins import POLICIES, example_llama, fsdp2, grads_of, local, train_side_by_side
 from tests.ranks import Ranks
 
-EXCHANGED = graphshard.Pipeline().insert(EmbeddingRowExchange(), before="overlap-model-collectives")
+ALL_TO_ALL = graphshard.Pipeline().insert(EmbeddingRowExchange(), before="overlap-model-collectives")
 
 
 def _pair(shape: Sequence[int], policy: str, **options: object) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -24,7 +24,7 @@ def _pair(shape: Sequence[int], policy: str, **options: object) -> tuple[torch.n
     model, _ = example_llama()
     twin = fsdp2(copy.deepcopy(model), mesh, mp_policy=POLICIES[policy])
     options = {"backend": "eager", **options}
-    ours = graphshard.compile(model, mesh, mp_policy=POLICIES[policy], passes=EXCHANGED, **options)
+    ours = graphshard.compile(model, mesh, mp_policy=POLICIES[policy], passes=ALL_TO_ALL, **options)
     return ours, twin
 
 
@@ -40,8 +40,8 @@ def _train(rank: int, world_size: int, shape: Sequence[int], policy: str) -> lis
 def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], policy: str) -> None:
     """Losses, gradients, norms and parameters of AdamW, bit for bit; with replicas only forward exchanges rows."""
     for lines in ranks(2 * len(shape)).run(_train, shape, policy):
-        assert lines.count("forward: exchanged over shard") == 2
-        assert lines.count("backward: joined over shard") == (len(shape) == 1)
+        assert lines.count("forward: all_to_all over shard") == 2
+        assert lines.count("backward: all_gather over shard") == (len(shape) == 1)
 
 
 def _close(rank: int, world_size: int) -> None:

@@ -83,7 +83,7 @@ def test_matches_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
     The dense part is computed while tokens return from the experts.
     """
     for lines in ranks(4).run(_compare_with_fsdp2, (2, 2), product, policy):
-        assert {"forward: exchanged over ep", "forward: exchanging over ep"} <= set(lines)
+        assert {"forward: all_to_all over ep", "forward: start_all_to_all over ep"} <= set(lines)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def _with_tensor_parallelism(rank: int, world_size: int) -> list[str]:
 def test_with_tensor_parallelism(ranks: Ranks) -> None:
     """Some parameters are sharded over a tensor axis, and experts are distributed to all ranks."""
     for lines in ranks(4).run(_with_tensor_parallelism):
-        assert {"forward: exchanged over ep", "forward: joined over tp"} <= set(lines)
+        assert {"forward: all_to_all over ep", "forward: all_gather over tp"} <= set(lines)
 
 
 def _checkpointed(rank: int, world_size: int, folder: Path) -> None:

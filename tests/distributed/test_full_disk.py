@@ -22,7 +22,7 @@ def _dumps(rank: int, world_size: int, folder: Path) -> tuple[list[str], set[str
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("graphshard.utils.best_effort_writer")
+    log = logging.getLogger("graphshard.utils.files")
     log.addHandler(handler)
     found: list[Any] = []
     try:

@@ -485,5 +485,5 @@ def test_rejects_uneven_shards_with_different_collectives(ranks: Ranks) -> None:
     (message,) = set(ranks(4).run(_more))
     assert "made a different program than rank" in message
     assert "they first differ at collective 3:" in message
-    assert ": forward: reduced over tp\n" in message
-    assert ": backward: reducing over tp\n" in message
+    assert ": forward: all_reduce over tp\n" in message
+    assert ": backward: start_all_reduce over tp\n" in message

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import graphshard
-from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
-from graphshard.ir.mesh import Axis, Mesh
+from graphshard.ir.mesh import Axis, AxisPlacement, DTensorLayout, Mesh
 from tests.distributed.tensor_parallel import placed, rows
 from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of
 from tests.ranks import FakeWorld, Ranks

@@ -83,7 +83,7 @@ def _one_data_rank(rank: int, world_size: int) -> list[str]:
 def test_a_data_axis_of_one_rank(ranks: Ranks) -> None:
     """The model gathers and reduces; parameters do not, apart from the gradient of one weight."""
     for lines in ranks(2).run(_one_data_rank):
-        assert {line.partition(": ")[2] for line in lines} == {"reduced over tp", "reducing over tp"}
+        assert {line.partition(": ")[2] for line in lines} == {"all_reduce over tp", "start_all_reduce over tp"}
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def _prepare(rank: int, world_size: int) -> list[str]:
 def test_prepared_inputs_and_outputs_of_modules(ranks: Ranks) -> None:
     """The output of a block is scattered, and gathered afterwards."""
     for lines in ranks(4).run(_prepare):
-        assert {"forward: scattered over tp", "forward: joined over tp"} <= set(lines)
+        assert {"forward: reduce_scatter over tp", "forward: all_gather over tp"} <= set(lines)
 
 
 class _Dropouts(nn.Module):

@@ -131,5 +131,7 @@ def _compare_with_fsdp2(rank: int, world_size: int, method: str) -> list[str]:
 def test_matches_fsdp2_and_whole_sequences(ranks: Ranks, method: str) -> None:
     """Keys and values are gathered at once, or sent around the ring; each rank's part is balanced."""
     for lines in ranks(4).run(_compare_with_fsdp2, method):
-        kind = {"ALL_GATHER": "joining", "ALL_TO_ALL": "exchanging"}[method]  # next to attention on the local part
+        kind = {"ALL_GATHER": "start_all_gather", "ALL_TO_ALL": "start_all_to_all"}[
+            method
+        ]  # next to attention on the local part
         assert f"forward: {kind} over dp_shard_cp/2" in lines

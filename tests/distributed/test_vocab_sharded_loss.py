@@ -73,7 +73,7 @@ def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, po
     """Losses and parameters of three steps; 101 words, so shards have padding."""
     num_ranks = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
     for lines in ranks(num_ranks).run(_compare_with_fsdp2, "eager", shape, POLICIES[policy], accumulate):
-        assert sum("joining over shard" in line for line in lines) == 5
+        assert sum("start_all_gather over shard" in line for line in lines) == 5
         assert any("head" in line for line in lines) == (len(shape) == 2)  # gradients of replicas are reduced whole
 
 
@@ -85,7 +85,7 @@ def test_matches_fsdp2(ranks: Ranks, shape: tuple[int, ...], accumulate: int, po
 def test_a_head_tied_to_the_embedding(ranks: Ranks, shape: tuple[int, ...], accumulate: int, policy: str) -> None:
     """The table is never gathered or reduced whole, except for gradients of several microbatches."""
     for lines in ranks(shape[0]).run(_compare_with_fsdp2, "eager", shape, POLICIES[policy], accumulate, True):
-        assert sum("joining over shard" in line for line in lines) == 5
+        assert sum("start_all_gather over shard" in line for line in lines) == 5
         assert not any("embed" in line for line in lines if accumulate == 1 or "gather" in line)
 
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.dtensor_layout import AxisPlacement, DTensorLayout
-from graphshard.ir.mesh import Axis, Mesh, by_itself, seen_shape
+from graphshard.ir.mesh import Axis, AxisPlacement, DTensorLayout, Mesh, by_itself, seen_shape
 from tests.ranks import FakeWorld
 
 ONE = Mesh((Axis("shard", 8, "shard"),))

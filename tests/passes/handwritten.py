@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphshard.ir.graph import aten, emit
-from graphshard.ir.operators import BEGINS, JOINED, REDUCED, SETTLED, TOGETHER
+from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, COALESCED_FORMS, MODEL_WAIT, STARTS
 from graphshard.ir.program import Phase, Program, Slot
 from tests.helpers import Blocks, captured, copied, target_name, through
 
@@ -63,7 +63,7 @@ SQUARE = (2, 2)
 MM, ADD, RAND = aten.mm.default, aten.add.Tensor, aten.rand_like.default
 # The operator, and the positions of its arguments among the earlier values.
 CALLS = st.lists(
-    st.tuples(st.sampled_from([MM, ADD, RAND, REDUCED, JOINED]), st.integers(0, 7), st.integers(0, 7)),
+    st.tuples(st.sampled_from([MM, ADD, RAND, ALL_REDUCE, ALL_GATHER]), st.integers(0, 7), st.integers(0, 7)),
     min_size=3,
     max_size=25,
 )
@@ -75,7 +75,7 @@ def drawn(calls: list[tuple[torch._ops.OpOverload, int, int]]) -> Program:
     values = list(write.inputs)
     for target, first, second in calls:
         a, b = values[-1 - first % len(values)], values[-1 - second % len(values)]
-        others = {MM: (b,), ADD: (b,), RAND: (), REDUCED: ("sum", "shard"), JOINED: (1, "shard")}[target]
+        others = {MM: (b,), ADD: (b,), RAND: (), ALL_REDUCE: ("sum", "shard"), ALL_GATHER: (1, "shard")}[target]
         values.append(write(target, a, *others))
     return write.returning(*values[-3:])
 
@@ -84,7 +84,7 @@ def results_of(program: Program) -> tuple[list[torch.Tensor], list[int]]:
     """Compute a phase on fixed values, with collectives that triple; also return the order of random operators."""
     values: dict[Node, Any] = {}
     draws: list[int] = []
-    sends = {*BEGINS, *BEGINS.values()}
+    sends = {*STARTS, *STARTS.values()}
     generator = torch.Generator().manual_seed(0)
     phase = program.phases["forward"]
     for index, node in enumerate(phase.placeholders):
@@ -94,9 +94,9 @@ def results_of(program: Program) -> tuple[list[torch.Tensor], list[int]]:
             args: Any = map_arg(node.args, values.__getitem__)
             if node.target in sends:
                 values[node] = 3 * args[0] / 10
-            elif node.target in TOGETHER.values():
+            elif node.target in COALESCED_FORMS.values():
                 values[node] = [3 * each / 10 for each in args[0]]
-            elif node.target is SETTLED:
+            elif node.target is MODEL_WAIT:
                 values[node] = args[0]
             elif node.target is operator.getitem:
                 values[node] = args[0][args[1]]

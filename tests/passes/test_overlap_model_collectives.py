@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from graphshard.errors import PassError
 from graphshard.ir.graph import WAIT, aten, c10d, emit
-from graphshard.ir.operators import BEGINS, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED
+from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MODEL_WAIT, REDUCE_SCATTER, STARTS
 from graphshard.ir.printer import print_communication, print_phase
 from graphshard.ir.program import Program
 from graphshard.passes import OverlapModelCollectives
@@ -25,7 +25,7 @@ def _columns() -> Program:
     write = Written(SQUARE, SQUARE, SQUARE)
     grad, weight, x = write.inputs
     of_weight = write(MM, x, grad)
-    of_input = write(REDUCED, write(MM, grad, weight), "sum", "shard")
+    of_input = write(ALL_REDUCE, write(MM, grad, weight), "sum", "shard")
     return write.returning(of_weight, write(MUL, of_input, 2))
 
 
@@ -39,7 +39,7 @@ def test_before_and_after() -> None:
   %2: f32[2, 2] = input:2
   %3: f32[2, 2] = mm(%2, %0)
   %4: f32[2, 2] = mm(%0, %1)
-  %5: f32[2, 2] = reduced(%4, sum, shard)
+  %5: f32[2, 2] = all_reduce(%4, sum, shard)
   %6: f32[2, 2] = mul.Tensor(%5, 2)
   return %3 as output:0
   return %6 as output:1
@@ -53,15 +53,15 @@ def test_before_and_after() -> None:
   %1: f32[2, 2] = input:1
   %2: f32[2, 2] = input:2
   %3: f32[2, 2] = mm(%0, %1)
-  %4: f32[2, 2] = reducing(%3, sum, shard)
+  %4: f32[2, 2] = start_all_reduce(%3, sum, shard)
   %5: f32[2, 2] = mm(%2, %0)
-  %6: f32[2, 2] = settled(%4)
+  %6: f32[2, 2] = wait(%4)
   %7: f32[2, 2] = mul.Tensor(%6, 2)
   return %5 as output:0
   return %7 as output:1
 """,
     )
-    assert print_communication(program) == ["forward: reducing over shard"]
+    assert print_communication(program) == ["forward: start_all_reduce over shard"]
 
 
 def test_a_second_run_changes_nothing() -> None:
@@ -92,11 +92,11 @@ def test_shared_experts_run_while_tokens_are_sent() -> None:
     """Operators that neither need a collective nor are needed by the next one."""
     write = Written(SQUARE, SQUARE, SQUARE)
     x, shared, expert = write.inputs
-    there = write(EXCHANGED, x, [1, 1], [1, 1], "shard")
-    back = write(EXCHANGED, write(MM, there, expert), [1, 1], [1, 1], "shard")
+    there = write(ALL_TO_ALL, x, [1, 1], [1, 1], "shard")
+    back = write(ALL_TO_ALL, write(MM, there, expert), [1, 1], [1, 1], "shard")
     program = write.returning(write(ADD, write(MM, x, shared), back))
     run_pass(OverlapModelCollectives(), program)
-    assert order_of(program) == ["exchanged", "mm", "exchanging", "mm", "settled", "add"]
+    assert order_of(program) == ["all_to_all", "mm", "start_all_to_all", "mm", "wait", "add"]
 
 
 def test_gradient_reductions_are_not_delayed() -> None:
@@ -104,10 +104,10 @@ def test_gradient_reductions_are_not_delayed() -> None:
     write = Written(SQUARE, SQUARE, SQUARE)
     grad, weight, x = write.inputs
     sent = write(c10d.reduce_scatter_tensor.default, write(MM, x, grad), "sum", 2, "shard")
-    of_input = write(REDUCED, write(MM, grad, weight), "sum", "shard")
+    of_input = write(ALL_REDUCE, write(MM, grad, weight), "sum", "shard")
     program = write.returning(write(WAIT, sent), write(MM, of_input, weight))
     assert OverlapModelCollectives().rewrite(program) == 1
-    expected = ["mm", "reducing", "mm", "reduce_scatter_tensor", "wait_tensor", "settled", "mm"]
+    expected = ["mm", "start_all_reduce", "mm", "reduce_scatter_tensor", "wait_tensor", "wait", "mm"]
     assert order_of(program) == expected
 
 
@@ -137,18 +137,18 @@ def test_any_phase_computes_the_same(calls: list[tuple[torch._ops.OpOverload, in
     """Values and the order of random operators; collectives keep their order, and results are read after the wait."""
     program = drawn(calls)
     before, draws = results_of(program)
-    sent = [name for name in order_of(program) if name in ("reduced", "joined")]
+    sent = [name for name in order_of(program) if name in ("all_reduce", "all_gather")]
     run_pass(OverlapModelCollectives(), program)
     after, draws_after = results_of(program)
     assert all(map(torch.equal, before, after))
     assert draws == draws_after
-    done = {"reducing": "reduced", "joining": "joined"}
+    done = {"start_all_reduce": "all_reduce", "start_all_gather": "all_gather"}
     now = [done.get(name, name) for name in order_of(program)]
-    assert [name for name in now if name in ("reduced", "joined")] == sent
+    assert [name for name in now if name in ("all_reduce", "all_gather")] == sent
     for node in program.phases["forward"].module.graph.nodes:
-        if node.target in BEGINS.values():
-            assert [user.target for user in node.users] == [SETTLED]
+        if node.target in STARTS.values():
+            assert [user.target for user in node.users] == [MODEL_WAIT]
 
 
 def test_all_kinds_have_an_asynchronous_form() -> None:
-    assert set(BEGINS) == {REDUCED, JOINED, SCATTERED, EXCHANGED}
+    assert set(STARTS) == {ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL}

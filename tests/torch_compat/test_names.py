@@ -14,11 +14,19 @@ import torch
 
 import graphshard
 from graphshard.frontend import dynamo_capture
+from graphshard.torch_compat import autograd_state, dynamo
 from graphshard.torch_compat.dynamo import dynamo_config
-from graphshard.torch_compat.names import NAMES, OPTIONAL, check_names, missing_names
+from graphshard.torch_compat.names import (
+    ATTRIBUTES,
+    DOORS,
+    OPTIONAL,
+    check_names,
+    imported_by,
+    missing_attributes,
+    missing_names,
+)
 from tests.layers import modules, package
 
-DOORS = {name: path for name, path in modules().items() if package(name) == "torch_compat"}
 OTHERS = {name: path for name, path in modules().items() if package(name) != "torch_compat"}
 # Private attributes of Python and of tools that graphshard uses.
 FOREIGN = {
@@ -35,20 +43,6 @@ FOREIGN = {
     "_lru_cache_wrapper",
     "_replace",
 }
-
-
-def private_imports(path: Path) -> Iterator[str]:
-    """Yield torch names with a private part that a file imports, or reads as `torch.a._b`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        found: list[str] = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found = [f"{node.module}.{each.name}" for each in node.names]
-        elif isinstance(node, ast.Import):
-            found = [each.name for each in node.names if each.name.startswith("torch.")]
-        elif isinstance(node, ast.Attribute):
-            found = [ast.unparse(node)]
-        # Operators are public, whatever their names are.
-        yield from (name for name in found if re.match(r"torch\.(?!ops\.)([\w.]+\.)?_[A-Za-z][\w.]*$", name))
 
 
 def private_attributes(path: Path) -> Iterator[str]:
@@ -73,30 +67,29 @@ def defined_here(path: Path) -> Iterator[str]:
 
 
 def test_torch_has_the_names() -> None:
-    assert list(missing_names()) == []
+    assert [*missing_names(*DOORS), *missing_attributes()] == []
 
 
 @pytest.mark.slow
 def test_no_other_package_imports_private_names() -> None:
-    found = {name: set(private_imports(path)) for name, path in OTHERS.items()}
+    found = {name: set(imported_by(path)) for name, path in OTHERS.items()}
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_imports_are_in_the_table() -> None:
-    rows = [row for inside in NAMES.values() for row in inside.items()]
-    known = {f"{module}.{name}" for module, names in rows for name in names.split()} | set(OPTIONAL)
-    for path in DOORS.values():
-        for name in private_imports(path):
-            # torch._C._dynamo is a prefix of torch._C._dynamo.guards.x.
-            assert name in known or any(each.startswith(f"{name}.") for each in known), f"{path.name} uses {name}"
+def test_doors_show_what_they_import() -> None:
+    path = Path(dynamo.__file__)
+    assert {"torch._dynamo.pgo", "torch._guards.Guard", "torch.export.dynamic_shapes._combine_args"} <= {
+        *imported_by(path)
+    }
+    assert "torch._C._functorch.maybe_current_level" in set(imported_by(Path(autograd_state.__file__)))
 
 
 @pytest.mark.slow
 def test_private_attributes_are_in_the_table() -> None:
     """Attributes of torch objects that other packages read."""
-    rows = NAMES["attributes"].values()
-    known = {name.rpartition(".")[2] for names in [*rows, *OPTIONAL] for name in names.split()} | FOREIGN
-    ours = {name for path in {**OTHERS, **DOORS}.values() for name in defined_here(path)}
+    known = {name for names in ATTRIBUTES.values() for name in names.split()} | FOREIGN
+    known |= {name.rpartition(".")[2] for name in OPTIONAL}
+    ours = {name for path in modules().values() for name in defined_here(path)}
     found = {attribute: name for name, path in OTHERS.items() for attribute in private_attributes(path)}
     assert {name: where for name, where in found.items() if name not in known | ours} == {}
 
@@ -109,16 +102,14 @@ def test_dynamo_has_the_settings(settings: dict[str, object]) -> None:
     assert [name for name in settings if not hasattr(dynamo_config, name)] == []
 
 
-def test_missing_names_are_one_error_with_the_releases() -> None:
-    gone = {
-        "dynamo": {"torch._dynamo.pgo": "CodeState CodeStates", "torch._guards": "Source.names"},
-        "cuda": {"torch._lost": "name"},
-    }
+def test_missing_names_are_one_error_with_the_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._dynamo.pgo.CodeState")
+    monkeypatch.delattr("torch._dynamo.exc.ObservedException")
     with pytest.raises(graphshard.UnsupportedError) as caught:
-        check_names(names=gone)
+        check_names("dynamo")
     assert str(caught.value) == (
-        f"torch {torch.__version__} does not have torch._dynamo.pgo.CodeStates; torch._guards.Source.names; "
-        "torch._lost.name. Install a release of torch from 2.11 to 2.15."
+        f"torch {torch.__version__} does not have torch._dynamo.exc.ObservedException; torch._dynamo.pgo.CodeState. "
+        "Install a release of torch from 2.11 to 2.15."
     )
 
 

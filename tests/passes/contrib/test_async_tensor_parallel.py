@@ -15,7 +15,7 @@ from graphshard.codec.converter import decode_pass, encode_pass
 from graphshard.cost.costs import Costs
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten
-from graphshard.ir.operators import BEGINS, JOINED, SCATTERED, SETTLED
+from graphshard.ir.operators import ALL_GATHER, MODEL_WAIT, REDUCE_SCATTER, STARTS
 from graphshard.ir.printer import print_phase
 from graphshard.ir.program import Program
 from graphshard.passes import AsyncTensorParallel, OverlapModelCollectives
@@ -37,14 +37,14 @@ def _gathered() -> Program:
     """Gather [4, 3] rows of each rank along dim 0 and multiply."""
     write = Written((4, 3), (3, 5))
     x, w = write.inputs
-    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+    return write.returning(write(MM, write(ALL_GATHER, x, RANKS, "shard"), w))
 
 
 def _gathered_along_sequences() -> Program:
     """Gather [2, 4, 3] along dim 1, multiply twice, and add another use."""
     write = Written((2, 4, 3), (3, 5), (5, 3), (5,))
     x, w, transposed, bias = write.inputs
-    split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
+    split = write(SPLIT, write(ALL_GATHER, x, RANKS, "shard"), 2)
     whole = write(CAT, [write.part(split, 0), write.part(split, 1)], 1)
     rows = write(VIEW, whole, [16, 3])
     first = write(VIEW, write(MM, rows, w), [2, 8, 5])
@@ -56,7 +56,7 @@ def _scattered() -> Program:
     """Multiply [8, 3] rows and scatter their sum as [4, 5] per rank."""
     write = Written((8, 3), (3, 5))
     x, w = write.inputs
-    return write.returning(write(SCATTERED, write(MM, x, w), "sum", RANKS, "shard"))
+    return write.returning(write(REDUCE_SCATTER, write(MM, x, w), "sum", RANKS, "shard"))
 
 
 def _scattered_along_sequences() -> Program:
@@ -65,13 +65,13 @@ def _scattered_along_sequences() -> Program:
     x, w = write.inputs
     y = write(VIEW, write(MM, write(VIEW, x, [16, 3]), w), [2, 8, 5])
     parts = [write.part(write(SPLIT, y, 4, 1), index) for index in range(RANKS)]
-    return write.returning(write(SCATTERED, write(CAT, parts), "sum", RANKS, "shard"))
+    return write.returning(write(REDUCE_SCATTER, write(CAT, parts), "sum", RANKS, "shard"))
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "gathered": _gathered,
     "gathered along sequences": _gathered_along_sequences,
-    "scattered": _scattered,
+    "reduce_scatter": _scattered,
     "scattered along sequences": _scattered_along_sequences,
 }
 
@@ -86,13 +86,13 @@ def test_before_and_after() -> None:
   %0: f32[4, 3] = input:0
   %1: f32[3, 5] = input:1
   %2: f32[2, 3] = slice.Tensor(%0, 0, 0, 2)
-  %3: f32[4, 3] = joined(%2, 2, shard)
+  %3: f32[4, 3] = all_gather(%2, 2, shard)
   %6: f32[2, 3] = slice.Tensor(%0, 0, 2, 4)
-  %7: f32[4, 3] = joining(%6, 2, shard)
+  %7: f32[4, 3] = start_all_gather(%6, 2, shard)
   %4: f32[4, 3] = view(%3, [4, 3])
   %5: f32[4, 5] = mm(%4, %1)
   %10: f32[2, 2, 5] = view(%5, [2, 2, 5])
-  %14: f32[4, 3] = settled(%7)
+  %14: f32[4, 3] = wait(%7)
   %8: f32[4, 3] = view(%14, [4, 3])
   %9: f32[4, 5] = mm(%8, %1)
   %11: f32[2, 2, 5] = view(%9, [2, 2, 5])
@@ -116,11 +116,11 @@ def _results(program: Program) -> list[list[Tensor]]:
         if node.op != "call_function":
             continue
         args = [torch.fx.map_arg(node.args, of_rank.__getitem__) for of_rank in values]
-        if node.target in (JOINED, BEGINS[JOINED]):
+        if node.target in (ALL_GATHER, STARTS[ALL_GATHER]):
             results: Sequence[Tensor] = [torch.cat([given[0] for given in args])] * RANKS
-        elif node.target in (SCATTERED, BEGINS[SCATTERED]):
+        elif node.target in (REDUCE_SCATTER, STARTS[REDUCE_SCATTER]):
             results = torch.stack([given[0] for given in args]).sum(0).chunk(RANKS)
-        elif node.target is SETTLED:
+        elif node.target is MODEL_WAIT:
             results = [given[0] for given in args]
         else:
             results = [node.target(*given, **node.kwargs) for given in args]
@@ -139,9 +139,9 @@ def test_results_are_equal_on_every_rank(name: str, pieces: int) -> None:
     run_pass(OverlapModelCollectives(), program)
     torch.testing.assert_close(_results(program), expected, rtol=1e-12, atol=1e-12)
     names = order_of(program)
-    assert names.count("joined") + names.count("scattered") == 1
-    assert names.count("joining") + names.count("scattering") == pieces - 1
-    assert names.count("settled") == pieces - 1
+    assert names.count("all_gather") + names.count("reduce_scatter") == 1
+    assert names.count("start_all_gather") + names.count("start_reduce_scatter") == pieces - 1
+    assert names.count("wait") == pieces - 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -157,13 +157,13 @@ def _used_elsewhere() -> Program:
     """Build a matmul whose full result has another use."""
     write = Written((8, 3), (3, 5))
     y = write(MM, *write.inputs)
-    return write.returning(write(SCATTERED, y, "sum", RANKS, "shard"), write(aten.relu.default, y))
+    return write.returning(write(REDUCE_SCATTER, y, "sum", RANKS, "shard"), write(aten.relu.default, y))
 
 
 def _multiplied_by_itself() -> Program:
     """Build a matmul of a gathered tensor with itself; both operands need the whole tensor."""
     write = Written((4, 3))
-    whole = write(JOINED, write.inputs[0], RANKS, "shard")
+    whole = write(ALL_GATHER, write.inputs[0], RANKS, "shard")
     return write.returning(write(MM, whole, write(aten.t.default, whole)))
 
 
@@ -171,21 +171,21 @@ def _of_columns() -> Program:
     """Build a matmul that contracts the gathered dim."""
     write = Written((4, 3), (5, 8))
     x, w = write.inputs
-    return write.returning(write(MM, w, write(JOINED, x, RANKS, "shard")))
+    return write.returning(write(MM, w, write(ALL_GATHER, x, RANKS, "shard")))
 
 
 def _transposed() -> Program:
     """Build a matmul whose scattered rows are columns of its operands."""
     write = Written((3, 8), (3, 8))
     y = write(MM, write(aten.t.default, write.inputs[0]), write.inputs[1])
-    return write.returning(write(SCATTERED, write(aten.t.default, y), "sum", RANKS, "shard"))
+    return write.returning(write(REDUCE_SCATTER, write(aten.t.default, y), "sum", RANKS, "shard"))
 
 
 def _split_differently() -> Program:
     """Build a matmul of sequences that are not split like the ranks' parts."""
     write = Written((4, 4, 3), (3, 5))
     x, w = write.inputs
-    split = write(SPLIT, write(JOINED, x, RANKS, "shard"), 2)
+    split = write(SPLIT, write(ALL_GATHER, x, RANKS, "shard"), 2)
     whole = write(CAT, [write.part(split, index) for index in (0, 1, 2, 3)], 1)
     rows = write(VIEW, whole, [32, 3])
     return write.returning(write(MM, rows, w))
@@ -195,7 +195,7 @@ def _odd() -> Program:
     """Build a matmul of three gathered rows, which cannot be halved."""
     write = Written((3, 3), (3, 5))
     x, w = write.inputs
-    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+    return write.returning(write(MM, write(ALL_GATHER, x, RANKS, "shard"), w))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def _large(rows: int, columns: int) -> Program:
     """Build a column-parallel matmul with the sizes of Llama 8B, in bf16."""
     write = Written((rows, 4096), (4096, columns), dtype=torch.bfloat16)
     x, w = write.inputs
-    return write.returning(write(MM, write(JOINED, x, RANKS, "shard"), w))
+    return write.returning(write(MM, write(ALL_GATHER, x, RANKS, "shard"), w))
 
 
 def test_applies_where_it_pays() -> None:

@@ -30,7 +30,7 @@ def test_before_and_after() -> None:
   %169: f32[4, 4] = mul.Tensor(%168, %118)
   %170: f32[4, 4] = t(%169)
   %171: f32[4, 3] = mm(%170, %1)
-  %178: f32[2, 3] = scattered(%171, avg, 2, shard)
+  %178: f32[2, 3] = reduce_scatter(%171, avg, 2, shard)
   %179: f32[3, 3] = cat([%178, %177])
   return %179 as grad:w""",
     )
@@ -43,7 +43,7 @@ def test_reduced_as_a_whole() -> None:
     whole = through(captured(model, batches[0]), "mixed-precision")
     run_pass(VocabShardedLoss(4), whole)
     through(whole, "reorder")
-    assert _count(whole, "scattered", "scattering") == (0, 0)
+    assert _count(whole, "reduce_scatter", "start_reduce_scatter") == (0, 0)
     for theirs, ours in zip(*(step(program, model, batches) for program in (whole, _program(model, 4)))):
         assert torch.equal(theirs["grad:head.weight"], ours["grad:head.weight"])
 
@@ -62,8 +62,8 @@ def test_a_tied_table_is_never_gathered_or_reduced_whole() -> None:
     through(program, "reorder")
     assert program.plan is not None
     assert all("embed.weight" not in bucket.members for bucket in program.plan.buckets)
-    assert _count(program, "scattering", "scattered") == (0, 4)
-    assert _count(program, "exchanging", "exchanged") == (2, 1)
+    assert _count(program, "start_reduce_scatter", "reduce_scatter") == (0, 4)
+    assert _count(program, "start_all_to_all", "all_to_all") == (2, 1)
     for theirs, ours in zip(*(step(each, model, batches) for each in (plain, program)), strict=True):
         for name in ("output:0", "grad:embed.weight", "grad:layer.weight"):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)

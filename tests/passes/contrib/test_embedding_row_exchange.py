@@ -88,10 +88,10 @@ def test_before_and_after() -> None:
   %17: i64[2, 1] = sub.Tensor(%16, 4)  # embed
   %18: i64[2, 2] = sub.Tensor(%14, %17)  # embed
   %19: i64[4] = view(%18, [4])  # embed
-  %20: i64[4] = exchanged(%19, [2, 2], [2, 2], shard)  # embed
+  %20: i64[4] = all_to_all(%19, [2, 2], [2, 2], shard)  # embed
   %21: i64[4] = clamp(%20, 0, 3)  # embed
   %22: f32[4, 3] = embedding(%0, %21)  # embed
-  %23: f32[4, 3] = exchanged(%22, [2, 2], [2, 2], shard)  # embed
+  %23: f32[4, 3] = all_to_all(%22, [2, 2], [2, 2], shard)  # embed
   %24: i64[2] = div.Tensor_mode(%14, 4, rounding_mode=floor)  # embed
   %25: i64[2] = ones_like(%24)  # embed
   %26: i64[2] = cumsum(%25, 0)  # embed
@@ -110,9 +110,9 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         "\n".join(print_phase(program.phases["backward"]).splitlines()[12:]),
         """\
-  %38: i64[4] = exchanged(%37, [2, 2], [2, 2], shard)
+  %38: i64[4] = all_to_all(%37, [2, 2], [2, 2], shard)
   %39: f32[2, 3] = reshape(%10, [2, 3])
-  %40: f32[4, 3] = joined(%39, 2, shard)
+  %40: f32[4, 3] = all_gather(%39, 2, shard)
   %41: b8[4] = ge.Scalar(%38, 0)
   %42: b8[4] = lt.Scalar(%38, 4)
   %43: b8[4] = logical_and(%41, %42)
@@ -151,8 +151,8 @@ def test_results_are_equal_on_every_rank(name: str, num_ranks: int, policy: Mixe
     kind, options = MODELS[name]
     model = kind(**options)
     plain, exchanged = _programs(model, num_ranks, mp_policy=policy)
-    assert _sent(exchanged, "forward") == ["exchanged", "exchanged"]
-    assert _sent(exchanged, "backward") == ["exchanged", "joined"]
+    assert _sent(exchanged, "forward") == ["all_to_all", "all_to_all"]
+    assert _sent(exchanged, "backward") == ["all_to_all", "all_gather"]
     batches = _tokens(options["vocab"], num_ranks)
     tolerance = {"rtol": 0, "atol": 0} if num_ranks == 2 else {"rtol": 1e-2 if policy else 1e-5, "atol": 1e-6}
     for rank, (theirs, ours) in enumerate(zip(step(plain, model, batches), step(exchanged, model, batches))):
@@ -166,7 +166,7 @@ def test_two_lookups() -> None:
     """Both are exchanged; the sum of their gradients is reduced as before."""
     model = Twice(13)
     plain, exchanged = _programs(model, 2)
-    assert _sent(exchanged, "forward") == ["exchanged"] * 4
+    assert _sent(exchanged, "forward") == ["all_to_all"] * 4
     assert _sent(exchanged, "backward") == ["reduce_scatter_tensor"]
     batches = _tokens(13, 2)
     for theirs, ours in zip(step(plain, model, batches), step(exchanged, model, batches)):
@@ -177,7 +177,7 @@ def test_two_lookups() -> None:
 def test_gradients_by_frequency_are_reduced() -> None:
     """The frequency of a word on one rank is unknown on the others."""
     _, exchanged = _programs(Words(13, scale_grad_by_freq=True), 2)
-    assert _sent(exchanged, "forward") == ["exchanged"] * 2
+    assert _sent(exchanged, "forward") == ["all_to_all"] * 2
     assert _sent(exchanged, "backward") == ["reduce_scatter_tensor"]
 
 
@@ -204,7 +204,7 @@ def test_a_forward_alone() -> None:
     model, batches = Words(13), _tokens(13, 2)
     program = captured(model, batches[0], grad=False)
     run_pass(EmbeddingRowExchange(), through(program, "partition"))
-    assert calls(program.phases["forward"], "exchanged")
+    assert calls(program.phases["forward"], "all_to_all")
     for result, (tokens,) in zip(step(program, model, batches), batches):
         assert torch.equal(result["output:0"], model(tokens).detach())
 

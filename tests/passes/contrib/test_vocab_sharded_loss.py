@@ -51,19 +51,19 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         "\n".join(line for line in lines if _is_shown(line)),
         """\
-  %25: f32[4, 3] = joining(%24, 2, shard)
-  %34: f32[2, 3] = joining(%33, 2, shard)
-  %35: f32[4, 3] = settled(%25)
+  %25: f32[4, 3] = start_all_gather(%24, 2, shard)
+  %34: f32[2, 3] = start_all_gather(%33, 2, shard)
+  %35: f32[4, 3] = wait(%25)
   %37: f32[4, 4] = mm(%1, %36)
-  %56: f32[2, 3] = settled(%34)
+  %56: f32[2, 3] = wait(%34)
   %64: f32[2, 3] = masked_fill.Scalar(%56, %63, 0)
   %66: f32[4, 2] = mm(%1, %65)
   %75: f32[4, 2] = masked_fill.Scalar(%66, %74, -inf)
-  %121: f32[4, 3] = joining(%120, 2, shard)  # (backward)
+  %121: f32[4, 3] = start_all_gather(%120, 2, shard)  # (backward)
   %123: f32[4, 2] = mm(%1, %122)  # (backward)
   %132: f32[4, 2] = masked_fill.Scalar(%123, %131, -inf)  # (backward)
   %150: f32[2, 3] = mm(%149, %1)  # (backward)
-  %151: f32[4, 3] = settled(%121)  # (backward)
+  %151: f32[4, 3] = wait(%121)  # (backward)
   %153: f32[4, 4] = mm(%1, %152)  # (backward)
   %171: f32[4, 3] = mm(%170, %1)  # (backward)
   %174: f32[2, 3, 3] = cat([%172, %173], 1)  # (backward)
@@ -74,7 +74,9 @@ def test_before_and_after() -> None:
 
 def _is_shown(line: str) -> bool:
     """Return whether the golden shows the line: gathers, matmuls and results."""
-    return any(word in line for word in ("joining", "settled", " mm(", "addmm(", "masked_fill", "cat(", "return"))
+    return any(
+        word in line for word in ("start_all_gather", " wait(", " mm(", "addmm(", "masked_fill", "cat(", "return")
+    )
 
 
 def _model(name: str) -> Language:
@@ -92,8 +94,11 @@ def test_results_are_equal_up_to_rounding(name: str, ranks: int, policy: MixedPr
     """Losses and gradients; shards of three ranks are uneven, with NaN padding."""
     model, batches = _model(name), [*_batches(), *_batches()][:ranks]
     plain, pieced = (_program(model, pieces, mp_policy=policy, world_size=ranks) for pieces in (None, 4))
-    assert _count(pieced, "joining") == (4, 3)
-    assert _count(pieced, "scattered", "scattering") == (0, 4 * (name != "frozen head") + (name == "tied"))
+    assert _count(pieced, "start_all_gather") == (4, 3)
+    assert _count(pieced, "reduce_scatter", "start_reduce_scatter") == (
+        0,
+        4 * (name != "frozen head") + (name == "tied"),
+    )
     assert _count(pieced, "_log_softmax") == (0, 0)
     expected, found = (step(program, model, batches) for program in (plain, pieced))
     error = 1e-5 if policy is None else 2e-2
@@ -130,7 +135,7 @@ def test_gathers_overlap_matmuls() -> None:
     program = _program(Language(_mean), 4)
     for phase in program.phases.values():
         nodes = list(phase.module.graph.nodes)
-        for begun in calls(phase, "joining"):
+        for begun in calls(phase, "start_all_gather"):
             (settled,) = begun.users
             between = nodes[nodes.index(begun) : nodes.index(settled)]
             assert any(node.target in (aten.mm.default, aten.addmm.default) for node in between)
@@ -160,7 +165,7 @@ def test_rejects_an_invalid_word(word: int) -> None:
 def test_a_forward_alone() -> None:
     model, batches = Language(_mean), _batches()
     pieced = _program(model, 4, grad=False)
-    assert _count(pieced, "joining") == (4,)
+    assert _count(pieced, "start_all_gather") == (4,)
     for result, batch in zip(step(pieced, model, batches), batches):
         torch.testing.assert_close(result["output:0"], model(*batch).detach())
 
