@@ -56,11 +56,7 @@ _BUILT = (
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reader of a checkpoint in a directory.
-
-    Raises:
-        CheckpointError: the index refers to other classes than DCP's.
-    """
+    """Reader of a checkpoint in a directory; CheckpointError if the index refers to other classes than DCP's."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -91,11 +87,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
 
 
 def load_index(file: IO[bytes]) -> Metadata:
-    """Return the index in a file.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
+    """Return the index in a file; raise CheckpointError if it holds something else."""
     try:
         index = _IndexUnpickler(file).load()
         _check_index(index)
@@ -147,29 +139,27 @@ def _check_index(index: Any) -> None:
     """Raise CheckpointError unless it is an index that points into its directory."""
     if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
         raise CheckpointError(f"{INDEX} is {brief(index)} and not an index; it is not loaded")
-    stored, planned = index.storage_data or {}, index.planner_data or {}
+    stored, planned, wrong = index.storage_data or {}, index.planner_data or {}, ""
     if not isinstance(stored, dict) or not isinstance(planned, dict):
         raise CheckpointError(f"{INDEX} does not say where values are; it is not loaded")
     for key, value in index.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(value, (TensorStorageMetadata, BytesStorageMetadata)):
-            raise CheckpointError(f"{INDEX} has {brief(value)} under {brief(key)}; it is not loaded")
+            wrong = f"{brief(value)} under {brief(key)}"
     for key, place in stored.items():
         found = isinstance(key, MetadataIndex) and isinstance(place, StorageInfo)
         if not found or not isinstance(place.relative_path, str) or not _FILE.fullmatch(place.relative_path):
-            raise CheckpointError(f"{INDEX} has {brief(key)} at {brief(place)}, which is not a file; it is not loaded")
-        if not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
-            raise CheckpointError(f"{INDEX} has a value at {brief(place.offset)}; it is not loaded")
+            wrong = f"{brief(key)} at {brief(place)}, which is not a file"
+        elif not all(isinstance(number, int) and number >= 0 for number in (place.offset, place.length)):
+            wrong = f"a value at {brief(place.offset)}"
     for key, path in planned.items():
         if not isinstance(key, str) or not isinstance(path, tuple):
-            raise CheckpointError(f"{INDEX} has {brief(path)} for the name of a value; it is not loaded")
+            wrong = f"{brief(path)} for the name of a value"
+    if wrong:
+        raise CheckpointError(f"{INDEX} has {wrong}; it is not loaded")
 
 
 def serialize_plain(value: Any, name: str) -> bytes:
-    """Serialize tensors, numbers, strings, and lists, tuples and dicts of them, for `load_plain`.
-
-    Raises:
-        CheckpointError: names another value in it.
-    """
+    """Serialize tensors, numbers, strings, and lists, tuples and dicts of them; CheckpointError names another value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     try:
@@ -185,11 +175,7 @@ def serialize_plain(value: Any, name: str) -> bytes:
 
 
 def load_plain(content: bytes) -> Any:
-    """Load plain data that `serialize_plain` made; tensors are on the CPU.
-
-    Raises:
-        CheckpointError: it holds other values, which were not made.
-    """
+    """Load what `serialize_plain` made, to the CPU; raise CheckpointError for other values, which are not made."""
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -175,11 +175,9 @@ class Save:
     """A checkpoint that is being saved.
 
     Attributes:
-        path: the directory when it is complete.
-        partial: the directory until then.
+        path, partial: the directory when it is complete, and until then.
         state: for DCP.
         plain: contents of the other files of this rank, by name.
-        keep: as in `save_checkpoint`.
     """
 
     path: Path
@@ -290,11 +288,8 @@ class Ranks:
     """The ranks that save or load together, so that an error of one is an error of all.
 
     Args:
-        group: their process group; None is all ranks.
+        group: their process group; None is all ranks. ArgumentError if there is none, or this rank is not in it.
         task: starts error messages, such as "cannot save step-100".
-
-    Raises:
-        ArgumentError: there is no process group, or this rank is not in `group`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, task: str) -> None:

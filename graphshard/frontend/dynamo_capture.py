@@ -182,8 +182,7 @@ class DynamoTrace:
     @property
     def names(self) -> dict[str, Any]:
         """Globals that sources read."""
-        names: dict[str, Any] = self._captured.graph_capture_output.f_globals
-        return names
+        return self._captured.graph_capture_output.f_globals
 
     def replay(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Return the function (module, args, kwargs) -> result that calls `run` with the graph's inputs.

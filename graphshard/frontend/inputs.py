@@ -269,8 +269,7 @@ def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         with mode:
             return without_values(tensor, device) if is_pretended() or tensor.is_meta else tensor
 
-    found: tuple[Any, Any] = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-    return found
+    return pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
 
 
 def input_path(structure: pytree.TreeSpec, index: int) -> str:

@@ -24,7 +24,7 @@ from graphshard.module.compiled_module import CompiledModule
 from graphshard.options.options import check_names
 
 
-def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+def _check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Raise ArgumentError if an optimizer updates other tensors than the model's, or has state already."""
     known = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
@@ -41,13 +41,6 @@ def check_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 f"optimizer: {type(optimizer).__name__} has state of whole parameters already. Prepare it before the "
                 "first step, and load its state afterwards."
             )
-
-
-def follow_parameters(optimizers: Iterable[Optimizer], moved: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters in optimizers by their shards."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [moved[param] for param in group["params"]]
 
 
 AcceleratorT = TypeVar("AcceleratorT")
@@ -158,14 +151,16 @@ def _prepare(
 
 def _compile(accelerator: Any, model: nn.Module, optimizers: list[Optimizer], options: dict[str, Any]) -> None:
     """Compile the model as the plugin says, and let the optimizers update its shards."""
-    check_optimizers(model, optimizers)
+    _check_optimizers(model, optimizers)
     if accelerator.mixed_precision != "no":
         for param in model.parameters():
             if param.requires_grad and param.is_floating_point():
                 param.data = param.data.float()  # the precision in which FSDP2's preparation lets optimizers work
     before = dict(model.named_parameters())
     compile(model, **{**_options_of(accelerator, model), **{k: v for k, v in options.items() if v is not None}})
-    follow_parameters(optimizers, {param: model.get_parameter(name) for name, param in before.items()})
+    moved = {param: model.get_parameter(name) for name, param in before.items()}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [moved[param] for param in group["params"]]
 
 
 def _options_of(accelerator: Any, model: nn.Module) -> dict[str, Any]:

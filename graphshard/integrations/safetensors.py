@@ -108,8 +108,7 @@ def _names_to_read(model: nn.Module, state: Mapping[str, Any], found: Mapping[st
             )
         read[named] = names[0]
         known.update(names)
-    unknown = sorted(set(found) - known)
-    if unknown:
+    if unknown := sorted(set(found) - known):
         raise CheckpointError(f"it holds {brief(unknown[0])}, which {users_class(model).__name__} has not")
     return read
 

@@ -121,8 +121,7 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> O
     _LIBRARY.impl(name, run, "CPU")
     _LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"graphshard::{name}", fake, lib=_LIBRARY)
-    operator: OpOverload = getattr(torch.ops.graphshard, name).default
-    return operator
+    return getattr(torch.ops.graphshard, name).default
 
 
 OWN_CHUNK = _define(

@@ -127,9 +127,8 @@ class Plan:
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ArgumentError(
-                f"a plan must be JSON, got {brief(text)}: {error}. Write it with Plan.to_json."
-            ) from None
+            advice = "Write it with Plan.to_json."
+            raise ArgumentError(f"a plan must be JSON, got {brief(text)}: {error}. {advice}") from None
         try:
             return read(data, Plan)
         except ArgumentError as error:

@@ -187,8 +187,6 @@ class PolicySearch:
     Attributes:
         program: the joint graph.
         between: passes after `activation-checkpointing` and before the plan.
-        planner: has a memory limit.
-        run: runs passes.
         exact: with this number of borders, or fewer, all are planned.
         shares: the borders, as shares of the bytes that can be saved.
     """
@@ -211,11 +209,7 @@ class PolicySearch:
         self.shares = tuple(dict.fromkeys((0.0, *sums, 1.0)))
 
     def best(self) -> tuple[float, float]:
-        """Return the share to save, and a lower bound of the step in seconds.
-
-        Raises:
-            InfeasibleError: no border fits.
-        """
+        """Return the share to save, and a lower bound of the step in seconds; raise InfeasibleError if none fits."""
         last = len(self.shares) - 1
         most = self._last_that_fits()
         for index in itertools.islice(self._candidates(most), self.exact):

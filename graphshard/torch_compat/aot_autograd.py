@@ -48,8 +48,7 @@ def min_cut_partition(joint: GraphModule, num_outputs: int) -> tuple[GraphModule
 
 def draws_stay() -> contextlib.AbstractContextManager[None]:
     """Keep random operators whose result is unused: as in eager mode they advance the generator."""
-    patched: contextlib.AbstractContextManager[None] = inductor_config.patch(fallback_random=True)
-    return patched
+    return inductor_config.patch(fallback_random=True)
 
 
 @contextlib.contextmanager

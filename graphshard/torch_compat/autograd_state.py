@@ -25,8 +25,7 @@ def disable_autocast() -> torch._C._DisableAutocast:
 def leave_modes_on_error() -> Iterator[None]:
     """Leave autocast and torch.func transforms that the block entered if an error ends it.
 
-    A graph enters and leaves them by calls. In an autocast that is never left, plain PyTorch keeps casts of parameters
-    and computes with outdated ones.
+    A graph enters and leaves them by calls. In an autocast that is never left, PyTorch computes with outdated casts.
     """
     kinds = ("cpu", "cuda")
     casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

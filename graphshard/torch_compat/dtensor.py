@@ -29,12 +29,11 @@ _CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 
 
 def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """A gradient's shard as a DTensor placed like the parameter; `from_local` takes five times as long.
+    """Return a gradient's shard as a DTensor placed like the parameter.
 
-    What torch wraps `DTensor.__init__` in, which does nothing else, would take as long as the rest.
+    `from_local` takes five times as long, and torch's wrapper of `DTensor.__init__` twice.
     """
-    made: DTensor = DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
-    return made
+    return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
 
 
 def dtensor_of(
@@ -44,40 +43,32 @@ def dtensor_of(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """A DTensor with a local tensor as it is, whatever its class and its device.
-
-    `DTensor.from_local` moves it to the mesh's kind of device.
-    """
+    """Return a DTensor with a local tensor as it is, which `DTensor.from_local` moves to the mesh's kind of device."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
 
 def cut_of_pieces(dim: int, num_pieces: int) -> Placement:
-    """How pieces along a dim, each cut along it again, lie on the mesh axis that they are cut over."""
+    """Return the placement of pieces along a dim, each cut along it again, on the mesh axis that they are cut over."""
     return _StridedShard(dim, split_factor=num_pieces) if num_pieces > 1 else Shard(dim)
 
 
 def cuts_of(placements: Sequence[Placement]) -> list[tuple[int, int]]:
-    """Along which mesh axes a tensor is cut, and along which of its dims, in the order of the cuts.
+    """Return the mesh axes along which a tensor is cut, and its dims, in the order of the cuts.
 
-    Axes from the outside in; but what is strided cuts pieces that others have made.
+    Axes go from the outside in; but a strided placement cuts pieces that others have made.
     """
     cuts = [(place, p.dim) for place, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
     return sorted(cuts, key=lambda cut: isinstance(placements[cut[0]], _StridedShard))
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of all axes of two others, which are parts of one.
-
-    Raises:
-        RuntimeError: they are not, or share an axis.
-    """
-    joined: DeviceMesh = DeviceMesh._concatenate([first, second])
-    return joined
+    """Return the mesh of all axes of two parts of one mesh; raise RuntimeError if they are not, or share an axis."""
+    return DeviceMesh._concatenate([first, second])
 
 
 def mesh_of_both(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The mesh of the axes of two others, each of them once, in the order of the mesh that both are parts of.
+    """Return the mesh of the axes of two parts of one mesh, each once, in its order.
 
     Raises:
         RuntimeError, KeyError: there is none.
@@ -92,7 +83,7 @@ def mesh_of_both(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
 
 
 def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
-    """Whether a mesh has some of the axes of another, or all, with the same ranks."""
+    """Return whether a mesh has some of the axes of another, or all, with the same ranks."""
     names = mesh.mesh_dim_names
     if mesh == whole or names is None:
         return mesh == whole
@@ -100,25 +91,19 @@ def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a mesh is a part of."""
-    root: DeviceMesh = mesh._get_root_mesh()
-    return root
+    """Return the mesh that a mesh is a part of."""
+    return mesh._get_root_mesh()
 
 
 def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
-    flat: DeviceMesh = mesh._flatten()
-    return flat
+    """Return the axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
+    return mesh._flatten()
 
 
 def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMesh:
-    """A mesh of one axis as one of two; all ranks must call this together.
+    """Return a mesh of one axis as one of two, the second of size `inner`; all ranks must call this together.
 
     It is kept with the mesh that all axes are of, as torch keeps flattened ones: process groups are made once.
-
-    Args:
-        names: of its axes.
-        inner: size of the second one.
     """
     kept: dict[tuple[str, str], DeviceMesh] = vars(mesh._get_root_mesh()).setdefault("_graphshard_split", {})
     if names not in kept:
@@ -127,24 +112,22 @@ def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMe
 
 
 def rank_in_group(group: str) -> int:
-    """This rank's place in a process group that is known by name."""
+    """Return this rank's place in a process group that is known by name."""
     return int(process_group(group).rank())
 
 
 def rendezvous_store() -> dist.Store:
-    """The store the default process group was made with."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    return store
+    """Return the store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name."""
-    group: dist.ProcessGroup = _resolve_process_group(dist.distributed_c10d.GroupName(name))
-    return group
+    """Return the process group of a name."""
+    return _resolve_process_group(dist.distributed_c10d.GroupName(name))
 
 
 def group_of(ranks: Sequence[int]) -> str | None:
-    """The name of the first process group here that has these ranks in this order; None if there is none.
+    """Return the name of the first process group here that has these ranks in this order; None if there is none.
 
     All of its ranks find the same one, as they make groups in the same order.
     """
@@ -153,13 +136,10 @@ def group_of(ranks: Sequence[int]) -> str | None:
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    """Launch an all-gather as `torch.distributed` does, to be waited for as a functional one.
+    """Launch an all-gather over a named group, to be waited for as a functional one.
 
     On CPUs gloo gathers into a separate buffer, as large as the result, and copies it. Two ranks send each other
     their shards right into the result instead, as an all-to-all in which nothing is for oneself.
-
-    Args:
-        group: name of the process group.
     """
     among = _resolve_process_group(group)
     if shard.device.type == "cpu" and among.size() == 2 and shard.numel() and shard.is_contiguous():
@@ -205,12 +185,12 @@ def track_draws(mesh: DeviceMesh) -> None:
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied to the module itself."""
+    """Return whether torch's composable `replicate` was applied to the module itself."""
     return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether torch's composable `checkpoint` was applied to the module itself."""
+    """Return whether torch's composable `checkpoint` was applied to the module itself."""
     return "checkpoint" in module.__dict__.get(REGISTRY_KEY, {})
 
 
@@ -232,11 +212,6 @@ def take_checkpoint_hooks(module: nn.Module) -> tuple[tuple[str, Any], ...] | No
 
 
 def register_as(module: nn.Module, function: Any, state: Any) -> None:
-    """Tell torch's composable functions, such as `replicate`, that one of them was applied to a module.
-
-    Args:
-        function: that one.
-        state: what `function.state(module)` is to be.
-    """
+    """Tell torch's composable functions, such as `replicate`, that one was applied; set `function.state(module)`."""
     module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state

@@ -42,8 +42,7 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tenso
     """
     index = device.index if device.index is not None else -1
     loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
-    return run
+    return loader.boxed_run
 
 
 def data_pointer() -> Any:

@@ -32,24 +32,17 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: 
     source = ConstantSource(name)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     env.constrain_symbol_range(symbol, low if low is not None else 2, high if high is not None else int_oo)
-    size = env.create_symintnode(symbol, hint=hint, source=source)
-    assert isinstance(size, torch.SymInt)
+    size: Any = env.create_symintnode(symbol, hint=hint, source=source)
     return size
 
 
 def new_number(mode: FakeTensorMode, name: str, hint: int | float) -> torch.SymInt | torch.SymFloat:
-    """Return a symbol for a number that is not a size: it may be negative or a float.
-
-    Args:
-        hint: its value in the example inputs.
-    """
+    """Return a symbol for a number that is not a size, with its value in the example inputs."""
     env, source = mode.shape_env, ConstantSource(name)
     assert env is not None
     symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    make = env.create_symfloatnode if isinstance(hint, float) else env.create_symintnode
-    number: Any = make(symbol, hint=hint, source=source)
-    assert isinstance(number, (torch.SymInt, torch.SymFloat))
-    return number
+    make: Any = env.create_symfloatnode if isinstance(hint, float) else env.create_symintnode
+    return make(symbol, hint=hint, source=source)
 
 
 def new_unknown_size(mode: FakeTensorMode, low: int | None = None, high: int | None = None) -> torch.SymInt:
@@ -65,8 +58,7 @@ def new_unknown_float(mode: FakeTensorMode) -> torch.SymFloat:
     """Return a float that depends on tensor values."""
     assert mode.shape_env is not None
     with mode.shape_env.ignore_fresh_unbacked_symbols():
-        number: torch.SymFloat = mode.shape_env.create_unbacked_symfloat()
-    return number
+        return mode.shape_env.create_unbacked_symfloat()
 
 
 @contextlib.contextmanager
@@ -78,9 +70,8 @@ def new_symbols_dropped(mode: FakeTensorMode) -> Iterator[None]:
 
 def is_unknown(value: Any) -> bool:
     """Return whether a number, or a size of a tensor, depends on tensor values."""
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(
-        free_unbacked_symbols(value)
-    )
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(value, kinds) and bool(free_unbacked_symbols(value))
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -110,8 +101,7 @@ def assume_total(sizes: Sequence[int | torch.SymInt], total: int) -> None:
 
 def _assumed_in(sizes: ShapeEnv) -> dict[sympy.Symbol, int]:
     """Return the estimates of unbacked symbols, for which Inductor also tunes kernels."""
-    found: dict[sympy.Symbol, int] = vars(sizes).setdefault("var_to_hint_override", {})
-    return found
+    return vars(sizes).setdefault("var_to_hint_override", {})
 
 
 def condition(value: torch.SymBool | bool) -> None:

@@ -55,12 +55,11 @@ def _processor(*names: str) -> str:
     return next((line.partition(":")[2] for line in lines if line.startswith(names)), "")
 
 
-def variables(given: Mapping[str, str] | None = None) -> dict[str, str]:
+def variables() -> dict[str, str]:
     """Return the environment variables that torch, its compilers and graphshard read."""
-    given = os.environ if given is None else given
     return {
         name: value
-        for name, value in sorted(given.items())
+        for name, value in sorted(os.environ.items())
         if name in _COMPILERS or (name.startswith(_PREFIXES) and not name.startswith(_OF_LAUNCHES))
     }
 
