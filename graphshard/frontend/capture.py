@@ -291,11 +291,7 @@ def capture(
 
 
 def capture_example(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    spec: CaptureSpec,
-    repeats: Repeats | None = None,
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, repeats: Repeats | None = None
 ) -> Program:
     """Capture a call, with gradients, of a module that is not to run; see `capture` for the arguments."""
     traced = TracedFunction("example")

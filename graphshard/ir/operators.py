@@ -197,9 +197,7 @@ UPLOAD = _define(
     lambda shard, device, dtype=None: torch.empty_like(shard, device=device, dtype=dtype),
 )
 RELOAD = _define(
-    "reload(Tensor saved, str device) -> Tensor",
-    _reload,
-    lambda saved, device: torch.empty_like(saved, device=device),
+    "reload(Tensor saved, str device) -> Tensor", _reload, lambda saved, device: torch.empty_like(saved, device=device)
 )
 ARRIVED = _define("arrived(Tensor copy) -> Tensor", _arrived, torch.empty_like)
 DOWNLOAD = _define("download(Tensor value) -> Tensor", _download, lambda value: torch.empty_like(value, device="cpu"))

@@ -32,14 +32,7 @@ from graphshard.ir.subgraph import subgraphs_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 from graphshard.torch_compat.torch_ops import OpOverload
 
-_DTYPES = {
-    "float": "f",
-    "bfloat": "bf",
-    "int": "i",
-    "uint": "u",
-    "complex": "c",
-    "bool": "b8",
-}
+_DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "b8"}
 _MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
 
 

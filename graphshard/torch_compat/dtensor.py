@@ -37,11 +37,7 @@ def sharded_like(local: torch.Tensor, param: DTensor) -> DTensor:
 
 
 def dtensor_of(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     """Return a DTensor with a local tensor as it is, which `DTensor.from_local` moves to the mesh's kind of device."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))

@@ -9,12 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    _constrain_range_for_size,
-    free_unbacked_symbols,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size, free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
