@@ -45,7 +45,7 @@ from graphshard.cost.profile import Profile
 from graphshard.cross.gpu_kernels import GpuCode, Kernel
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.program import Extent, Phase, Planner, Program, Region, Size, Stage
+from graphshard.ir.program import Phase, Planner, Program, Region, Size, Stage
 from graphshard.passes import Pass
 from graphshard.passes.activation_checkpointing import Activation
 from graphshard.schedule.fsdp2_order import PlanByUnit
@@ -338,7 +338,6 @@ def _converter() -> Converter:
         ),
         pytree.TreeSpec: (encode_structure, _describing_structure),
         Profile: (Profile.to_json, lambda data, _: Profile.from_json(typed(data, str))),
-        Extent: (_encode, _number_reader(int)),
     }
     for kind, (unstructure, structure) in hooks.items():
         converter.register_unstructure_hook(kind, unstructure)

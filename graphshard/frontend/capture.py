@@ -283,7 +283,6 @@ def capture(
         rewritten=rewritten,
         model=spec.forward_class.__name__,
         sizes=tuple(sizes),
-        shapes=tuple((tuple(t.shape), t.stride()) for t in fakes) if sizes else (),
         checks=flat.checks,
         trace=trace,
         taken=(*(index for index, _ in inputs), *scalars),

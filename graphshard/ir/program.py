@@ -55,7 +55,6 @@ class RuntimeAssert:
             raise InputError(f"forward raises an exception for these inputs at {self.line}")
 
 
-Extent = int | torch.SymInt  # a size or a stride
 SlotKind = Literal[
     "param",
     "part",
@@ -291,7 +290,6 @@ class Program:
         rewritten: buffers that backward writes, if it passes through any of the given outputs.
         model: name of the captured class.
         sizes: dynamic sizes of the inputs; empty for static shapes.
-        shapes: shape and strides of every input, if sizes are dynamic.
         capture: number of programs of the module that were captured before.
         reason: why it was captured.
         next_number: number of the next value; values keep their number from stage to stage.
@@ -326,7 +324,6 @@ class Program:
     rewritten: dict[str, tuple[str, ...]] = field(default_factory=dict)
     model: str = ""
     sizes: tuple[Size, ...] = ()
-    shapes: tuple[tuple[tuple[Extent, ...], tuple[Extent, ...]], ...] = ()
     capture: int = 0
     reason: str = ""
     next_number: int = 0

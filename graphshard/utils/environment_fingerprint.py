@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
