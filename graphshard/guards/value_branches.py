@@ -162,9 +162,8 @@ def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any
 def _is_pure(node: Node) -> bool:
     """Return whether a node of the torch-level graph computes a value and changes nothing."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("placeholder", "get_attr") or (
-        node.op in ("call_function", "call_method") and (name.startswith("__") or not name.endswith("_"))
-    )
+    is_call = node.op in ("call_function", "call_method") and (name.startswith("__") or not name.endswith("_"))
+    return is_call or node.op in ("placeholder", "get_attr")
 
 
 # --- questions of transformers ------------------------------------------------------------------------------------

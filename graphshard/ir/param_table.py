@@ -100,9 +100,8 @@ class ParamSpec:
 
     def as_now(self, param: nn.Parameter, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Return the spec for the parameter's current dtype and requires_grad."""
-        param_dtype = policy.param_dtype
-        cast = param_dtype is not None and param.is_floating_point() and not self.ignored
-        compute_dtype = param_dtype if cast and param_dtype is not None else param.dtype
+        cast = param.is_floating_point() and not self.ignored
+        compute_dtype = (policy.param_dtype if cast else None) or param.dtype
         return dataclasses.replace(
             self,
             dtype=param.dtype,

@@ -71,8 +71,7 @@ class Lines:
 def print_program(program: Program, known: Lines | None = None) -> str:
     """Return the text of all phases and of the subgraphs they call; number values without a number.
 
-    Args:
-        known: cache of lines, which is updated.
+    The cache of lines (`known`) is updated.
     """
     number(program)
     texts = [f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items()]
@@ -126,8 +125,10 @@ def print_graph(
     }
 
     def line(node: Node, label: str) -> str:
-        call = label if node.op == "placeholder" else f"{_target(node)}({_args(node, numbers)})"
-        text = f"{_mark(node)} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
+        args = [*(_arg(a, numbers) for a in node.args), *(f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items())]
+        call = label if node.op == "placeholder" else f"{_target(node)}({', '.join(args)})"
+        mark = ">" if node.op == "call_module" else "*" if is_collective(node) else " "
+        text = f"{mark} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
         return _commented(text, "" if canonical else _comment(node))
 
     keep = Lines() if known is None or names else known  # names of sizes depend on the text
@@ -138,10 +139,9 @@ def print_graph(
         if node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]  # of a subgraph
             for value, label in zip(results, outputs, strict=True):
+                name = f" as {label}" if label else ""
                 comment = module_of(value) if label == "saved" else ""
-                lines.append(
-                    _commented(f"  return {_arg(value, numbers)}" + (f" as {label}" if label else ""), comment)
-                )
+                lines.append(_commented(f"  return {_arg(value, numbers)}{name}", comment))
         else:
             label = next(labels) if node.op == "placeholder" else ""
             lines.append(keep.line(node, label, functools.partial(line, node, label)))
@@ -152,14 +152,11 @@ def _commented(line: str, comment: str) -> str:
     return f"{line}  # {visible(comment, lines=False)}\n" if comment else f"{line}\n"
 
 
-def print_nodes_around(phase: Phase, node: Node, margin: int = 3) -> str:
+def print_nodes_around(phase: Phase, node: Node) -> str:
     """Return the lines of a phase around a node, which is marked, for error messages."""
-    graph = phase.module.graph
-    index = list(graph.nodes).index(node)
-    lines = print_phase(phase).splitlines()
-    first = max(0, index - margin)
-    shown = lines[first : index + margin + 1]
-    return "\n".join(f"{'-->' if first + i == index else '   '} {line}" for i, line in enumerate(shown))
+    index = list(phase.module.graph.nodes).index(node)
+    lines = list(enumerate(print_phase(phase).splitlines()))[max(0, index - 3) : index + 4]
+    return "\n".join(f"{'-->' if at == index else '   '} {line}" for at, line in lines)
 
 
 def print_communication(program: Program) -> list[str]:
@@ -202,12 +199,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES[stem] + name[len(stem) :] if stem in _DTYPES else name
 
 
-def _mark(node: Node) -> str:
-    if node.op == "call_module":
-        return ">"
-    return "*" if is_collective(node) else " "
-
-
 def _comment(node: Node) -> str:
     bucket = node.meta.get("bucket")
     if node.meta.get("exchanged"):
@@ -226,11 +217,6 @@ def _target(node: Node) -> str:
         name = node.target._opname
         return name if node.target._overloadname == "default" else f"{name}.{node.target._overloadname}"
     return getattr(node.target, "__name__", str(node.target))
-
-
-def _args(node: Node, numbers: dict[Node, str]) -> str:
-    positional = [_arg(a, numbers) for a in node.args]
-    return ", ".join(positional + [f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items()])
 
 
 def _arg(arg: Any, numbers: dict[Node, str]) -> str:

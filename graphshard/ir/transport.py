@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphshard.ir.graph import aten, behind, c10d, emit, fake
+from graphshard.ir.graph import WAIT, aten, behind, c10d, emit, fake
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import ALL_REDUCE, REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec
@@ -35,12 +35,9 @@ def gather(graph: Graph, shard: Node, spec: ParamSpec, axis: Axis) -> None:
         return
     first = min(users)
     node = shard
+    gather_steps: Steps = [(c10d.all_gather_into_tensor.default, (axis.size, axis.name), {}), (WAIT, (), {})]
     with graph.inserting_before(first):
-        for target, args, kwargs in prologue(spec):
-            node = emit(graph, target, node, *args, like=first, **kwargs)
-        node = emit(graph, c10d.all_gather_into_tensor.default, node, axis.size, axis.name, like=first)
-        node = emit(graph, c10d.wait_tensor.default, node, like=first)
-        for target, args, kwargs in gather_epilogue(spec):
+        for target, args, kwargs in (*prologue(spec), *gather_steps, *gather_epilogue(spec)):
             node = emit(graph, target, node, *args, like=first, **kwargs)
     for user in users:
         user.replace_input_with(shard, node)
@@ -121,9 +118,9 @@ def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...
         if left.num_pieces > 1:  # with one microbatch, FSDP2 casts after it
             then(REDUCE_SCATTER, left.operation, left.num_pieces, left.axis)
             continue
-        _in_reduce_dtype(then, spec)
+        then.cast(spec.reduce_dtype)
         then(ALL_REDUCE, left.operation, left.axis)
-    _in_reduce_dtype(then, spec)
+    then.cast(spec.reduce_dtype)
     if spec.order:
         then(aten.permute.default, list(spec.order))
     dim, rank = spec.memory_dim if spec.num_shards > 1 else 0, len(spec.shape)
@@ -145,13 +142,8 @@ def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...
         then(aten.view.default, [spec.num_shards * shape[0], *shape[1:]])
     if spec.num_shards > 1:
         then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
-        then(c10d.wait_tensor.default)
+        then(WAIT)
     return then.node
-
-
-def _in_reduce_dtype(then: _Chain, spec: ParamSpec) -> None:
-    if fake(then.node).dtype != spec.reduce_dtype:
-        then(aten._to_copy.default, dtype=spec.reduce_dtype)
 
 
 def over_replicas(graph: Graph, shard: Node, spec: ParamSpec, axes: tuple[Axis, ...]) -> Node:
@@ -160,7 +152,7 @@ def over_replicas(graph: Graph, shard: Node, spec: ParamSpec, axes: tuple[Axis, 
     how = division(spec, axes)
     for axis in axes[1:] if spec.num_shards > 1 else axes:
         then(c10d.all_reduce.default, how.over_replicas, axis.name)
-        then(c10d.wait_tensor.default)
+        then(WAIT)
     if how.after != 1:
         then(aten.div.Tensor, how.after)
     if spec.order:
@@ -179,6 +171,11 @@ class _Chain:
         with behind(self.node):
             self.node = emit(self.graph, target, self.node, *args, like=self.node, **kwargs)
         self.node.meta[OF_A_REDUCTION] = True
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Insert a cast, unless the result has the dtype."""
+        if fake(self.node).dtype != dtype:
+            self(aten._to_copy.default, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,6 @@ def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype
 
     Args:
         own: dtype of the parameter's shard.
-        grad: dtype of the gradient.
     """
     if _IN_OWN_DTYPE:
         return policy.reduce_dtype or own

@@ -43,12 +43,10 @@ class Float8AllGather(Pass):
     params: tuple[str, ...] = ("*",)
 
     def rewrite_phase(self, phase: Phase, program: Program) -> int:
-        count = 0
-        for gather, spec in gathers_of(phase, program):
-            if self._applies(spec):
-                _quantize(gather)
-                count += 1
-        return count
+        chosen = [gather for gather, spec in gathers_of(phase, program) if self._applies(spec)]
+        for gather in chosen:
+            _quantize(gather)
+        return len(chosen)
 
     def _applies(self, spec: ParamSpec) -> bool:
         chosen = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.params)
