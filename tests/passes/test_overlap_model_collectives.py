@@ -82,7 +82,7 @@ def test_nothing_to_overlap() -> None:
     write = Written(SQUARE, SQUARE, SQUARE)
     x, y, z = write.inputs
     total = write(ADD, y, z)
-    program = write.returning(total, write(MM, write(REDUCED, x, "sum", "shard"), z))
+    program = write.returning(total, write(MM, write(ALL_REDUCE, x, "sum", "shard"), z))
     before = print_phase(program.phases["forward"])
     assert OverlapModelCollectives().rewrite(program) == 0
     assert print_phase(program.phases["forward"]) == before
