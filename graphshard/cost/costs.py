@@ -35,7 +35,16 @@ from graphshard.cost.kernels import Work, num_bytes, work_of
 from graphshard.cost.profile import GemmTile, MatmulRate, NodeLink, Profile
 from graphshard.cost.scalars import Scalar, ceiling, is_zero, log2, maximum, minimum
 from graphshard.ir.mesh import Axis, Mesh
-from graphshard.ir.operators import BEGINS, COPIES, EXCHANGED, JOINED, REDUCED, SCATTERED, SETTLED, TOGETHER
+from graphshard.ir.operators import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    COALESCED_FORMS,
+    COPIES,
+    MODEL_WAIT,
+    REDUCE_SCATTER,
+    STARTS,
+)
 from graphshard.ir.program import Region
 
 # Head width for which profiles have speeds of attention; rows and columns of a block of its pairs.
@@ -303,13 +312,15 @@ MODEL_KINDS: tuple[ModelKind, ...] = get_args(ModelKind)
 
 # The kind of each for `Costs.collective`.
 _KINDS: dict[object, tuple[ModelKind, str]] = {
-    REDUCED: ("reduced", "all_reduce"),
-    JOINED: ("joined", "gather"),
-    SCATTERED: ("scattered", "reduce"),
-    EXCHANGED: ("exchanged", "all_to_all"),
+    ALL_REDUCE: ("reduced", "all_reduce"),
+    ALL_GATHER: ("joined", "gather"),
+    REDUCE_SCATTER: ("scattered", "reduce"),
+    ALL_TO_ALL: ("exchanged", "all_to_all"),
 }
 # The operator that runs at once by the one that starts it, or carries several tensors.
-_AT_ONCE: dict[object, object] = {other: at_once for others in (BEGINS, TOGETHER) for at_once, other in others.items()}
+_AT_ONCE: dict[object, object] = {
+    other: at_once for others in (STARTS, COALESCED_FORMS) for at_once, other in others.items()
+}
 
 
 @dataclass(frozen=True)
@@ -345,17 +356,17 @@ def model_collective(node: Node, size_of: Callable[[Node], Scalar] = num_bytes) 
     if target not in _KINDS:
         return None
     kind, costs_as = _KINDS[target]
-    values = node.args[0] if node.target in TOGETHER.values() else [node.all_input_nodes[0]]
+    values = node.args[0] if node.target in COALESCED_FORMS.values() else [node.all_input_nodes[0]]
     assert isinstance(values, (list, tuple))
     given, made = sum(size_of(value) for value in values if isinstance(value, Node)), size_of(node)
     size = made if kind == "joined" else given
     if kind == "exchanged" and given != made:
         size = maximum(given, made)
-    at_once = node.target not in BEGINS.values()
+    at_once = node.target not in STARTS.values()
     return ModelCollective(kind, costs_as, size, str(node.args[-1]), len(values), at_once)
 
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """Return the operators that compute, without collectives of the model and copies from or to the host."""
-    apart = {SETTLED, *COPIES}
+    apart = {MODEL_WAIT, *COPIES}
     return [node for node in nodes if node.target not in apart and model_collective(node) is None]

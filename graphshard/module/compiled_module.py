@@ -34,7 +34,7 @@ from graphshard.runtime.cuda_graphs import CudaGraphs, ModelGraphs
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.runtime.shards import copy_of, param_refs, shard_module
-from graphshard.utils.plain_values import MISSING
+from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import brief
 
 CudaGraphsChoice = bool | Literal["auto"]

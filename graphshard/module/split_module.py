@@ -31,7 +31,7 @@ from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.ir.units import Precision, modules_of, unit_of
 from graphshard.module.tracer import Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
-from graphshard.utils.plain_values import MISSING
+from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)

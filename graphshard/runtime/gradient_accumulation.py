@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.dtensor_layout import PendingReduction
+from graphshard.ir.mesh import PendingReduction
 from graphshard.ir.program import Phase, SlotKind
 from graphshard.passes.accumulate_gradients import AccumulateGradients
 from graphshard.runtime.step_overlap import GatherPrefetch, GradientConsumer
