@@ -15,10 +15,10 @@ one together, and it may pay to end a run before a large region.
 
 The model's own collectives, as costs see them:
 
-    %w = reduced(%y, sum, tp)                   at once, along an axis
-    %w = reduced_together([%y, %z], sum, tp)    several by one launch
-    %s = reducing(%y, sum, tp)                  overlaps the compute in between
-    %w = settled(%s)
+    %w = all_reduce(%y, sum, tp)                    at once, along an axis
+    %w = all_reduce_coalesced([%y, %z], sum, tp)    several by one launch
+    %s = start_all_reduce(%y, sum, tp)              overlaps the compute in between
+    %w = wait(%s)
 """
 
 from __future__ import annotations
