@@ -189,7 +189,7 @@ def test_insert_replace_disable() -> None:
 def test_pipeline_as_text() -> None:
     lines = str(Pipeline().insert(_Silu(), after="partition")).splitlines()
     assert len(lines) == len(DEFAULT_PASSES) + 1
-    assert re.fullmatch(r"silu +Says that it changes numerics\.  \[inexact\]", lines[4])
+    assert re.fullmatch(r"silu +Declares that it changes numerics\.  \[inexact\]", lines[4])
     assert re.fullmatch(r"bucket +Merge collectives into .*\.", lines[9])
 
 
