@@ -4,7 +4,7 @@
         return (self * SCALE, self.new_full((), config.offset + module.factor)), None
 
 These are SCALE, config.offset and module.factor; variables that the method closes over, defaults of arguments, and what
-functions that it names read. Of the user's objects, the attributes that the code names are compared. Numbers, strings
+functions that it names read. Of user objects, the attributes that the code names are compared. Numbers, strings
 and collections of them are compared by value, anything else by identity.
 """
 
@@ -95,7 +95,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _state(name: str, value: Any, names: Sequence[str], depth: int) -> Iterator[Hashable]:
-    """Yield a value, what a function reads, and the named attributes of the user's objects, without properties."""
+    """Yield a value, what a function reads, and the named attributes of user objects, without properties."""
     yield name, _told(value)
     if not depth:
         return

@@ -28,7 +28,7 @@ class Releases(NamedTuple):
 
 TESTED = Releases("2.11", "2.15")
 DOORS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "names")
-# Attributes of objects that any package of graphshard reads, by the path of their owner.
+# Attributes of objects that any package of graphshard reads, by the path of the object.
 ATTRIBUTES = {
     "torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
