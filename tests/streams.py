@@ -32,7 +32,7 @@ from torch.fx.node import map_aggregate
 
 import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
-from graphshard.ir.operators import ARRIVED, BEGINS, DOWNLOAD, OWN_CHUNK, RELOAD, SETTLED, TOGETHER, UPLOAD
+from graphshard.ir.operators import ARRIVED, COALESCED_FORMS, DOWNLOAD, MODEL_WAIT, OWN_CHUNK, RELOAD, STARTS, UPLOAD
 from graphshard.lower.executor import CallLine, Line, print_lines
 from graphshard.runtime.collective_launches import IN_PLACE
 

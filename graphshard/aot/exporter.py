@@ -21,12 +21,11 @@ from graphshard.codec.program_format import encode_lowered, encode_partitioned, 
 from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
 from graphshard.cross.driver import package
-from graphshard.errors import ArgumentError
+from graphshard.errors import ArgumentError, GraphBreak
 from graphshard.exported.exported_program import place_tensor
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import apart, count_tokens, stand_ins
 from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.program import Phase, Program, Region

@@ -118,14 +118,10 @@ def _decode(data: Any, kind: type[T]) -> T:
 # --- sizes, graphs, kernels --------------------------------------------------------------------------------------
 
 
-def _number_reader(other: type) -> Callable[[Any, Any], Any]:
-    """Return a reader of sizes, and of ints or of floats that are inputs of a call."""
-
-    def read_number(data: Any, _: Any) -> Any:
-        value = _DECODER.get().value(data)
-        return value if type(value) is other else _decode(data, torch.SymInt)
-
-    return read_number
+def _decode_number(data: Any, _: Any) -> Any:
+    """Read a size, or a float that is an input of a call."""
+    value = _DECODER.get().value(data)
+    return value if isinstance(value, torch.SymFloat) else _decode(data, torch.SymInt)
 
 
 def check_phase(phase: Phase) -> Phase:
@@ -329,7 +325,7 @@ def _converter() -> Converter:
         torch.dtype: (short_name, lambda data, _: named("dtype", data)),
         torch.device: (str, lambda data, _: torch.device(typed(data, str))),
         torch.Tensor: (_encode, _decode),
-        torch.SymInt: (_encode, _number_reader(torch.SymFloat)),
+        torch.SymInt: (_encode, _decode_number),
         OpOverload: (_encode, _decode),
         Graph: (lambda graph: encode_graph(graph, _NAMES.get()), lambda data, _: _DECODER.get().graph(data)),
         GraphModule: (

@@ -39,7 +39,7 @@ from graphshard.codec.graph_format import Decoder, decode_stack, encode_marks, s
 from graphshard.errors import ArgumentError, ArtifactError, InputError, UnsupportedError
 from graphshard.exported.exported_program import OURS, facts_of, joint_of
 from graphshard.exported.program_code import qualified_name
-from graphshard.frontend.phase import lift_subgraphs
+from graphshard.frontend.joint_graph import lift_subgraphs
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot

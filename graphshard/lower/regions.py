@@ -40,7 +40,7 @@ from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS, is_size, rename, size_inputs, symbols_of
 from graphshard.ir.units import unit_of
 from graphshard.lower.executor import Boxed, Executor
-from graphshard.torch_compat.fx_code import uncompiled
+from graphshard.torch_compat.torch_ops import uncompiled
 from graphshard.utils.progress import check_cancelled, collector_paused
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from graphshard.codec.program_format import decode_lowered, decode_partitioned, 
 from graphshard.cross.gpu_kernels import GpuRegion
 from graphshard.errors import ArtifactError, GraphBreak
 from graphshard.frontend.signature import Signature
-from graphshard.ir.graph_break import GraphBreak
 from graphshard.ir.printer import describe, number, print_program
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.aoti_package import PackagedRegion
