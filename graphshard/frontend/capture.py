@@ -45,7 +45,7 @@ from graphshard.ir.kernel_shapes import missing_kernels, new_tracing_mode
 from graphshard.ir.param_table import REPLACED, ParamTable, named_parameters
 from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.recompute import write_again
-from graphshard.ir.repeats import BlocksDifferError, Repeats, captured_params
+from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
 from graphshard.ir.submodule_entry_points import is_compiled, without_entries
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
@@ -171,7 +171,9 @@ def capture(
         class_of: the class that the root, or a module of a unit, has in a compiled model.
         repeats: equal blocks, of which a few are traced; BlocksDifferError if they are not called alike.
     """
+    few = None
     if repeats is not None:
+        few = RepeatedBlocks(repeats, spec.params)
         spec = _of_traced_blocks(module, spec, repeats)
     if is_pretended() or any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.tree_leaves((args, kwargs))):
         args, kwargs = stand_in_inputs(args, kwargs, spec.device)
@@ -284,6 +286,7 @@ def capture(
         model=spec.forward_class.__name__,
         sizes=tuple(sizes),
         checks=flat.checks,
+        few=few,
         trace=trace,
         taken=(*(index for index, _ in inputs), *scalars),
     )

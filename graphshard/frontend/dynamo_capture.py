@@ -39,7 +39,7 @@ from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.repeats import Repeats
-from graphshard.repeats.block_guards import guards_of_blocks
+from graphshard.repeats.repeated_blocks import guards_of_blocks
 from graphshard.torch_compat.dynamo import (
     AttributeMutationExisting,
     DebuggingVariable,

@@ -65,16 +65,12 @@ def check_alike(spec: CaptureSpec, repeats: Repeats) -> None:
     """Raise BlocksDifferError if blocks that are left out have other parameter or unit options than captured ones."""
     if spec.extended:
         raise BlocksDifferError("parameters are subclasses of tensors")
-    found: dict[int, list[Any]] = {}
+    found: dict[int | None, list[Any]] = {}
     for row in spec.params:
-        place = repeats.place_of(row.name)
-        if place is not None:
-            names = tuple(repeats.name_at(0, name) for name in row.names)
-            found.setdefault(place[0], []).append(replace(row, names=names, unit=repeats.name_at(0, row.unit)))
+        names, unit = tuple(repeats.name_at(0, name) for name in row.names), repeats.name_at(0, row.unit)
+        found.setdefault(repeats.group_of(row.name), []).append(replace(row, names=names, unit=unit))
     for unit in spec.units:
-        place = repeats.place_of(unit)
-        if place is not None:
-            found.setdefault(place[0], []).append((repeats.name_at(0, unit), spec.precision.of(unit)))
+        found.setdefault(repeats.group_of(unit), []).append((repeats.name_at(0, unit), spec.precision.of(unit)))
     if any(found.get(group) != found.get(0) for group in range(repeats.groups)):
         raise BlocksDifferError("parameters of blocks are treated differently")
 

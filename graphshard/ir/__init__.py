@@ -22,6 +22,8 @@ make, and the only function that inserts nodes. `transport.py` defines how a par
 * **Values keep their number.** With consecutive numbers an insertion would change all later lines. With a number that a
   value keeps from its first stage, a diff of two stages shows the work of the pass. Keys of regions use consecutive
   numbers.
+* **Repeated blocks are a record** (`repeats.py`), which the capture sets and the program carries to lowering as
+  `Program.few`. `repeat_windows.py` finds its groups in graphs and in lists, and `instantiate_blocks.py` copies them.
 * **Collapsing works on text**, so it needs no program. Blocks are equal if their lines are, with values numbered
   relative to the block.
 * **Importing registers a few operators** (`operators.py`): a rank's chunk, and copies between host and device. There

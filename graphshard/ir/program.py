@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -108,6 +108,11 @@ class Slot:
     def named(self, name: str) -> Slot:
         """Return the slot under another name."""
         return Slot(self.kind, name, self.of, self.index)  # a third of the time of `dataclasses.replace`
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is a value that forward saves, and not a parameter."""
+        return self.kind == "saved" and self.of is None
 
     @property
     def is_of_backward(self) -> bool:
@@ -359,6 +364,11 @@ class Program:
                 "the captured program. Compile the model, without artifact=, to capture it."
             )
         return self.__dict__["_captured"]()
+
+    def clone(self) -> Program:
+        """Return a copy with separate graphs, which passes can rewrite; only before lowering."""
+        phases = {name: phase.clone() for name, phase in self.phases.items()}
+        return replace(self, phases=phases, history=list(self.history), established=set(self.established))
 
     @property
     def all_params(self) -> ParamTable:

@@ -2,13 +2,12 @@
 
 `export` has a tracer alone; `Runner` has one, and runs what it makes.
 
-Of many equal blocks a few are captured, and stand for all:
+Of many equal blocks a few are captured, and stand for all (`graphshard/ir/repeats.py`):
 
     capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
 
-The result is the program that capturing all blocks makes (`tests/module/test_template_capture.py` compares them value
-by value), or `BlocksDifferError`. Where the plan, or what is gathered at once, differs between blocks, the partitioned
-program is stamped, and the other passes run on all blocks.
+The result is the program that capturing all blocks makes (`tests/module/test_template_capture.py` compares both). Where
+passes treat blocks differently, they run on all blocks, and in doubt every block is captured.
 """
 
 from __future__ import annotations
@@ -34,26 +33,21 @@ from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
 from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
-from graphshard.ir.instantiate_blocks import instantiate_backward, instantiate_blocks
+from graphshard.ir.instantiate_blocks import instantiate_backward, match_blocks
 from graphshard.ir.param_table import ParamSpec, ParamTable, Settings
-from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.ir.repeated_block_matcher import match_blocks
-from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats
+from graphshard.ir.repeats import BlocksDifferError, Repeats
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
-from graphshard.lower.regions import RegionCall, outline
+from graphshard.lower.regions import RegionCall
 from graphshard.module.call_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, run_pass, run_pipeline, stamped
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, finish_template, run_pass, run_pipeline
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.runtime.process_groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
-from graphshard.schedule.fsdp2_order import PlanByUnit
-from graphshard.schedule.graph_facts import within_one_plan
-from graphshard.schedule.template_schedule import folded_plan
 from graphshard.subclasses.closure_variables import relied_on
 from graphshard.subclasses.extensions import Extended
 from graphshard.torch_compat.torch_ops import pytree
@@ -134,33 +128,26 @@ class Tracer:
         """
         spec, steps = self.current_spec(), (passes or self.pipeline).passes
 
-        def finish_trace(program: Program) -> None:
+        def capture(make: Callable[[], Program], observer: Observer) -> Program:
+            start = time.perf_counter()
+            with watching():
+                program = make()
+            seconds = time.perf_counter() - start
             program.model, program.reason, program.capture = self.label, reason, number
             if find is not None:
                 find(program)
+            observer.after(program, "capture", 0, seconds)
+            return program
 
         repeats = self._repeats(module, spec) if few and grad and not self._every_block else None
-        template: _Template | None = None
         if repeats is not None:
-            trace = functools.partial(self._trace_template, module, args, kwargs, spec, repeats)
-            try:
-                template = _make_template(trace, spec, repeats, steps, replace(observer), finish_trace, watching)
-            except (BlocksDifferError, GraphshardError) as error:
-                self._doubt(error)
-        if template is not None:
-            try:
-                found = template.finish(observer)
+            make = functools.partial(self._trace_template, module, args, kwargs, spec, repeats)
+            found = self._of_template(functools.partial(capture, make), steps, observer)
+            if found is not None:
                 found[0].keep_captured(self.recapture(module, args, kwargs, grad=grad))
                 return found
-            except BlocksDifferError as error:
-                self._doubt(error)
-        start = time.perf_counter()
-        with watching():
-            program = self._whole(module, args, kwargs, spec, grad=grad)
-        seconds = time.perf_counter() - start
-        finish_trace(program)
+        program = capture(functools.partial(self._whole, module, args, kwargs, spec, grad=grad), observer)
         program.keep_captured(captured_graph(program))
-        observer.after(program, "capture", 0, seconds)
         return program, run_pipeline(steps, program, observer)
 
     def trace_alone(
@@ -221,11 +208,8 @@ class Tracer:
 
     def _repeats(self, module: nn.Module, spec: CaptureSpec) -> Repeats | None:
         """Return equal blocks of which a few are enough; None if there are none, or options are for the whole model."""
-        options = self.options
-        by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
-        whole = options.passes is not None or by_budget or options.dynamic_shapes is not None
         communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
-        if self.name or whole or communicates or os.environ.get(VARIABLE) == "1":
+        if self.name or communicates or not self.options.is_local or os.environ.get(VARIABLE) == "1":
             return None
         return find_repeats(module)
 
@@ -244,6 +228,34 @@ class Tracer:
         if program.checks or program.sizes:
             raise BlocksDifferError("forward depends on numbers")
         return program
+
+    def _of_template(
+        self, capture: Callable[[Observer], Program], steps: tuple[Pass, ...], observer: Observer
+    ) -> Traced | None:
+        """Capture a few of equal blocks, and run the passes; return None if they do not stand for all."""
+        quiet, kinds = replace(observer), [type(step) for step in steps]
+        partition, plan = kinds.index(Partition) + 1, kinds.index(MakePlan) + 1
+        try:
+            program = capture(quiet)
+            for step in steps[:partition]:
+                run_pass(step, program, quiet)
+            match_blocks(program)
+        except (BlocksDifferError, GraphshardError) as error:
+            self._doubt(error)
+            return None
+        start = program.clone()
+
+        def partitioned() -> Partitioned:
+            return Partitioned(instantiate_backward(start), steps[partition:], frozenset(start.established))
+
+        try:
+            for step in steps[partition:plan]:
+                run_pass(step, program, quiet)
+            program = finish_template(program, steps[plan:], observer, Observer.end)
+        except BlocksDifferError as error:
+            self._doubt(error)
+            return None
+        return program, partitioned if "backward" in program.phases else None
 
     def _doubt(self, error: Exception) -> None:
         """Capture every block from now on; raise what is an error of another rank."""
@@ -358,82 +370,3 @@ class Tracer:
 def entry_name(name: str, method: str) -> str:
     """Return the name of an entry: "encoder", "encode" or "encoder.encode"."""
     return ".".join(part for part in (name, method) if part not in ("", "forward"))
-
-
-# --- a few of equal blocks ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Template:
-    """A partitioned program of a few of equal blocks, and the passes that are left."""
-
-    program: Program
-    few: RepeatedBlocks
-    steps: tuple[Pass, ...]
-
-    def finish(self, observer: Observer) -> Traced:
-        """Run the passes that are left, and return the program of all blocks."""
-        program = self.program
-        program.few = self.few
-        start = replace(program, phases={name: phase.clone() for name, phase in program.phases.items()})
-        start.established, start.history = set(program.established), list(program.history)
-        plans: list[Plan] = []
-
-        def plan(step: MakePlan, program: Program) -> Plan:
-            with within_one_plan():
-                plans.append((step.planner or PlanByUnit())(program))
-                return folded_plan(plans[-1], program)
-
-        def partitioned() -> Partitioned:
-            return Partitioned(instantiate_backward(start), self.steps, frozenset(start.established))
-
-        alone = replace(observer)
-        try:
-            for step in self.steps:
-                if isinstance(step, MakePlan):
-                    step = replace(step, planner=functools.partial(plan, step))
-                run_pass(step, program, alone)
-            alone.end(program)
-            outline(program)
-            begun = time.perf_counter()
-            program = stamped(program, plans[-1] if plans else None)
-        except BlocksDifferError as error:
-            log.info("passes are of every block: %s", error)
-            return self._stamp_partitioned(start, plans, observer)
-        text = f"the program of all {self.few.repeats.groups} groups of blocks: see the stage lower\n"
-        observer.note(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun, text=text)
-        return program, partitioned if "backward" in program.phases else None
-
-    def _stamp_partitioned(self, start: Program, plans: Sequence[Plan], observer: Observer) -> Traced:
-        """Run the passes that are left on all blocks, with the plan that was made."""
-        begun = time.perf_counter()
-        program = instantiate_blocks(start, self.few.repeats, self.few.params)
-        observer.after(program, "stamp", len(self.few.repeats.missing), time.perf_counter() - begun)
-        steps = self.steps
-        if plans:
-            steps = tuple(replace(s, planner=lambda _: plans[-1]) if isinstance(s, MakePlan) else s for s in steps)
-        found = run_pipeline(steps, program, observer)
-        return program, None if found is None else replace(found, rest=self.steps)
-
-
-def _make_template(
-    trace: Callable[[], Program],
-    spec: CaptureSpec,
-    repeats: Repeats,
-    steps: tuple[Pass, ...],
-    observer: Observer,
-    finish_trace: Callable[[Program], None],
-    watching: Watching,
-) -> _Template:
-    """Trace a few blocks, and run the passes up to the partition."""
-    at = next((index for index, step in enumerate(steps) if isinstance(step, Partition)), None)
-    if at is None:
-        raise BlocksDifferError("there is no partition")
-    start = time.perf_counter()
-    with watching():
-        program = trace()
-    finish_trace(program)
-    observer.after(program, "capture", 0, time.perf_counter() - start)
-    for step in steps[: at + 1]:
-        run_pass(step, program, observer)
-    return _Template(program, match_blocks(program, repeats, spec.params), steps[at + 1 :])

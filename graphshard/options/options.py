@@ -75,6 +75,12 @@ class Options:
         """When rules are verified: as given, or by GRAPHSHARD_VERIFY."""
         return cast(Level, level_of(self.verify))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the effect of passes on a block depends on its neighbors at most."""
+        by_budget = isinstance(self.activation, (int, float)) or self.activation == "auto"
+        return self.passes is None and not by_budget and self.dynamic_shapes is None
+
 
 class _ModelOptions(TypedDict, total=False):
     """Options for a model as a whole."""

@@ -22,11 +22,11 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import saved_values, units_gathered
-from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.graph import base_of, is_alias, is_part, module_of
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import Lines, number, print_communication, print_program
 from graphshard.ir.program import Program, Stage, UnitMemory
+from graphshard.ir.repeat_windows import RepeatExpansion
 from graphshard.ir.repeats import TEMPLATE
 from graphshard.ir.units import unit_of
 from graphshard.lower.regions import RegionCall
@@ -190,14 +190,13 @@ def _unfold_summary(program: Program, gathered: dict[str, list[tuple[str, tuple[
     for name in program.phases:
         unfolding = RepeatExpansion(repeats, descending=name == "backward", ends=2 if name == "backward" else 1)
         sent = [line for line in program.communication if line.startswith(f"{name}: ")]
-        lines += unfolding.unfold(sent) if any(map(unfolding.few.named_groups, sent)) else sent
+        lines += unfolding.unfold(sent) if any(map(repeats.named_groups, sent)) else sent
         if gathered[name]:
             gathered[name] = unfolding.unfold(gathered[name], lambda entry: entry[0])
     program.communication = lines
     found = {row.unit: row for row in program.saved}
     for unit in program.all_params.units:
-        place = repeats.place_of(unit)
-        if place is not None and place[0] in repeats.missing:
+        if repeats.has_left_out(unit):
             template = found.get(repeats.name_at(TEMPLATE, unit))
             if template is not None:
                 found[unit] = replace(template, unit=unit)

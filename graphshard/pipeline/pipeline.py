@@ -6,19 +6,18 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
-from graphshard.ir.instantiate_blocks import instantiate_blocks
-from graphshard.ir.plan import Plan
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.ir.strides import restride
-from graphshard.lower.regions import list_calls
+from graphshard.lower.regions import list_calls, outline
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -37,6 +36,7 @@ from graphshard.passes import (
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import decide, same_share
 from graphshard.schedule.fsdp2_order import PlanByUnit
+from graphshard.schedule.template_schedule import folded_plan
 from graphshard.utils.progress import check_cancelled, collector_paused
 from graphshard.utils.text import brief
 
@@ -264,14 +264,39 @@ def rerun_backward(
     return variant
 
 
-def stamped(program: Program, plan: Plan | None) -> Program:
-    """Return the program of all blocks, with their plan, from an outlined program of few blocks, which is used up.
+def finish_template(
+    planned: Program, passes: Sequence[Pass], observer: Observer, end: Callable[[Observer, Program], None]
+) -> Program:
+    """Run the passes after the plan on few of many equal blocks, and return the program of all, outlined.
 
-    Raises:
-        BlocksDifferError: blocks differ.
+    Where they treat blocks differently, they run on all blocks.
+
+    Args:
+        planned: the program of few blocks with the plan of all; it stays as it is.
+        end: called after the passes.
     """
-    assert program.few is not None
-    made = instantiate_blocks(program, program.few.repeats, program.few.params, program.few.saved)
-    made.plan = plan
-    list_calls(made)
-    return made
+    assert planned.few is not None
+    program, quiet, num_copies = planned.clone(), replace(observer), len(planned.few.repeats.missing)
+    try:
+        if planned.plan is not None:
+            program.plan = folded_plan(planned.plan, planned)
+        for step in passes:
+            run_pass(step, program, quiet)
+        end(quiet, program)
+        outline(program)
+        start = time.perf_counter()
+        program = instantiate_blocks(program, scheduled=True)
+        program.plan = planned.plan
+        list_calls(program)
+    except BlocksDifferError as error:
+        log.info("passes are of every block: %s", error)
+        start = time.perf_counter()
+        program = instantiate_all_blocks(planned)
+        observer.after(program, "stamp", num_copies, time.perf_counter() - start)
+        for step in passes:
+            run_pass(step, program, observer)
+        end(observer, program)
+    else:
+        text = f"the program of all {planned.few.repeats.groups} groups of blocks: see the stage lower\n"
+        observer.note(program, "stamp", num_copies, time.perf_counter() - start, text=text)
+    return program

@@ -29,7 +29,7 @@ from graphshard.ir.mesh import MOST_RANKS, PIPELINE, Axis, Mesh, MeshLike
 from graphshard.ir.operators import ALL_TO_ALL
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
-from graphshard.ir.repeated_block_matcher import flop_of_all
+from graphshard.ir.repeat_windows import group_of
 from graphshard.ir.repeats import TEMPLATE, Repeats
 from graphshard.options.mesh_axes import MeshAxes, dims_of
 from graphshard.options.options import Options
@@ -128,13 +128,13 @@ def _spec_on(
     return replace(spec, groups=make_groups(spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts))
 
 
-def with_splits(rows: ParamTable, captured: ParamTable, repeats: Repeats | None) -> ParamTable:
+def with_splits(rows: ParamTable, captured: Program) -> ParamTable:
     """Add the reductions over a tensor axis that the capture found; blocks not captured are like the template."""
-    found = {row.name: row.split for row in captured}
-    named = [
-        (row, row.name if repeats is None or row.name in found else repeats.name_at(TEMPLATE, row.name)) for row in rows
-    ]
-    return ParamTable(tuple(replace(row, split=found[name]) for row, name in named))
+    found = {row.name: row.split for row in captured.params}
+    if captured.few is not None:
+        repeats = captured.few.repeats
+        found |= {row.name: found[repeats.name_at(TEMPLATE, row.name)] for row in rows if row.name not in found}
+    return ParamTable(tuple(replace(row, split=found[row.name]) for row in rows))
 
 
 def device_given(device: Any) -> torch.device:
@@ -200,7 +200,12 @@ class CaptureTarget:
             self.show("capture at other sizes")
             self.at = symbolize(self.program, inputs, self.symbols, trace)
         (phase,) = self.program.phases.values()
-        self.flop = flop_of(phase.module.graph.nodes) if repeats is None else flop_of_all(phase, repeats, flop_of)
+        nodes = list(phase.module.graph.nodes)
+        self.flop = flop_of(nodes)
+        if repeats is not None:
+            template = flop_of(node for node in nodes if group_of(node, repeats) == TEMPLATE)
+            for dtype, flop in template.items():
+                self.flop[dtype] += flop * len(repeats.missing)
         return self.program
 
 

@@ -10,7 +10,6 @@ stages are sent from each stage to the next one, and their gradients come back.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +23,7 @@ from graphshard.errors import StageError
 from graphshard.ir.graph import is_communication
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
+from graphshard.ir.repeat_windows import group_of
 from graphshard.ir.repeats import Repeats
 from graphshard.torch_compat.torch_ops import uncompiled
 
@@ -43,16 +43,10 @@ class Blocks:
     count: int
     repeats: Repeats | None
 
-    def block_of(self, name: str) -> int | None:
-        """Return the block of a module or parameter; None outside of all blocks."""
-        found = re.match(rf"{re.escape(self.path)}\.(\d+)(?=\.|@|$)", name)
-        return None if found is None else int(found[1])
-
-    def made(self, node: Node) -> int | None:
-        """Return the block whose forward or backward made a node; None outside of all blocks."""
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-        found = (self.block_of(name) for name, *_ in stack.values())
-        return next((block for block in found if block is not None), None)
+    @cached_property
+    def every(self) -> Repeats:
+        """Each block as a group by itself."""
+        return Repeats(self.path, first=0, period=1, groups=self.count)
 
     def kind(self, block: int) -> object:
         """Return a key that blocks share if they are known to be equal."""
@@ -147,7 +141,7 @@ class Stages:
             placed = [(source, block) for source in sources if (block := cut.block[source]) is not None]
             from_gradients = [block for source, block in placed if source in gradients]
             from_values = [block for source, block in placed if source not in gradients]
-            made = self.blocks.made(node)
+            made = group_of(node, self.blocks.every)
             if not placed and not (node in of_parameter and node in of_input):
                 cut.block[node] = None
             elif made is not None:
@@ -156,8 +150,8 @@ class Stages:
                 cut.block[node] = min(min(from_gradients), max(from_values, default=last))
             else:
                 cut.block[node] = max(from_values, default=0)
-        for node in filter(gradients.__contains__, reversed(list(cut.block))):
-            if node not in cut.slots and self.blocks.made(node) is None:  # gradients go to earlier blocks only
+        for node in filter(gradients.__contains__, reversed(list(cut.block))):  # gradients go to earlier blocks only
+            if node not in cut.slots and group_of(node, self.blocks.every) is None:
                 users = [cut.block.get(user) for user in node.users]
                 cut.block[node] = max(block for block in (cut.block[node], *users) if block is not None)
 
@@ -213,7 +207,7 @@ class Stages:
 
     def _owner(self, name: str) -> int:
         """Return the stage of a parameter; the first for an unused one outside of blocks."""
-        block = self.blocks.block_of(name)
+        block = self.blocks.every.group_of(name)
         return self._readers.get(name, 0) if block is None else self._stage_of[block]
 
     def _saved_for(self, stage: int) -> set[Slot]:

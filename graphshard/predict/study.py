@@ -30,15 +30,13 @@ from graphshard.frontend.inputs import count_tokens
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.gpus import USUAL, Capability, capability_of
 from graphshard.ir.graph import is_alias, is_part
-from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks, match_blocks
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
-from graphshard.ir.printer import number
 from graphshard.ir.program import Program, Region
-from graphshard.ir.repeated_block_matcher import match_blocks
 from graphshard.ir.repeats import BlocksDifferError, captured_params
 from graphshard.ir.units import find_units, precision_of
 from graphshard.lower.backends import compiler_for
-from graphshard.lower.regions import lower, outline
+from graphshard.lower.regions import lower
 from graphshard.options.options import Options
 from graphshard.options.resolve import example_of, pipeline_of, resolve_model
 from graphshard.options.simulated_mesh import Parallelize
@@ -46,7 +44,7 @@ from graphshard.options.validate import check_examples, check_model
 from graphshard.passes import MakePlan, OverlapModelCollectives, Pass
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import decide
-from graphshard.pipeline.pipeline import run_pass, run_quietly, stamped
+from graphshard.pipeline.pipeline import finish_template, run_pass, run_quietly
 from graphshard.pipeline.rules import verify
 from graphshard.predict.capture_target import (
     CaptureTarget,
@@ -68,7 +66,6 @@ from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.build_problem import Settings, build
 from graphshard.schedule.graph_facts import Known, while_unchanged, within_one_plan
-from graphshard.schedule.template_schedule import folded_plan
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused
@@ -147,7 +144,7 @@ class Study:
         other = replace(self, options=options, training=training, label=label)
         other._kernels = self._kernels
         before = self.options
-        if _equal(before, options, _CAPTURE_OPTIONS) and _is_local(before) == _is_local(options):
+        if _equal(before, options, _CAPTURE_OPTIONS) and before.is_local == options.is_local:
             other._targets = self._targets
             same_budget = before.memory_limit == options.memory_limit and self.training == training
             if _equal(before, options, _PROGRAM_OPTIONS) and (options.activation != "auto" or same_budget):
@@ -268,7 +265,7 @@ class Study:
     def _target(self, place: Place, model: nn.Module) -> CaptureTarget:
         key = _key(place)
         if key not in self._targets:
-            repeats = None if self.every_block or not _is_local(self.options) else find_repeats(model)
+            repeats = None if self.every_block or not self.options.is_local else find_repeats(model)
             self._targets[key] = CaptureTarget(
                 inputs=(tuple(self.example_inputs or ()), dict(self.example_kwargs or {})),
                 repeats=repeats,
@@ -298,12 +295,13 @@ class Study:
 
     def _prepare(self, model: nn.Module, spec: CaptureSpec, target: CaptureTarget, costs: Costs) -> Program:
         """Capture, and run the passes before the plan."""
-        repeats, captured = target.repeats, target.capture(model, spec)
-        rows, mesh = spec.params, spec.mesh
+        captured = target.capture(model, spec)
+        rows, mesh, few = spec.params, spec.mesh, captured.few
         if spec.groups:  # the capture found the communication along the model's axes
-            rows, mesh = with_splits(rows, captured.params, repeats), captured.mesh
-        params = rows if repeats is None else captured_params(rows, repeats)
-        program = replace(_copy(captured), params=params, mesh=mesh, device=torch.device(costs.profile.device))
+            rows, mesh = with_splits(rows, captured), captured.mesh
+        program = replace(captured.clone(), params=rows, mesh=mesh, device=torch.device(costs.profile.device))
+        if few is not None:
+            program.params, program.few = captured_params(rows, few.repeats), replace(few, params=rows)
         observer = self._observer(spec.mesh)
         passes = self._passes(program, Costs(costs.profile, costs.network, program.mesh))
         if self.options.activation == "auto":
@@ -315,21 +313,21 @@ class Study:
         rest = before_plan[len(of_blocks) :]
         for step in of_blocks:
             run_pass(step, program, observer)
-        if repeats is not None:
+        if program.few is not None:
             # If possible, keep few blocks until regions are outlined; the model's communication moves among blocks.
             if not (self.symbols or spec.groups):
                 try:
-                    few = replace(_copy(program), few=match_blocks(program, repeats, rows))
-                    watching = self._observer(few.mesh)
+                    few_blocks, watching = program.clone(), self._observer(program.mesh)
+                    match_blocks(few_blocks)
                     for step in rest:
-                        run_pass(step, few, watching)
+                        run_pass(step, few_blocks, watching)
                     with within_one_plan():
-                        build(few, replace(costs, mesh=few.mesh), Settings())
-                    return few
+                        build(few_blocks, replace(costs, mesh=few_blocks.mesh), Settings())
+                    return few_blocks
                 except BlocksDifferError as error:
                     log.info("planned for every block: %s", error)
             observer.show("stamp")
-            program = instantiate_blocks(program, repeats, rows)
+            program = instantiate_blocks(program)
             if observer.level != "off":
                 verify(program, "the copies of equal blocks")
         for step in rest:
@@ -357,26 +355,19 @@ class Study:
         return replace(self._scheduled[kept], plan=planned.plan)
 
     def _finished(self, planned: Program, passes: Sequence[Pass], observer: Observer) -> Program:
-        """Run the passes after the plan on a copy; expand a program of few blocks to all, outlined."""
-        program, watching = _copy(planned), replace(observer)
-        plan = None if planned.few is None else planned.plan
-        try:
-            if plan is not None:
-                program.plan = folded_plan(plan, planned)
-            for step in passes:
-                run_pass(step, program, watching)
+        """Run the passes after the plan on a copy; expand a program of few blocks to all."""
+
+        def end(observer: Observer, program: Program) -> None:
             if observer.level != "off":
                 verify(program, "the last pass", complete=True)
-            if plan is not None:
-                outline(program)
-                program = stamped(program, plan)
-                number(program)
-            return program
-        except BlocksDifferError as error:
-            if plan is None:
-                raise
-            log.info("passes are of every block: %s", error)
-            return self._finished(replace(instantiate_all_blocks(planned), plan=planned.plan), passes, observer)
+
+        if planned.few is not None:
+            return finish_template(planned, passes, observer, end)
+        program = planned.clone()
+        for step in passes:
+            run_pass(step, program, observer)
+        end(observer, program)
+        return program
 
     def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
         """Return a function that reports a phase, and the program of the study that it is about."""
@@ -400,17 +391,6 @@ class Study:
 def _key(place: Place) -> Place | None:
     """Return the key of a capture: all meshes of data axes share one."""
     return None if isinstance(place, Mesh) else place
-
-
-def _copy(program: Program) -> Program:
-    phases = {name: phase.clone() for name, phase in program.phases.items()}
-    return replace(program, phases=phases, history=list(program.history), established=set(program.established))
-
-
-def _is_local(options: Options) -> bool:
-    """Return whether the effect of passes on a block depends on its neighbors at most."""
-    by_budget = isinstance(options.activation, (int, float)) or options.activation == "auto"
-    return options.passes is None and not by_budget and options.dynamic_shapes is None
 
 
 def _equal(one: Options, other: Options, names: tuple[str, ...]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from graphshard.ir.repeats import CAPTURED, Repeats
+from graphshard.ir.repeats import CAPTURED, Repeats, longest_run
 from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.utils.source_lines import PLAIN
 
@@ -35,61 +35,40 @@ _DEEPEST = 8
 
 
 def find_repeats(model: nn.Module) -> Repeats | None:
-    """The longest run of equal blocks, or of equal groups of blocks; None if all can as well be captured."""
+    """Return the longest run of equal blocks, or of equal groups of blocks; None if all can as well be captured."""
     places = Counter(id(p) for owner in model.modules() for p in owner._parameters.values() if p is not None)
     best: Repeats | None = None
     for path, owner in model.named_modules():
-        if not path or type(owner) not in (nn.ModuleList, nn.Sequential) or len(owner) <= CAPTURED:
-            continue
-        keys = [_signature(block, places) for block in owner]
-        for found in _runs(keys):
-            first, period, groups = found
-            run = Repeats(path, first, period, groups)
-            if best is None or run.left_out > best.left_out:
-                best = run
+        if path and type(owner) in (nn.ModuleList, nn.Sequential):
+            signatures = [_signature(block, places) for block in owner]
+            numbers = [signatures.index(each) for each in signatures]
+            found = Repeats(path, *longest_run(numbers, longest=len(numbers) // (CAPTURED + 1), ends=CAPTURED))
+            if found.left_out > (0 if best is None else best.left_out):
+                best = found
     return best
 
 
-def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Begins, periods and numbers of groups in which a sequence repeats more often than is captured."""
-    numbers: list[int] = []
-    known: list[Any] = []
-    for key in keys:
-        if key not in known:
-            known.append(key)
-        numbers.append(known.index(key))
-    for period in range(1, len(keys) // (CAPTURED + 1) + 1):
-        first = 0
-        while first + period < len(keys):
-            end = first
-            while end + period < len(keys) and numbers[end] == numbers[end + period]:
-                end += 1
-            groups = (end - first) // period + 1
-            if groups > CAPTURED:
-                yield first, period, groups
-            first = end + 1
-
-
 def _signature(module: nn.Module, places: Counter[int]) -> Any:
-    """Equal for modules whose forward does the same with tensors of the same shapes."""
+    """Return what is equal for modules whose forward does the same with tensors of the same shapes.
+
+    Args:
+        places: number of modules that hold a parameter, by its id.
+    """
+
+    def of_parameter(param: nn.Parameter | None) -> Any:
+        # Of a tied one, it is not seen in a block where its gradients are added up.
+        return object() if places[id(param)] > 1 else _of_tensor(param)
+
     attributes = without_entries(module)
     others = sorted(name for name in attributes if name not in (*PARTS, *HOOKS, *MARKS_OF_HOOKS))
-    rest = tuple((name, key_of(attributes[name])) for name in others) + tuple(_hooks(attributes))
-    params = tuple((name, _of_parameter(value, places)) for name, value in module._parameters.items())
-    buffers = tuple((name, about_tensor(value)) for name, value in module._buffers.items())
+    rest = tuple((name, _key_of(attributes[name])) for name in others) + tuple(_hooks(attributes))
+    params = tuple((name, of_parameter(value)) for name, value in module._parameters.items())
+    buffers = tuple((name, _of_tensor(value)) for name, value in module._buffers.items())
     parts = tuple((name, None if part is None else _signature(part, places)) for name, part in module._modules.items())
     return type(module), rest, params, buffers, parts
 
 
-def _of_parameter(param: nn.Parameter | None, places: Counter[int]) -> Any:
-    if param is None:
-        return None
-    if places[id(param)] > 1:  # tied: where its gradients are added up is not seen in a block
-        return object()
-    return about_tensor(param)
-
-
-def about_tensor(tensor: torch.Tensor | None) -> Any:
+def _of_tensor(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return None
     lies = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
@@ -97,55 +76,50 @@ def about_tensor(tensor: torch.Tensor | None) -> Any:
     return type(tensor), *about, *lies
 
 
-def key_of(value: Any) -> Any:
-    """Equal for values that code cannot tell apart; of objects that are not plain, for the very object."""
-    if type(value) in PLAIN:
-        return type(value), repr(value)
-    if type(value) in (tuple, list):
-        return type(value), tuple(map(key_of, value))
-    if type(value) in (set, frozenset):
-        return type(value), tuple(sorted(map(repr, map(key_of, value))))
-    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
-        return type(value), tuple((key_of(name), key_of(item)) for name, item in value.items())
-    if type(value) is functools.partial:
-        return functools.partial, key_of(value.func), key_of(value.args), key_of(value.keywords)
-    if isinstance(value, (DeviceMesh, Placement)):
-        return type(value), value
-    if type(value).__module__.startswith(_LABELS):
-        return type(value), "label"
-    return "object", id(value)
-
-
 def _hooks(attributes: dict[str, Any]) -> Iterator[Any]:
-    """Hooks by what they do, in their order; torch numbers them."""
+    """Yield hooks by what they do, in their order; torch numbers them."""
     for name in HOOKS:
         marks = [mark for mark in MARKS_OF_HOOKS if mark.startswith(name)]
         for number, hook in attributes.get(name, {}).items():
-            yield name, _key_of_hook(hook, 0), tuple(number in attributes.get(mark, {}) for mark in marks)
+            yield name, _key_of(hook), tuple(number in attributes.get(mark, {}) for mark in marks)
 
 
-def _key_of_hook(value: Any, depth: int) -> Any:
-    """Equal for functions of the same code that close over equal values, such as the hooks of tensor parallelism."""
+def _key_of(value: Any, depth: int = 0) -> Any:
+    """Return what is equal for values that code cannot tell apart.
+
+    Functions are equal if they have the same code and close over equal values, such as the hooks of tensor parallelism.
+    Of objects that are not plain it is the very object.
+    """
+    inner = functools.partial(_key_of, depth=depth + 1)
+    found: Any = ("object", id(value))
     if depth > _DEEPEST:
-        return "object", id(value)
-    inner = functools.partial(_key_of_hook, depth=depth + 1)
-    if type(value) is types.FunctionType and not vars(value):
-        cells = tuple(map(inner, map(_contents, value.__closure__ or ())))
-        defaults = value.__defaults__ or (), sorted((value.__kwdefaults__ or {}).items())
-        return types.FunctionType, value.__code__, id(value.__globals__), key_of(defaults), cells
-    if type(value) is types.MethodType:
-        return types.MethodType, inner(value.__func__), inner(value.__self__)
-    if type(value) is functools.partial:
-        return functools.partial, inner(value.func), tuple(map(inner, value.args)), key_of(value.keywords)
-    if isinstance(value, ParallelStyle):
-        return type(value), tuple((name, inner(item)) for name, item in sorted(vars(value).items()))
-    if type(value) in (tuple, list):
-        return type(value), tuple(map(inner, value))
-    return key_of(value)
+        pass
+    elif type(value) in PLAIN:
+        found = repr(value)
+    elif type(value) in (tuple, list):
+        found = tuple(map(inner, value))
+    elif type(value) in (set, frozenset):
+        found = tuple(sorted(map(repr, map(inner, value))))
+    elif isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        found = tuple((inner(name), inner(item)) for name, item in value.items())
+    elif type(value) is functools.partial:
+        found = inner(value.func), inner(value.args), inner(value.keywords)
+    elif type(value) is types.FunctionType and not vars(value):
+        cells = tuple(map(_in_cell, value.__closure__ or ()))
+        found = value.__code__, id(value.__globals__), inner((value.__defaults__, value.__kwdefaults__, cells))
+    elif type(value) is types.MethodType:
+        found = inner(value.__func__), inner(value.__self__)
+    elif isinstance(value, ParallelStyle):
+        found = tuple((name, inner(item)) for name, item in sorted(vars(value).items()))
+    elif isinstance(value, (DeviceMesh, Placement)):
+        found = value
+    elif type(value).__module__.startswith(_LABELS):
+        found = "label"
+    return type(value), found
 
 
-def _contents(cell: types.CellType) -> Any:
-    """What a function closes over; an empty cell is equal to none."""
+def _in_cell(cell: types.CellType) -> Any:
+    """Return what a function closes over; an empty cell is equal to none."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphshard.ir.repeats import BlocksDifferError, Repeats
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, Repeats
 from graphshard.repeats.find_repeats import PARTS
+from graphshard.torch_compat.dynamo import ChainedSource, Guard, Source
 
 # Calls of blocks so far in this trace: leaves of the arguments and of the result, what each argument is, modes, the
 # result, and the arguments. Empty before and after a trace, so that nothing of it is a side effect.
@@ -60,7 +63,7 @@ class Block:
         if self.follows and _is_repeated(passed, modes):
             _calls.append(_calls[-1])
             return _calls[-1][4]
-        given = leaves_of(passed)
+        given = _leaves_of(passed)
         before = _calls[number - 1][1] if number else []
         earlier = _calls[number - period][0] if number >= period else []
         relations = _relations(given, before, earlier)
@@ -68,13 +71,13 @@ class Block:
             raise BlocksDifferError("blocks are not given alike")
         if not self.left_out:
             result = run(*args, **kwargs)
-            _calls.append((given, leaves_of(result), relations, modes, result, passed))
+            _calls.append((given, _leaves_of(result), relations, modes, result, passed))
             return result
         _, example, _, _, structure, _ = _calls[number - period]
         # What the template's successor was given of the template's results says what is carried.
         place = number - period + 1
         leaves = _carried(example, relations if place == number else _calls[place][2], given)
-        result = rebuilt(structure, list(leaves))
+        result = _rebuilt(structure, list(leaves))
         _calls.append((given, leaves, relations, modes, result, passed))
         return result
 
@@ -214,7 +217,7 @@ def _carried(example: list[Any], following: list[Any], given: list[Any]) -> list
     return leaves
 
 
-def leaves_of(value: Any) -> list[Any]:
+def _leaves_of(value: Any) -> list[Any]:
     """Return the leaves of lists, tuples and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
@@ -223,18 +226,77 @@ def leaves_of(value: Any) -> list[Any]:
     leaves: list[Any] = []
     for part in value:
         if isinstance(part, (dict, list, tuple)):
-            leaves += leaves_of(part)
+            leaves += _leaves_of(part)
         else:
             leaves.append(part)
     return leaves
 
 
-def rebuilt(value: Any, leaves: list[Any]) -> Any:
+def _rebuilt(value: Any, leaves: list[Any]) -> Any:
     """Return a container with other leaves, which are taken out of the list."""
     if isinstance(value, dict):
-        items = {key: rebuilt(part, leaves) for key, part in value.items()}
+        items = {key: _rebuilt(part, leaves) for key, part in value.items()}
         return items if type(value) is dict else type(value)(items)
     if isinstance(value, (list, tuple)):
-        parts = [rebuilt(part, leaves) for part in value]
+        parts = [_rebuilt(part, leaves) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return leaves.pop(0)
+
+
+# --- guards ------------------------------------------------------------------------------------------------------
+
+
+def guards_of_blocks(guards: Sequence[Guard], repeats: Repeats, sizes: dict[Source, Any]) -> list[Guard]:
+    """Return what guards say of the block that those left out are copies of, said of each of these.
+
+    Args:
+        sizes: sizes and strides of tensors, by source; the blocks' are added.
+    """
+    found = []
+    first = _Moved(repeats, repeats.missing[0])
+    of_template = [guard for guard in guards if first.source(guard.originating_source) is not guard.originating_source]
+    for group in repeats.missing:
+        moved = _Moved(repeats, group)
+        for guard in of_template:
+            source, create = moved.source(guard.originating_source), guard.create_fn
+            if isinstance(create, functools.partial):
+                named = {name: moved.source(each) for name, each in create.keywords.items()}
+                create = functools.partial(create.func, *map(moved.source, create.args), **named)
+            if guard.originating_source in sizes:
+                sizes[source] = sizes[guard.originating_source]
+            found.append(Guard(source, create))
+    return found
+
+
+class _Moved:
+    """Sources in a block of the template, as they are in a block of another group."""
+
+    def __init__(self, repeats: Repeats, group: int) -> None:
+        self._repeats, self._group = repeats, group
+        self._known: dict[int, Any] = {}  # by the id of a source, which its guard holds
+
+    def source(self, source: Any) -> Any:
+        """Return a source in the other group; itself if it is not in a block of the template."""
+        if not isinstance(source, ChainedSource):
+            return source
+        found = self._known.get(id(source))
+        if found is None:
+            found = self._known[id(source)] = self._moved(source)
+        return found
+
+    def _moved(self, source: Any) -> Any:
+        base = self.source(source.base)
+        if base is not source.base:
+            return dataclasses.replace(source, base=base)
+        index = getattr(source, "index", None)
+        if not (isinstance(index, str) and index.isdigit()) or _path_of(source.base) != self._repeats.path:
+            return source
+        name = f"{self._repeats.path}.{index}"
+        if self._repeats.group_of(name) != TEMPLATE:
+            return source
+        return dataclasses.replace(source, index=self._repeats.name_at(self._group, name).rpartition(".")[2])
+
+
+def _path_of(source: Source) -> str:
+    """Return the name of the module whose submodules a source holds, such as "layers"."""
+    return ".".join(re.findall(r"_modules(?:'\])?\['([^']+)'\]", str(source.name)))

@@ -34,7 +34,7 @@ from graphshard.schedule.fsdp2_order import first_use, is_scalar, last_input, ne
 from graphshard.schedule.graph_facts import collectives_of, layout_of, remembered
 from graphshard.schedule.problem import KINDS, Chain, FixedCollective, Link, Problem, Transfer
 from graphshard.schedule.program_memory import base_bytes, item_at, lasting_beside, saved_memory
-from graphshard.schedule.template_schedule import Part, unfolded_chain
+from graphshard.schedule.template_schedule import unfolded_chain
 
 # Copies to the host that a phase has left: bytes, and seconds from its end on.
 Left = tuple[tuple[int, float], ...]
@@ -242,18 +242,18 @@ class _Builder:
         mapped, params = self.maps[chain.name], self.program.all_params
         parts = {
             kind: [
-                Part(transfer, atom.unit, tuple(row.name for row in atom.rows))
+                (transfer, atom.unit, tuple(row.name for row in atom.rows))
                 for transfer, atom in zip(chain.transfers(kind), mapped.atoms[kind], strict=True)
             ]
             for kind in KINDS
         }
-        found = unfolded_chain(chain, mapped.cuts, parts["gather"], parts["reduce"], self.program)
-        atoms: dict[CollectiveKind, tuple[Atom, ...]] = {
-            kind: tuple(Atom(part.transfer.name, part.unit, part.rows(params)) for part in of_kind)
-            for kind, of_kind in zip(KINDS, (found.gathers, found.reductions))
+        whole, cuts, found = unfolded_chain(chain, mapped.cuts, parts, self.program)
+        atoms = {
+            kind: tuple(Atom(made.name, unit, tuple(params[name] for name in names)) for made, unit, names in part)
+            for kind, part in found.items()
         }
-        self.maps[chain.name] = replace(mapped, cuts=found.cuts, atoms=atoms)
-        return found.chain
+        self.maps[chain.name] = replace(mapped, cuts=cuts, atoms=atoms)
+        return whole
 
     def _reduction(self, collective: Collective) -> CollectiveKind:
         return self.axes.of(self.program.params[collective.params[0]]).reduction

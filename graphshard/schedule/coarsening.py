@@ -8,8 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
+from graphshard.ir.repeats import longest_run
 from graphshard.schedule.problem import Bucketed, Chain, Problem, Transfer
 
 # Blocks that are left in a reduced problem, half of them at either end.
@@ -117,7 +116,7 @@ def reduced(problem: Problem) -> Reduced | None:
 
 def _reduced(chain: Chain) -> tuple[Chain, int]:
     """Return a chain with fewer blocks, and how many are gone."""
-    first, length, blocks = _blocks(chain)
+    first, length, blocks = longest_run(_facts(chain), longest=_LONGEST)
     if blocks < 2 * BLOCKS or chain.fixed:
         return chain, 0
     start, gone = first + BLOCKS // 2 * length, (blocks - BLOCKS) * length
@@ -137,22 +136,6 @@ def _reduced(chain: Chain) -> tuple[Chain, int]:
         reductions=tuple(replace(r, at=moved(r.at)) for r in chain.reductions if not start < r.at <= end),
     )
     return made, blocks - BLOCKS
-
-
-def _blocks(chain: Chain) -> tuple[int, int, int]:
-    """Return first item, items of a block, and number of blocks of the longest run of equal ones."""
-    known: dict[Hashable, int] = {}
-    kinds = np.array([known.setdefault(fact, len(known)) for fact in _facts(chain)])
-    best, most = (0, len(kinds), 1), 0
-    for length in range(1, min(_LONGEST, len(kinds) // 2) + 1):
-        differ = np.flatnonzero(kinds[length:] != kinds[:-length])
-        cuts = np.concatenate(([-1], differ, [len(kinds) - length]))
-        at = int(np.diff(cuts).argmax())
-        first, run = int(cuts[at]) + 1, int(cuts[at + 1] - cuts[at]) - 1
-        blocks = run // length + 1
-        if (blocks - 1) * length > most:
-            best, most = (first, length, blocks), (blocks - 1) * length
-    return best
 
 
 def _facts(chain: Chain) -> list[Hashable]:

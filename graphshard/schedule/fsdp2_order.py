@@ -24,13 +24,7 @@ from graphshard.ir.plan import Bucket, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
-from graphshard.schedule.template_schedule import (
-    folded_plan,
-    planned_in_short,
-    unfolded_buckets,
-    unfolded_positions,
-    unfolding_of,
-)
+from graphshard.schedule.template_schedule import planned_in_short, unfolded_plan, unfolding_of
 from graphshard.utils.argument_validation import check_count, check_texts
 from graphshard.utils.text import brief
 
@@ -77,9 +71,10 @@ class PlanByUnit:
     @within_one_plan()
     def __call__(self, program: Program) -> Plan:
         """Bucket every collective of the program and place its start and wait."""
-        return planned_in_short(program, self._planned, self._planned)
+        return planned_in_short(program, self._planned)
 
     def _planned(self, program: Program) -> Plan:
+        """Return the plan of all blocks; the order is local, so the plan of few blocks tells it."""
         if program.few is not None and (self.forward_prefetch or self.backward_prefetch):
             raise BlocksDifferError("prefetch lists name blocks")
         buckets: list[Bucket] = []
@@ -87,27 +82,21 @@ class PlanByUnit:
         for name, phase in program.phases.items():
             found, at, layout = [], {}, layout_of(phase)
             for bucket, members in self._group(program, name, phase):
-                position = first_use if bucket.kind == "gather" else last_input
-                at[bucket.kind, bucket.axis, bucket.members[0]] = position(members, layout)
+                at[bucket.name] = (first_use if bucket.kind == "gather" else last_input)(members, layout)
                 found.append(bucket)
-            end = len(layout.compute)
-            if program.few is not None:
-                found = unfolded_buckets(found, program, name)
-                at, end = unfolded_positions(at, end, program, name)
-            of_bucket = {bucket.name: at[bucket.kind, bucket.axis, bucket.members[0]] for bucket in found}
             prefetch = self._prefetch(program, name, found)
-            events[name] = tuple(_place(found, of_bucket, end, prefetch, self.reductions_under_way))
+            events[name] = tuple(_place(found, at, len(layout.compute), prefetch, self.reductions_under_way))
             buckets += found
         plan = Plan(tuple(buckets), events)
-        of_program = plan if program.few is None else folded_plan(plan, program)
-        return replace(plan, gathered_bytes=gathered_of(of_program, program))
+        plan = replace(plan, gathered_bytes=gathered_of(plan, program))
+        return plan if program.few is None else unfolded_plan(plan, program)
 
     def _prefetch(self, program: Program, phase: str, found: list[Bucket]) -> Prefetch:
         """Return the lists for a phase, by the names of buckets."""
         buckets: dict[str, list[str]] = {}
         for bucket in found:
             if bucket.kind == "gather":
-                buckets.setdefault(program.all_params[bucket.members[0]].unit, []).append(bucket.name)
+                buckets.setdefault(program.params[bucket.members[0]].unit, []).append(bucket.name)
         given = {"forward": self.forward_prefetch, "backward": self.backward_prefetch}.get(phase, {})
         for unit in [unit for first, following in given.items() for unit in (first, *following)]:
             if unit not in program.params.units:
@@ -279,8 +268,9 @@ def gathered_of(plan: Plan, program: Program) -> dict[str, int]:
                 alive += [(end, program.params[member].sent_bytes("gather")) for member, end in ends.items()]
                 found.append((event.bucket, sum(size for _, size in alive)))
         if program.few is not None and found:
-            found = replace(unfolding_of(program, name), begins={}).unfold_sums(found)
-        result[name] = max((size for _, size in found), default=0)
+            result[name] = replace(unfolding_of(program, name), begins={}).largest(found)
+        else:
+            result[name] = max((size for _, size in found), default=0)
     return result
 
 

@@ -85,7 +85,7 @@ class PlanByCost:
             InfeasibleError: no plan fits in the memory limit; the message has the least bytes that one needs.
         """
         self._check_units(program)
-        return planned_in_short(program, self._of_few, self._best)
+        return planned_in_short(program, self._best)
 
     def _check_units(self, program: Program) -> None:
         lists = (self.constraints.forward_prefetch, self.constraints.backward_prefetch)
@@ -97,24 +97,25 @@ class PlanByCost:
                 f"{', '.join(map(repr, program.params.units[:8]))}."
             )
 
-    def _of_few(self, program: Program) -> Plan:
-        """Plan all blocks of a program that has few of them, and count gathered bytes on few if all are alike."""
-        if any(is_scalar(program, c) for phase in program.phases.values() for c in collectives_of(phase)):
-            raise BlocksDifferError("gradients of scalars are not reduced with their blocks")
-        plan = self._best(program)
-        try:
-            return replace(plan, gathered_bytes=gathered_of(folded_plan(plan, program), program))
-        except BlocksDifferError:
-            return replace(plan, gathered_bytes=gathered_of(plan, instantiate_all_blocks(program)))
-
     def _best(self, program: Program) -> Plan:
+        sent = (c for phase in program.phases.values() for c in collectives_of(phase))
+        if program.few is not None and any(is_scalar(program, each) for each in sent):
+            raise BlocksDifferError("gradients of scalars are not reduced with their blocks")
         here = self._on(program)
         if not all(on_one_link(here.costs, axes_of(program, phase)) for phase in program.phases.values()):
             return self._unplanned(program)
         settings = here._settings(program)
         search = here._worthwhile if self.worth or self.worth_seconds else here._shortest
         found = search(program, settings)
-        return found if program.bound is None else _above(found, program.bound)
+        if program.bound is not None:
+            found = _above(found, program.bound)
+        if program.few is None:
+            return found
+        try:
+            gathered = gathered_of(folded_plan(found, program), program)
+        except BlocksDifferError:
+            gathered = gathered_of(found, instantiate_all_blocks(program))
+        return replace(found, gathered_bytes=gathered)
 
     def _on(self, program: Program) -> PlanByCost:
         # Which ranks share a node is the program's mesh to say.

@@ -99,8 +99,7 @@ class AgreedPlanner:
                 that have smaller pieces of parameters are within it, too.
         """
         if even_pieces(program.mesh, program.all_params):
-            plan = functools.partial(self._of_first_rank, fallback=self.planner)
-            return planned_in_short(program, plan, plan)
+            return planned_in_short(program, functools.partial(self._of_first_rank, fallback=self.planner))
         program = program if program.few is None else instantiate_all_blocks(program)
         limit, mine = self.planner.memory_limit, communication(program)
         if limit is None or mine in self.known:
@@ -208,9 +207,7 @@ def _of_all(program: Program, phase: Phase) -> Iterator[tuple[Collective, str]]:
     for collective in collectives_of(phase):
         param = collective.params[0]
         yield collective, param
-        place = program.few and program.few.repeats.place_of(param)
-        if program.few and place and place[0] == TEMPLATE:
-            repeats = program.few.repeats
+        if program.few is not None and (repeats := program.few.repeats).group_of(param) == TEMPLATE:
             yield from ((collective, repeats.name_at(group, param)) for group in repeats.missing)
 
 

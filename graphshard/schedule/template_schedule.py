@@ -11,20 +11,16 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from torch.fx import Node
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.graph import is_view
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks
-from graphshard.ir.param_table import ParamSpec, ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
-from graphshard.ir.program import LASTING, Phase, Planner, Program, Slot
-from graphshard.ir.repeated_block_matcher import in_order, window_starts
-from graphshard.ir.repeats import TEMPLATE, BlocksDifferError, RepeatedBlocks
+from graphshard.ir.program import LASTING, Planner, Program
+from graphshard.ir.repeat_windows import RepeatExpansion, in_order, named_groups, window_starts
+from graphshard.ir.repeats import TEMPLATE, BlocksDifferError
 from graphshard.schedule.graph_facts import layout_of
 from graphshard.schedule.problem import Chain, Transfer
 
@@ -32,6 +28,9 @@ log = logging.getLogger(__name__)
 
 # Runs of buckets of one kind in a phase, if the kinds follow each other.
 _KINDS = 3
+
+# A transfer, with the unit and the names of its parameters.
+Part = tuple[Transfer, str, tuple[str, ...]]
 
 
 def unfolding_of(program: Program, phase_name: str) -> RepeatExpansion:
@@ -43,42 +42,15 @@ def unfolding_of(program: Program, phase_name: str) -> RepeatExpansion:
     return RepeatExpansion(repeats, descending, {group: begins[group] for group in repeats.captured})
 
 
-@dataclass(frozen=True)
-class Part:
-    """A transfer, with the unit and the names of its parameters."""
-
-    transfer: Transfer
-    unit: str
-    params: tuple[str, ...]
-
-    @property
-    def at(self) -> int:
-        return self.transfer.at
-
-    def rows(self, params: ParamTable) -> tuple[ParamSpec, ...]:
-        """Return its parameters."""
-        return tuple(params[name] for name in self.params)
-
-
-@dataclass(frozen=True)
-class Unfolded:
-    """The chain of all blocks, the positions of its items, and its transfers."""
-
-    chain: Chain
-    cuts: tuple[int, ...]
-    gathers: tuple[Part, ...]
-    reductions: tuple[Part, ...]
-
-
 def unfolded_chain(
-    chain: Chain, cuts: Sequence[int], gathers: Iterable[Part], reductions: Iterable[Part], program: Program
-) -> Unfolded:
-    """Return the chain of all blocks.
+    chain: Chain, cuts: Sequence[int], parts: Mapping[CollectiveKind, Sequence[Part]], program: Program
+) -> tuple[Chain, tuple[int, ...], dict[CollectiveKind, list[Part]]]:
+    """Return the chain of all blocks, with the positions of its items and its transfers by kind.
 
     Args:
         chain: of few blocks.
         cuts: positions of its items, and the end.
-        gathers, reductions: its transfers.
+        parts: its transfers by kind.
 
     Raises:
         BlocksDifferError: the blocks differ.
@@ -87,15 +59,19 @@ def unfolded_chain(
         raise BlocksDifferError("the model communicates")
     among = unfolding_of(program, chain.name)
     items = _items(chain, cuts, among)
-    found = [tuple(items.unfold(part) if part else ()) for part in (list(gathers), list(reductions))]
+    lengths = items.spread([b - a for a, b in itertools.pairwise(cuts)])
+    of_all = tuple(itertools.accumulate(lengths, initial=cuts[0]))
+    if of_all[-1] != among.place(cuts[-1]):
+        raise BlocksDifferError("parameters of blocks are needed elsewhere")
+    found = {kind: items.unfold(part, lambda part: part[0]) if part else [] for kind, part in parts.items()}
     whole = replace(
         chain,
         seconds=tuple(items.spread(chain.seconds)),
         base=tuple(_base(chain.base, items, _bytes_of_group(program, chain.name, among))),
-        gathers=tuple(part.transfer for part in found[0]),
-        reductions=tuple(part.transfer for part in found[1]),
+        gathers=tuple(transfer for transfer, *_ in found["gather"]),
+        reductions=tuple(transfer for transfer, *_ in found["reduce"]),
     )
-    return Unfolded(whole, tuple(_cuts(cuts, items, among)), *found)
+    return whole, of_all, found
 
 
 def _items(chain: Chain, cuts: Sequence[int], among: RepeatExpansion) -> RepeatExpansion:
@@ -115,27 +91,6 @@ def _items(chain: Chain, cuts: Sequence[int], among: RepeatExpansion) -> RepeatE
     except BlocksDifferError:
         return items(bisect_right, 1)
     return found
-
-
-def _cuts(cuts: Sequence[int], items: RepeatExpansion, among: RepeatExpansion) -> Iterable[int]:
-    for group in items.order:
-        begin, length = items.begins[group], items.length
-        window = [cut - among.begins[group] for cut in cuts[begin : begin + length]]
-        if group == items.order[0]:
-            yield from cuts[: items.begins[items.order[1]]]
-        elif group == items.order[-1]:
-            yield from map(among.place, cuts[begin:])
-        else:
-            if group == TEMPLATE or group == items.order[1]:
-                template = window
-            if window != template:
-                raise BlocksDifferError("parameters of blocks are needed elsewhere")
-            copies = (among.begin(other) + cut for other in items.missing for cut in template)
-            if items.descending and group == TEMPLATE:
-                yield from copies
-            yield from (among.begin(group) + cut for cut in window)
-            if not items.descending and group == TEMPLATE:
-                yield from copies
 
 
 def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterable[int]:
@@ -159,9 +114,13 @@ def _base(base: Sequence[int], items: RepeatExpansion, of_group: int) -> Iterabl
 def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -> int:
     """Return the bytes of the inputs of one of the equal groups, and of inputs that only other phases have."""
     assert program.few is not None
-    phase, total = program.phases[phase_name], 0
-    index = layout_of(phase).index
-    for node, slot in _inputs(phase, program.few):
+    few, phase, total = program.few, program.phases[phase_name], 0
+    own, index = set(phase.inputs), layout_of(phase).index
+    phases = (*program.phases.values(), phase)
+    for slot, node in {slot: node for each in phases for node, slot in each.slot_of().items()}.items():
+        is_alive = slot in own or slot.kind in LASTING
+        if not is_alive or not few.is_of_template(slot.name, saved=slot.is_saved):
+            continue
         if slot.kind not in LASTING:
             stack, last = [node], -1
             while stack:
@@ -172,21 +131,7 @@ def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -
             if last < among.begins[among.inner[0]]:
                 raise BlocksDifferError(f"{node} is not read by a block")
         total += num_bytes(node)
-    own = set(phase.inputs)
-    beside = {
-        slot: num_bytes(node)
-        for other in program.phases.values()
-        for node, slot in _inputs(other, program.few)
-        if slot.kind in LASTING and slot not in own
-    }
-    return total + sum(beside.values())
-
-
-def _inputs(phase: Phase, few: RepeatedBlocks) -> Iterator[tuple[Node, Slot]]:
-    """Yield the inputs of the group of which the groups left out are copies."""
-    for node, slot in phase.slot_of().items():
-        if few.is_of_template(slot.name, saved=slot.kind == "saved" and slot.of is None):
-            yield node, slot
+    return total
 
 
 Of = tuple[CollectiveKind, str, str]
@@ -205,28 +150,40 @@ def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name
     among, repeats = unfolding_of(program, phase_name), program.few.repeats
     found: dict[Of, int] = {}
     for (kind, axis, param), position in at.items():
-        place = repeats.place_of(param)
-        if place is None or place[0] in (0, repeats.groups - 1):
+        group = repeats.group_of(param)
+        if group in (None, 0, repeats.groups - 1):
             found[kind, axis, param] = among.place(position)
             continue
-        groups = [place[0], *(repeats.missing if place[0] == TEMPLATE else ())]
-        begin = among.begins[place[0]]
-        found |= {(kind, axis, repeats.name_at(g, param)): among.begin(g) + position - begin for g in groups}
+        offset = position - among.begins[group]
+        groups = [group, *(repeats.missing if group == TEMPLATE else ())]
+        found |= {(kind, axis, repeats.name_at(g, param)): among.begin(g) + offset for g in groups}
     return found, among.place(end)
 
 
 # --- plans -------------------------------------------------------------------------------------------------------
 
 
-def planned_in_short(program: Program, of_few: Planner, of_all: Planner) -> Plan:
-    """Return the plan of all blocks, made with `of_few` of few blocks, or with `of_all` where few do not tell it."""
+def planned_in_short(program: Program, planner: Planner) -> Plan:
+    """Return the plan of all blocks, made of few blocks, or of all where few do not tell it."""
     if program.few is None:
-        return of_all(program)
+        return planner(program)
     try:
-        return of_few(program)
+        return planner(program)
     except BlocksDifferError as error:
         log.info("planned for every block: %s", error)
-        return of_all(instantiate_all_blocks(program))
+        return planner(instantiate_all_blocks(program))
+
+
+def folded_plan(plan: Plan, program: Program) -> Plan:
+    """Return the plan of few blocks for the plan of all.
+
+    Raises:
+        BlocksDifferError: it treats blocks differently.
+    """
+    found = _moved(plan, program, fold=True)
+    if unfolded_plan(found, program) != plan:
+        raise BlocksDifferError("the plan treats blocks differently")
+    return found
 
 
 def unfolded_plan(plan: Plan, program: Program) -> Plan:
@@ -238,49 +195,17 @@ def unfolded_plan(plan: Plan, program: Program) -> Plan:
     return _moved(plan, program, fold=False)
 
 
-def folded_plan(plan: Plan, program: Program) -> Plan:
-    """Return the plan of few blocks for the plan of all.
-
-    Raises:
-        BlocksDifferError: it treats blocks differently.
-    """
-    found = _moved(plan, program, fold=True)
-    again = unfolded_plan(found, program)
-    if again != plan:
-        raise BlocksDifferError("the plan treats blocks differently")
-    return found
-
-
 def _moved(plan: Plan, program: Program, *, fold: bool) -> Plan:
-    assert program.few is not None
     buckets: list[Bucket] = []
     events: dict[str, tuple[Event, ...]] = {}
     for name in program.phases:
-        among = unfolding_of(program, name)
-        if name == "backward":  # where two reductions are under way after the first group
-            among = replace(among, ends=2)
+        # In backward two reductions are under way after the first group.
+        among = replace(unfolding_of(program, name), ends=2 if name == "backward" else 1)
+        by_name, by_position = (each.fold if fold else each.unfold for each in (replace(among, begins={}), among))
+        events[name] = tuple(by_position(plan.events.get(name, ())))
         of_phase = [bucket for bucket in plan.buckets if bucket.phase == name]
-        buckets += _buckets(of_phase, replace(among, begins={}), fold=fold)
-        given = plan.events.get(name, ())
-        events[name] = tuple(among.fold(given) if fold else among.unfold(given))
+        parts = [list(part) for _, part in itertools.groupby(of_phase, lambda bucket: bucket.kind)]
+        for part in parts if len(parts) <= _KINDS else [of_phase]:
+            names_groups = any(named_groups(bucket, among.repeats) for bucket in part)
+            buckets += by_name(part) if names_groups else part
     return replace(plan, buckets=tuple(buckets), events=events)
-
-
-def unfolded_buckets(buckets: list[Bucket], program: Program, phase_name: str) -> list[Bucket]:
-    """Return the buckets of a phase of all blocks."""
-    return _buckets(buckets, replace(unfolding_of(program, phase_name), begins={}, ends=2), fold=False)
-
-
-def _buckets(buckets: list[Bucket], by_name: RepeatExpansion, *, fold: bool) -> list[Bucket]:
-    found: list[Bucket] = []
-    for part in _parts(buckets):
-        if any(map(by_name.few.named_groups, part)):
-            part = by_name.fold(part) if fold else by_name.unfold(part)
-        found += part
-    return found
-
-
-def _parts(buckets: list[Bucket]) -> list[list[Bucket]]:
-    """Return the buckets by kind, if the kinds follow each other; else all as they are."""
-    parts = [list(part) for _, part in itertools.groupby(buckets, lambda bucket: bucket.kind)]
-    return parts if len(parts) <= _KINDS else [buckets]

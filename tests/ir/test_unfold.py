@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard.ir.expand_repeats import RepeatExpansion
 from graphshard.ir.plan import Event
+from graphshard.ir.repeat_windows import RepeatExpansion
 from graphshard.ir.repeats import BlocksDifferError, Repeats
 
 # Groups of two blocks: 1 2 | 3 4 | ... | 15 16

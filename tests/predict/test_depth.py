@@ -147,6 +147,7 @@ def test_no_pass_runs_on_all_blocks(block: type[Block], options: dict[str, Any])
     with (
         mock.patch("graphshard.predict.study.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.schedule.template_schedule.instantiate_all_blocks", side_effect=refused),
+        mock.patch("graphshard.pipeline.pipeline.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.schedule.planner.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.predict.study.instantiate_blocks", side_effect=refused),
     ):
@@ -177,7 +178,7 @@ def test_programs_of_all_blocks_are_verified() -> None:
     study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
     with (
         mock.patch("graphshard.predict.study.verify", side_effect=verify),
-        mock.patch("graphshard.predict.study.stamped", side_effect=BlocksDifferError("blocks differ")),
+        mock.patch("graphshard.pipeline.pipeline.instantiate_blocks", side_effect=BlocksDifferError("blocks differ")),
     ):
         study.explain((8,), PROFILE, "isolated")
     assert verified == [True, False]

@@ -142,8 +142,8 @@ def test_blocks_to_cut() -> None:
     assert (blocks.path, blocks.count) == ("layers", 14)
     assert [blocks.kind(index) for index in (0, 1, 2, 3, 13)] == [0, "0", "1", "0", 13]
     assert blocks_of({"heads": 40, "layers": 14}, None, "Net").path == "heads"
-    assert Blocks("layers", 14, None).block_of("layers.13.up") == 13
-    assert Blocks("layers", 14, None).block_of("layers_other.1") is None
+    assert Blocks("layers", 14, None).every.group_of("layers.13.up") == 13
+    assert Blocks("layers", 14, None).every.group_of("layers_other.1") is None
     with pytest.raises(StageError, match=r"^mesh has a pipeline axis, and Net has no nn\.ModuleList"):
         blocks_of({}, None, "Net")
 
