@@ -51,8 +51,8 @@ def cost(rank: int, world_size: int, width: int, rounds: int, folder: Path) -> d
 
     saves: dict[str, Callable[..., Any]] = {
         "nothing": lambda *args: None,
-        "save_checkpoint": graphshard.save_checkpoint,
-        "async_save_checkpoint": graphshard.async_save_checkpoint,
+        "save_checkpoint": graphshard.checkpoint.save_checkpoint,
+        "async_save_checkpoint": graphshard.checkpoint.async_save_checkpoint,
     }
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(3):

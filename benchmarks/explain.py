@@ -84,10 +84,10 @@ def main() -> None:
         print(grid)
         return
     study = Study(model, (tokens, tokens), None, Options(mp_policy=policy), show=show, every_block=args.every_block)
-    found = study.explain((args.ranks,), graphshard.load_profile(args.hardware), "isolated")
+    found = study.explain((args.ranks,), graphshard.profiling.load_profile(args.hardware), "isolated")
     if not args.one_network:
         show("another network")
-        study.explain((args.ranks,), graphshard.load_profile(args.hardware), "in-training")
+        study.explain((args.ranks,), graphshard.profiling.load_profile(args.hardware), "in-training")
     show("")
     last, doing = started, f"all of {sizes['layers']} layers"
     show("")

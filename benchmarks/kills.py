@@ -123,7 +123,7 @@ def _rank(rank: int, port: int, folder: Path, told: Path, asynchronous: bool, st
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
     graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager")
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step, newest = 0, graphshard.latest_checkpoint(folder)
+    step, newest = 0, graphshard.checkpoint.latest_checkpoint(folder)
     with told.open("a") as lines:
 
         def tell(what: str, step: int) -> None:
@@ -134,7 +134,7 @@ def _rank(rank: int, port: int, folder: Path, told: Path, asynchronous: bool, st
                 print(what, step, digest.hexdigest(), file=lines, flush=True)
 
         if newest is not None:
-            step, _ = graphshard.load_checkpoint(newest, model, optim)
+            step, _ = graphshard.checkpoint.load_checkpoint(newest, model, optim)
             tell("loaded", step)
         while True:
             step += 1
@@ -146,10 +146,10 @@ def _rank(rank: int, port: int, folder: Path, told: Path, asynchronous: bool, st
             started.set()  # type: ignore[attr-defined]  # it is captured
             path = folder / f"step-{step}"
             if asynchronous:
-                future = graphshard.async_save_checkpoint(path, model, optim, extra=step, keep=KEPT)
+                future = graphshard.checkpoint.async_save_checkpoint(path, model, optim, extra=step, keep=KEPT)
                 future.add_done_callback(lambda f, s=step: f.exception() or tell_saved(lines, rank, s))
             else:
-                graphshard.save_checkpoint(path, model, optim, extra=step, keep=KEPT)
+                graphshard.checkpoint.save_checkpoint(path, model, optim, extra=step, keep=KEPT)
                 tell_saved(lines, rank, step)
 
 

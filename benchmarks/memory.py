@@ -61,12 +61,12 @@ def main() -> None:
 
         def predict(
             limit: int | None, model: nn.Module = model, batch: Tensor = batch, **options: Any
-        ) -> Prediction | graphshard.InfeasibleError:
+        ) -> Prediction | graphshard.errors.InfeasibleError:
             return _predict(model, batch, args, memory_limit=limit, **options)
 
         refused = predict(1, activation="auto")
         most = predict(None, reshard_after_forward=False)
-        assert isinstance(refused, graphshard.InfeasibleError)
+        assert isinstance(refused, graphshard.errors.InfeasibleError)
         assert isinstance(most, Prediction)
         for part in PARTS:
             limit = refused.smallest + int(part * (most.peak_bytes - refused.smallest))
@@ -91,12 +91,12 @@ def _model(shape: Shape, layers: int, tokens: int) -> tuple[nn.Module, Tensor]:
 
 def _predict(
     model: nn.Module, batch: Tensor, args: argparse.Namespace, **options: Any
-) -> Prediction | graphshard.InfeasibleError:
+) -> Prediction | graphshard.errors.InfeasibleError:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     given = {"example_inputs": (batch, batch), "hardware": args.hardware, "mp_policy": policy}
     try:
         found = graphshard.explain(model, (args.ranks,), **given, **options)
-    except graphshard.InfeasibleError as error:
+    except graphshard.errors.InfeasibleError as error:
         return error
     plan = found._program.plan
     assert plan is not None
@@ -108,7 +108,7 @@ def _row(
     name: str,
     limit: int,
     auto: Prediction,
-    others: dict[str, Prediction | graphshard.InfeasibleError],
+    others: dict[str, Prediction | graphshard.errors.InfeasibleError],
     seconds: float,
 ) -> dict[str, Any]:
     """Print a row of the table."""

@@ -107,7 +107,7 @@ def run(rank: int, args: argparse.Namespace, size: dict[str, int], store: str) -
 
     for _ in range(3):
         step()
-    speed = graphshard.load_profile(args.hardware or "cpu-gloo").rate("float32").peak
+    speed = graphshard.profiling.load_profile(args.hardware or "cpu-gloo").rate("float32").peak
     times, near, speeds = [], [], [probe()]
     while not args.memory and len(near) < args.steps and sum(times) < LONGEST:
         dist.barrier()

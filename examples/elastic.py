@@ -58,7 +58,7 @@ def main() -> None:
         report(step + 1, mean_over_ranks(loss), args.folder)
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             path = args.folder / f"step-{step + 1}"
-            graphshard.save_checkpoint(path, model, optim, extra={"step": step + 1}, keep=3)
+            graphshard.checkpoint.save_checkpoint(path, model, optim, extra={"step": step + 1}, keep=3)
     dist.destroy_process_group()
 
 
@@ -68,10 +68,10 @@ def model_of(args: argparse.Namespace) -> Llama:
 
 def resume(model: torch.nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
     """Load the newest complete checkpoint, written by any number of ranks, and return its step."""
-    newest = graphshard.latest_checkpoint(folder)
+    newest = graphshard.checkpoint.latest_checkpoint(folder)
     if newest is None:
         return 0
-    extra, _ = graphshard.load_checkpoint(newest, model, optim)
+    extra, _ = graphshard.checkpoint.load_checkpoint(newest, model, optim)
     say(f"{dist.get_world_size()} ranks go on from {newest}")
     return int(extra["step"])
 

@@ -173,17 +173,17 @@ def save(model: nn.Module, optim: torch.optim.Optimizer, step: int, folder: Path
     if torch.cuda.is_available():
         random_state["cuda"] = torch.cuda.get_rng_state()
     path = folder / f"step-{step}"
-    graphshard.save_checkpoint(path, model, optim, extra={"step": step}, per_rank=random_state)
+    graphshard.checkpoint.save_checkpoint(path, model, optim, extra={"step": step}, per_rank=random_state)
     say(f"saved {path}")
 
 
 def resume(model: nn.Module, optim: torch.optim.Optimizer, folder: Path) -> int:
     """Load the newest checkpoint, if there is one, and return its step."""
-    newest = graphshard.latest_checkpoint(folder)
+    newest = graphshard.checkpoint.latest_checkpoint(folder)
     if newest is None:
         say(f"no checkpoint in {folder}: starting from step 0")
         return 0
-    extra, random_state = graphshard.load_checkpoint(newest, model, optim)
+    extra, random_state = graphshard.checkpoint.load_checkpoint(newest, model, optim)
     if random_state is not None:  # otherwise this rank is new, with a new random state
         torch.set_rng_state(random_state["cpu"])
         if "cuda" in random_state and torch.cuda.is_available():
@@ -267,7 +267,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint DIR")
-    if args.checkpoint and not args.resume and graphshard.latest_checkpoint(args.checkpoint):
+    if args.checkpoint and not args.resume and graphshard.checkpoint.latest_checkpoint(args.checkpoint):
         parser.error(f"{args.checkpoint} holds checkpoints: add --resume, or choose another folder")
     return args
 

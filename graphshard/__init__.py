@@ -3,7 +3,8 @@
 mesh = init_device_mesh("cuda", (8,))
 model = graphshard.compile(model, mesh)
 
-Names are imported when they are asked for: `graphshard --help` and `import graphshard` do not wait for torch.
+`graphshard.checkpoint`, `graphshard.errors`, `graphshard.passes` and `graphshard.profiling` have further public names.
+Names are imported on first use: `graphshard --help` and `import graphshard` do not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,27 +20,8 @@ if TYPE_CHECKING:
     from graphshard.aot.export import Call, export
     from graphshard.aot.load import load
     from graphshard.api import compile, fully_shard, programs, register_forward_method
-    from graphshard.checkpoint.manifest import latest_checkpoint
-    from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint, unsharded_init
-    from graphshard.cost.profile import Profile, load_profile
     from graphshard.debug.bisect import Bisection, bisect
-    from graphshard.errors import (
-        ArgumentError,
-        ArtifactError,
-        BatchError,
-        CaptureError,
-        CheckpointError,
-        DivergenceError,
-        GraphshardError,
-        InfeasibleError,
-        InputError,
-        MaterializationError,
-        ParameterError,
-        PassError,
-        PeerError,
-        StageError,
-        UnsupportedError,
-    )
+    from graphshard.errors import GraphshardError
     from graphshard.ir.plan import Plan
     from graphshard.ir.program import Program
     from graphshard.module.compile_step import CompiledStep, compile_step
@@ -48,9 +31,7 @@ if TYPE_CHECKING:
     from graphshard.predict.answers import WhatIf
     from graphshard.predict.explain import explain, explain_grid
     from graphshard.predict.explanation import Explanation
-    from graphshard.predict.profile_step import load_measured, measure_regions, profile_step, save_measured
     from graphshard.predict.search import Grid
-    from graphshard.predict.step_profile import StepProfile
     from graphshard.predict.what_if import what_if
     from graphshard.schedule.fsdp2_order import PlanByUnit
     from graphshard.schedule.graph_collectives import Group
@@ -59,37 +40,20 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "ArgumentError",
-    "ArtifactError",
-    "BatchError",
     "Bisection",
     "Call",
-    "CaptureError",
-    "CheckpointError",
     "CompiledStep",
-    "DivergenceError",
     "Explanation",
     "GraphshardError",
     "Grid",
     "Group",
-    "InfeasibleError",
-    "InputError",
-    "MaterializationError",
-    "ParameterError",
     "Pass",
-    "PassError",
-    "PeerError",
     "Pipeline",
     "Plan",
     "PlanByUnit",
-    "Profile",
     "Program",
     "ScheduledGraph",
-    "StageError",
-    "StepProfile",
-    "UnsupportedError",
     "WhatIf",
-    "async_save_checkpoint",
     "bisect",
     "compile",
     "compile_step",
@@ -97,37 +61,45 @@ __all__ = [
     "explain_grid",
     "export",
     "fully_shard",
-    "latest_checkpoint",
     "load",
-    "load_checkpoint",
-    "load_measured",
-    "load_profile",
-    "measure_regions",
-    "profile_step",
     "programs",
     "register_forward_method",
-    "save_checkpoint",
-    "save_measured",
     "schedule_graph",
     "uncompiled",
-    "unsharded_init",
     "what_if",
 ]
 
-# Where a public name is defined; what type checkers read is above.
+# Where a public name is defined; type checkers read the block above.
 _HOMES = {
-    "api": ("compile", "fully_shard", "programs", "register_forward_method"),
     "aot.export": ("Call", "export"),
     "aot.load": ("load",),
-    "checkpoint.manifest": ("latest_checkpoint",),
-    "checkpoint.save_load": ("async_save_checkpoint", "load_checkpoint", "save_checkpoint", "unsharded_init"),
-    "cost.profile": ("Profile", "load_profile"),
+    "api": ("compile", "fully_shard", "programs", "register_forward_method"),
     "debug.bisect": ("Bisection", "bisect"),
+    "errors": ("GraphshardError",),
+    "ir.plan": ("Plan",),
+    "ir.program": ("Program",),
+    "module.compile_step": ("CompiledStep", "compile_step"),
+    "module.uncompiled": ("uncompiled",),
+    "passes": ("Pass",),
+    "pipeline.pipeline": ("Pipeline",),
     "predict.answers": ("WhatIf",),
     "predict.explain": ("explain", "explain_grid"),
     "predict.explanation": ("Explanation",),
     "predict.search": ("Grid",),
     "predict.what_if": ("what_if",),
+    "schedule.fsdp2_order": ("PlanByUnit",),
+    "schedule.graph_collectives": ("Group",),
+    "schedule.schedule_graph": ("ScheduledGraph", "schedule_graph"),
+}
+# Public names that moved from here into a module. The old ones go with graphshard 0.2.
+_MOVED = {
+    "checkpoint": (
+        "async_save_checkpoint",
+        "latest_checkpoint",
+        "load_checkpoint",
+        "save_checkpoint",
+        "unsharded_init",
+    ),
     "errors": (
         "ArgumentError",
         "ArtifactError",
@@ -135,7 +107,6 @@ _HOMES = {
         "CaptureError",
         "CheckpointError",
         "DivergenceError",
-        "GraphshardError",
         "InfeasibleError",
         "InputError",
         "MaterializationError",
@@ -145,19 +116,18 @@ _HOMES = {
         "StageError",
         "UnsupportedError",
     ),
-    "ir.plan": ("Plan",),
-    "ir.program": ("Program",),
-    "predict.profile_step": ("load_measured", "measure_regions", "profile_step", "save_measured"),
-    "predict.step_profile": ("StepProfile",),
-    "module.compile_step": ("CompiledStep", "compile_step"),
-    "module.uncompiled": ("uncompiled",),
-    "passes": ("Pass",),
-    "pipeline.pipeline": ("Pipeline",),
-    "schedule.fsdp2_order": ("PlanByUnit",),
-    "schedule.graph_collectives": ("Group",),
-    "schedule.schedule_graph": ("ScheduledGraph", "schedule_graph"),
+    "profiling": (
+        "Profile",
+        "StepProfile",
+        "load_measured",
+        "load_profile",
+        "measure_regions",
+        "profile_step",
+        "save_measured",
+    ),
 }
 _HOME = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+_MOVED_TO = {name: f"{__name__}.{module}" for module, names in _MOVED.items() for name in names}
 
 
 class _Package(ModuleType):
@@ -167,6 +137,10 @@ class _Package(ModuleType):
         """A public name, the version, or a subpackage, which needs no separate import."""
         if name in _HOME:
             value = getattr(importlib.import_module(_HOME[name]), name)
+        elif name in _MOVED_TO:
+            module = _MOVED_TO[name]
+            warnings.warn(f"graphshard.{name} is now {module}.{name}", FutureWarning, stacklevel=2)
+            return getattr(importlib.import_module(module), name)
         elif name == "__version__":
             value = importlib.import_module(f"{__name__}.utils.text").own_version()
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:

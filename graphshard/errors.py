@@ -8,6 +8,24 @@ from __future__ import annotations
 
 import unicodedata
 
+__all__ = [
+    "ArgumentError",
+    "ArtifactError",
+    "BatchError",
+    "CaptureError",
+    "CheckpointError",
+    "DivergenceError",
+    "GraphshardError",
+    "InfeasibleError",
+    "InputError",
+    "MaterializationError",
+    "ParameterError",
+    "PassError",
+    "PeerError",
+    "StageError",
+    "UnsupportedError",
+]
+
 # Characters of a message about a file.
 _LONGEST = 2000
 # Unicode categories that a terminal acts on: control characters, direction marks, surrogates, separators.

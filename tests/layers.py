@@ -32,7 +32,7 @@ FLOORS = (
     ("predict",),
     ("store",),
     ("aot",),
-    ("api", "cli"),
+    ("api", "cli", "profiling"),
     ("__init__", "__main__", "integrations"),
 )
 

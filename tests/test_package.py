@@ -3,6 +3,7 @@
 import ast
 import builtins
 import copy
+import importlib
 import inspect
 import os
 import pickle
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
+
+import pytest
 
 import graphshard
 from graphshard import errors
@@ -50,7 +53,7 @@ def test_import_does_not_import_torch():
     """Neither do errors, which a launcher may catch; importing torch takes seconds."""
     result = python(
         "import sys, graphshard\n"
-        "print(graphshard.ArgumentError.__name__, graphshard.__version__, 'torch' in sys.modules)"
+        "print(graphshard.errors.ArgumentError.__name__, graphshard.__version__, 'torch' in sys.modules)"
     )
     assert result.stdout == f"ArgumentError {graphshard.__version__} False\n", result.stderr
 
@@ -95,24 +98,33 @@ def raised(docstring: str) -> Iterator[str]:
 
 def documented() -> Iterator[tuple[str, str]]:
     """Yield names and docstrings of public functions, classes and methods."""
-    for name in graphshard.__all__:
-        public = getattr(graphshard, name)
+    homes = (graphshard, graphshard.checkpoint, graphshard.errors, graphshard.profiling)
+    for name, public in [(name, getattr(home, name)) for home in homes for name in home.__all__]:
         members = inspect.getmembers(public) if inspect.isclass(public) else []
         for member, value in [("", public), *(item for item in members if not item[0].startswith("_"))]:
             yield f"{name}.{member}".rstrip("."), getattr(value, "__doc__", None) or ""
 
 
 def test_errors_that_are_documented_can_be_caught():
-    """Every documented exception is a name of the package or a builtin."""
+    """Every documented exception is a name of `graphshard.errors` or a builtin."""
     found = {(name, error) for name, text in documented() for error in raised(text)}
     assert ("compile", "InfeasibleError") in found
-    assert not {(name, error) for name, error in found if error not in (*graphshard.__all__, *vars(builtins))}
+    assert not {(name, error) for name, error in found if error not in (*errors.__all__, *vars(builtins))}
 
 
 def test_all_errors_are_public():
     """Users catch a `GraphBreak` as a `CaptureError`, and an `UntraceableError` never leaves a capture."""
     defined = {name for name, value in vars(errors).items() if inspect.isclass(value)}
-    assert defined - {"GraphBreak", "UntraceableError"} <= set(graphshard.__all__)
+    assert defined - {"GraphBreak", "UntraceableError"} == set(errors.__all__)
+
+
+@pytest.mark.parametrize(("name", "module"), sorted(graphshard._MOVED_TO.items()))
+def test_names_that_moved_into_a_module_warn(name: str, module: str) -> None:
+    with pytest.warns(FutureWarning, match=re.escape(f"graphshard.{name} is now {module}.{name}")) as warned:
+        moved = getattr(graphshard, name)
+    assert moved is getattr(importlib.import_module(module), name)
+    assert warned[0].filename == __file__
+    assert name in importlib.import_module(module).__all__
 
 
 def test_the_package_is_pickled_by_name() -> None:

@@ -49,7 +49,7 @@ def _step(setup: Setup, size: Size, profile: Path, num_ranks: int) -> StepProfil
         model = size.model(setup.device)
         model = graphshard.compile(model, mesh, mp_policy=POLICY, backend=setup.backend, hardware=str(profile))
         tokens = size.tokens(setup.device)
-        return graphshard.profile_step(model, (tokens[0], tokens[1]))
+        return graphshard.profiling.profile_step(model, (tokens[0], tokens[1]))
 
 
 def rows_of(found: StepProfile, row: Row) -> list[Row]:

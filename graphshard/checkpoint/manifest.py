@@ -83,8 +83,8 @@ def read_manifest(directory: Path) -> tuple[float, Files]:
     except (ValueError, RecursionError) as error:
         why = visible(str(error), lines=False)[:300]
         raise CheckpointError(
-            f"{directory / _MANIFEST} is missing or unreadable ({why}): the checkpoint was interrupted, or it was "
-            f"not written by graphshard.save_checkpoint. {_EARLIER}, or use torch.distributed.checkpoint.load."
+            f"{directory / _MANIFEST} is missing or unreadable ({why}): the checkpoint was interrupted, or it was not "
+            f"written by graphshard.checkpoint.save_checkpoint. {_EARLIER}, or use torch.distributed.checkpoint.load."
         ) from error
     for name, expected in manifest.files.items():
         path = directory / name

@@ -142,7 +142,7 @@ def load_checkpoint(
     """
     ranks = Ranks(group, f"cannot load {shown(path)}")
     with ranks.together():
-        path = path_of("path", path, "a directory that graphshard.save_checkpoint made")
+        path = path_of("path", path, "a directory that graphshard.checkpoint.save_checkpoint made")
         optimizers = _checked(model, optimizers)
         time, files = read_manifest(path)
         check_contents(path, {name: files[name] for name in ranks.share(files)})
@@ -351,7 +351,7 @@ def unsharded_init() -> Iterator[None]:
 
         model.to_empty(device=device)
         torch.manual_seed(0)  # the same on all ranks
-        with graphshard.unsharded_init():
+        with graphshard.checkpoint.unsharded_init():
             model.init_weights()
 
     An operator such as `normal_` then draws the whole parameter on every rank, keeps this rank's piece and frees the

@@ -258,7 +258,11 @@ def _add_explain(add: Callable[..., Any]) -> None:
         help="what would be faster, fit, and scale: all, or batch, hardware, ...",
     )
     add("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks that --what-if scales to")
-    add("--measured", metavar="FILE", help="times of regions from graphshard.save_measured; a GPU's with --device")
+    add(
+        "--measured",
+        metavar="FILE",
+        help="times of regions from graphshard.profiling.save_measured; a GPU's with --device",
+    )
     add("--device", choices=("cpu", "cuda"), help="capture for a GPU, which need not be here, or for a CPU (default)")
     add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
     add("--every-block", action="store_true", help="capture all blocks, also where many are equal")

@@ -70,7 +70,7 @@ def explain(
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
         network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
-        measured: seconds of regions by key, from `graphshard.measure_regions`; they replace estimates.
+        measured: seconds of regions by key, from `graphshard.profiling.measure_regions`; they replace estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
         every_block: capture every block of a model, even where many are equal and five represent all of them. The

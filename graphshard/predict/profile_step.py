@@ -107,14 +107,14 @@ def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
     Raises:
         ArgumentError: the file holds something else.
     """
-    where = path_of("path", path, "a file that graphshard.save_measured wrote")
+    where = path_of("path", path, "a file that graphshard.profiling.save_measured wrote")
     try:
         data = json.loads(read_file(where, _MOST_BYTES))
         check_seconds("it", data)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(
             f"path: {where} holds no measured regions, seconds by region key: {error} Give a file that "
-            "graphshard.save_measured wrote."
+            "graphshard.profiling.save_measured wrote."
         ) from None
     return {key: float(value) for key, value in data.items()}
 

@@ -1,4 +1,4 @@
-"""The result of `graphshard.profile_step`: a measured step next to the predicted one."""
+"""The result of `graphshard.profiling.profile_step`: a measured step next to the predicted one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.export import Dim
 
 import graphshard
-from graphshard import ArtifactError
+from graphshard.errors import ArtifactError
 from graphshard.lower.aoti_package import check_package
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.store.artifact_file import read_artifact

@@ -18,6 +18,7 @@ from torch.export import Dim
 from torch.torch_version import TorchVersion
 
 import graphshard
+from graphshard.errors import ArgumentError, ArtifactError, CaptureError
 from graphshard.ir.mesh import Mesh
 from graphshard.module.compiled_module import make_tracer
 from graphshard.options.mesh_axes import MeshAxes
@@ -167,9 +168,7 @@ def test_code_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
 
     with mock.patch.object(Layer, "forward", forward):
         model = graphshard.load(net_file, Net(), mesh)
-        with pytest.raises(
-            graphshard.ArtifactError, match=r"of the model: forward computes something else: .* now has"
-        ):
+        with pytest.raises(ArtifactError, match=r"of the model: forward computes something else: .* now has"):
             model(*batch())
 
 
@@ -188,7 +187,7 @@ def test_equivalent_code(net_file: Path, mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 def test_attributes_of_the_model(net_file: Path, mesh: DeviceMesh) -> None:
     model = graphshard.load(net_file, Net(p=0.5), mesh)
-    with pytest.raises(graphshard.ArtifactError, match=r"had the line .*0\.8\).* and now has .*0\.5\)"):
+    with pytest.raises(ArtifactError, match=r"had the line .*0\.8\).* and now has .*0\.5\)"):
         model(*batch())
 
 
@@ -199,10 +198,10 @@ def test_a_graph_break_of_the_model(net_file: Path, mesh: DeviceMesh, tmp_path: 
         return x * len(str(vars(self)))
 
     with mock.patch.object(Layer, "forward", forward):
-        with pytest.raises(graphshard.CaptureError, match=r"cannot capture .*test_fingerprint\.py:\d+"):
+        with pytest.raises(CaptureError, match=r"cannot capture .*test_fingerprint\.py:\d+"):
             export_net(tmp_path / "n.gshard", (2,), [graphshard.Call(batch())])
         model = graphshard.load(net_file, Net(), mesh)
-        with pytest.raises(graphshard.ArtifactError, match=r"has a graph break\. .*test_fingerprint\.py:\d+"):
+        with pytest.raises(ArtifactError, match=r"has a graph break\. .*test_fingerprint\.py:\d+"):
             model(*batch())
 
 
@@ -249,7 +248,7 @@ def test_the_options_of_the_export_may_be_given(net_file: Path, mesh: DeviceMesh
         net_file, Net(), mesh, backend="eager", mp_policy=MixedPrecisionPolicy(), units=["layers.*"]
     )
     model(*batch())["loss"].backward()
-    with pytest.raises(graphshard.ArgumentError, match=r"load\(\) got an unexpected keyword argument 'colour'"):
+    with pytest.raises(ArgumentError, match=r"load\(\) got an unexpected keyword argument 'colour'"):
         graphshard.load(net_file, Net(), mesh, colour="red")
 
 
@@ -305,7 +304,7 @@ def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> No
 @pytest.mark.quick_cases("<lambda>-requires_grad of a parameter changed")
 def test_inputs_and_modes_of_a_call(net_file: Path, mesh: DeviceMesh, call: Callable[[Net], Any], text: str) -> None:
     model = graphshard.load(net_file, Net(), mesh)
-    with pytest.raises(graphshard.ArtifactError, match=text) as caught:
+    with pytest.raises(ArtifactError, match=text) as caught:
         call(model)
     assert caught.value.field == "inputs"
     assert "Export it with calls=[graphshard.Call(...)]" in str(caught.value)
@@ -326,9 +325,7 @@ def test_equivalent_calls(net_file: Path, mesh: DeviceMesh) -> None:
 def test_gradients_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -> None:
     path = graphshard.export(Net(), (2,), tmp_path / "n.gshard", example_inputs=batch(), backend="eager")
     model = graphshard.load(path, Net(), mesh)
-    with pytest.raises(
-        graphshard.ArtifactError, match=r"no backward for gradients through outputs 1 .*gradients=\[\(1,"
-    ):
+    with pytest.raises(ArtifactError, match=r"no backward for gradients through outputs 1 .*gradients=\[\(1,"):
         model(*batch())["logits"].sum().backward()
 
 

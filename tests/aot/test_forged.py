@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
+from graphshard.errors import ArtifactError
 from graphshard.utils.archive import read_archive
 from tests.aot.forging import forgeries
 from tests.exported import rewritten
@@ -51,7 +52,7 @@ def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
     before = dict(model.named_parameters())
     try:
         graphshard.load(path, model, mesh)
-    except graphshard.ArtifactError as error:
+    except ArtifactError as error:
         changed = any(param is not before[name] for name, param in model.named_parameters())
         escapes = "\x1b" in str(error) or len(str(error)) > 3000
         return (
@@ -61,7 +62,7 @@ def outcome(path: Path, mesh: DeviceMesh, make: Callable[[], nn.Module]) -> str:
         return f"load raised {type(error).__name__}: {str(error)[:200]}"
     try:
         model(*INPUTS).backward()
-    except graphshard.ArtifactError as error:  # the file serves other calls
+    except ArtifactError as error:  # the file serves other calls
         unchanged = all(param.grad is None for param in model.parameters())
         return "runs" if unchanged else f"the first call raised {error}"
     except Exception as error:
@@ -132,5 +133,5 @@ def test_a_program_of_another_call(file: Path, mesh: DeviceMesh, tmp_path: Path)
         facts["meshes"][0]["programs"][0]["digests"] = digests
 
     model = graphshard.load(rewritten(other, change), blocks(), mesh)
-    with pytest.raises(graphshard.ArtifactError, match="a program is for another call: input:0 is"):
+    with pytest.raises(ArtifactError, match="a program is for another call: input:0 is"):
         model(*INPUTS)

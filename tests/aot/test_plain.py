@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.export import Dim
 
 import graphshard
+from graphshard.errors import ArgumentError
 from tests.exported import Net, batch
 from tests.helpers import Blocks
 
@@ -57,12 +58,12 @@ def test_precision_and_dynamic_sizes(tmp_path: Path) -> None:
 )
 def test_only_one_forward_of_one_rank(tmp_path: Path, given: dict) -> None:
     options = {"mesh": (1,), "mode": "inference", **given}
-    with pytest.raises(graphshard.ArgumentError, match=r"b\.pt2: a \.pt2 file holds one program for one rank"):
+    with pytest.raises(ArgumentError, match=r"b\.pt2: a \.pt2 file holds one program for one rank"):
         graphshard.export(Blocks(1), path=tmp_path / "b.pt2", example_inputs=(torch.zeros(2, 4),), **options)
 
 
 def test_weights_are_needed(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Blocks(1)
-    with pytest.raises(graphshard.ArgumentError, match=r"layers\.0\.weight is on the meta device"):
+    with pytest.raises(ArgumentError, match=r"layers\.0\.weight is on the meta device"):
         graphshard.export(model, (1,), tmp_path / "b.pt2", example_inputs=(torch.zeros(2, 4),), mode="inference")

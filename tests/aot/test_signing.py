@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard import ArgumentError, ArtifactError
 from graphshard.cli.main import main
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.utils.archive import read_archive
 from tests.arguments.malformed import NO_PATHS, Hostile, Row
 from tests.exported import rewritten

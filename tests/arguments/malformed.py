@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.export import Dim
 
 import graphshard
+from graphshard.errors import CaptureError
 from graphshard.passes import MakePlan
 from graphshard.utils.text import users_class
 from tests import helpers
@@ -93,7 +94,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         *(LONG, Hostile(), [Hostile()]),
     ),
     "memory_limit": (0, -1, True, 1.5, "4GB", math.nan, math.inf, [1], Hostile()),
-    "hardware": (*NO_PATHS, "tpu", "/", "/dev/zero", graphshard.Profile, ESCAPES),
+    "hardware": (*NO_PATHS, "tpu", "/", "/dev/zero", graphshard.profiling.Profile, ESCAPES),
     "dynamic_shapes": ("auto", 3, Dim("b"), {0}, Hostile(), print),
     "max_captures": (0, -1, True, 1.5, "8", None, math.nan, [], Hostile()),
     "fullgraph": (None, 1, "yes", [], torch.ones(1), Hostile()),
@@ -182,7 +183,7 @@ def fault_of(error: BaseException | None, named: str, value: Any) -> str:
         return f"control characters: {text[:300]!r}"
     if len(text) > 2000:
         return f"{len(text)} characters: {text[:300]}"
-    if isinstance(error, graphshard.CaptureError) and re.search(
+    if isinstance(error, CaptureError) and re.search(
         r"This line cannot be traced, or it fails for these inputs|[Ff]orward raises \w+\(", text
     ):
         return ""  # it says where and why forward fails

@@ -189,17 +189,17 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     yield Row(graphshard.bisect, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
     no_tolerances = ("x", -1, math.nan, True, [], Hostile())
     yield Row(graphshard.bisect, "tolerance", no_tolerances, {"model": model, "args": INPUTS})
-    yield Row(graphshard.measure_regions, "model", bad.UNCOMPILED)
+    yield Row(graphshard.profiling.measure_regions, "model", bad.UNCOMPILED)
     no_budgets = (None, 0, -1, True, math.nan, math.inf, "x", [], Hostile())
-    yield Row(graphshard.measure_regions, "budget", no_budgets, {"model": model})
-    yield Row(graphshard.measure_regions, "show", bad.NO_FUNCTIONS, {"model": model})
+    yield Row(graphshard.profiling.measure_regions, "budget", no_budgets, {"model": model})
+    yield Row(graphshard.profiling.measure_regions, "show", bad.NO_FUNCTIONS, {"model": model})
     good = {"model": model, "args": INPUTS}
-    yield Row(graphshard.profile_step, "model", bad.UNCOMPILED, {"args": INPUTS})
-    yield Row(graphshard.profile_step, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
-    yield Row(graphshard.profile_step, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
-    yield Row(graphshard.profile_step, "loss", bad.NO_FUNCTIONS, good)
-    yield Row(graphshard.profile_step, "warmup", (0, *bad.NO_COUNTS, 1001, 10**30), good)
-    yield Row(graphshard.profile_step, "hardware", bad.OPTIONS["hardware"], good)
+    yield Row(graphshard.profiling.profile_step, "model", bad.UNCOMPILED, {"args": INPUTS})
+    yield Row(graphshard.profiling.profile_step, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
+    yield Row(graphshard.profiling.profile_step, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
+    yield Row(graphshard.profiling.profile_step, "loss", bad.NO_FUNCTIONS, good)
+    yield Row(graphshard.profiling.profile_step, "warmup", (0, *bad.NO_COUNTS, 1001, 10**30), good)
+    yield Row(graphshard.profiling.profile_step, "hardware", bad.OPTIONS["hardware"], good)
     for name in ("requires_gradient_sync", "requires_all_reduce", "reshard_after_forward", "reshard_after_backward"):
         method = getattr(model, f"set_{name}")
         yield Row(method, name, bad.NO_BOOLS)
@@ -240,9 +240,13 @@ def _compile_step(model: nn.Module) -> Iterator[Row]:
 
 
 def _checkpoints(folder: Path, model: nn.Module) -> Iterator[Row]:
-    save, save_later, load = graphshard.save_checkpoint, graphshard.async_save_checkpoint, graphshard.load_checkpoint
+    save, save_later, load = (
+        graphshard.checkpoint.save_checkpoint,
+        graphshard.checkpoint.async_save_checkpoint,
+        graphshard.checkpoint.load_checkpoint,
+    )
     good = {"path": folder / "checkpoint", "model": model}
-    yield Row(graphshard.latest_checkpoint, "directory", (*bad.NO_PATHS, None, "/dev/null"))
+    yield Row(graphshard.checkpoint.latest_checkpoint, "directory", (*bad.NO_PATHS, None, "/dev/null"))
     for function in (save, save_later, load):
         yield Row(function, "path", (*bad.NO_PATHS, None, "/", ".", "/dev/null/x", "/dev/zero"), good, FILE)
         yield Row(function, "model", [value for value in bad.UNCOMPILED if not isinstance(value, nn.Module)], good)
@@ -257,12 +261,12 @@ def _checkpoints(folder: Path, model: nn.Module) -> Iterator[Row]:
 
 def _values(folder: Path) -> Iterator[Row]:
     no_files = (*bad.NO_PATHS, None, "/", "/dev/zero", "nope")
-    yield Row(graphshard.load_profile, "hardware", (None, *bad.OPTIONS["hardware"]))
-    yield Row(graphshard.Profile.from_json, "text", bad.NO_TEXTS, {}, "profile")
+    yield Row(graphshard.profiling.load_profile, "hardware", (None, *bad.OPTIONS["hardware"]))
+    yield Row(graphshard.profiling.Profile.from_json, "text", bad.NO_TEXTS, {}, "profile")
     yield Row(graphshard.Plan.from_json, "text", bad.NO_TEXTS, {}, "plan")
-    yield Row(graphshard.load_measured, "path", no_files, {}, FILE)
-    yield Row(graphshard.save_measured, "path", (*bad.NO_PATHS, None, "/", "/dev/null/x"), {"measured": {}})
-    yield Row(graphshard.save_measured, "measured", bad.NO_SECONDS, {"path": folder / "measured.json"})
+    yield Row(graphshard.profiling.load_measured, "path", no_files, {}, FILE)
+    yield Row(graphshard.profiling.save_measured, "path", (*bad.NO_PATHS, None, "/", "/dev/null/x"), {"measured": {}})
+    yield Row(graphshard.profiling.save_measured, "measured", bad.NO_SECONDS, {"path": folder / "measured.json"})
     default = graphshard.Pipeline()
     no_passes = (None, 3, (3,), "plan", [MakePlan], (MakePlan(), MakePlan()), Hostile(), (Hostile(),))
     yield Row(graphshard.Pipeline, "passes", no_passes, {}, r"\bpasses\b|'plan'")

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.cli.main import main
+from graphshard.errors import ArgumentError
 from tests.ranks import FakeWorld
 
 INPUTS = (torch.ones(3, 4),)
@@ -65,7 +66,7 @@ def test_a_name_is_captured_and_dumped(
         model = graphshard.compile(Named(name), init_device_mesh("cpu", (2,)), backend="eager", dump=dump)
         model(*INPUTS).backward()
         next(iter(model.blocks.values()))(*INPUTS).sum().backward()
-    except graphshard.ArgumentError:
+    except ArgumentError:
         if "\ud800" not in name:
             raise
         return
@@ -106,7 +107,7 @@ def test_a_name_is_predicted_and_exported(name: str, fake_world: FakeWorld, tmp_
     path = tmp_path / "a.gshard"
     if "\ud800" in name:
         for function in (graphshard.explain, functools.partial(graphshard.export, path=path)):
-            with pytest.raises(graphshard.ArgumentError, match="has a character that no file takes"):
+            with pytest.raises(ArgumentError, match="has a character that no file takes"):
                 function(Named(name), mesh=(2,), example_inputs=INPUTS)
         return
     found = graphshard.explain(Named(name), (2,), example_inputs=INPUTS)

@@ -167,13 +167,13 @@ def test_members_that_are_pickled_by_name(
     """As in Python 3.11.2, unlike 3.11.7."""
     encoding = metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
-    graphshard.save_checkpoint(tmp_path / "good", model)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "good", model)
     assert b"getattr" in (tmp_path / "good" / INDEX).read_bytes()
-    graphshard.load_checkpoint(tmp_path / "good", model)
+    graphshard.checkpoint.load_checkpoint(tmp_path / "good", model)
 
 
 def test_rejects_an_index_that_points_outside(model: torch.nn.Module, tmp_path: Path) -> None:
-    graphshard.save_checkpoint(tmp_path / "good", model)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "good", model)
     index = SafeReader(tmp_path / "good").index
     assert index.storage_data
     for path in ("../other", "/etc/passwd", "a\0b", "x" * 5000, 7, "", ".."):
@@ -198,13 +198,13 @@ def test_the_newest_stay(model: torch.nn.Module, tmp_path: Path) -> None:
     damaged = checkpoint(tmp_path, "damaged")
     (damaged / "data").unlink()
     for name in ("z", "y", "x", "w"):
-        graphshard.save_checkpoint(tmp_path / name, model, keep=2)
+        graphshard.checkpoint.save_checkpoint(tmp_path / name, model, keep=2)
     assert names(tmp_path) == ["damaged", "file", "notes", "w", "x"]
-    graphshard.save_checkpoint(tmp_path / "v", model)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "v", model)
     assert names(tmp_path) == ["damaged", "file", "notes", "v", "w", "x"]
-    graphshard.save_checkpoint(tmp_path / "u", model, keep=1)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "u", model, keep=1)
     assert names(tmp_path) == ["damaged", "file", "notes", "u"]
-    graphshard.load_checkpoint(tmp_path / "u", model)
+    graphshard.checkpoint.load_checkpoint(tmp_path / "u", model)
 
 
 @pytest.mark.parametrize("where", ["write_data", "finish", "rename", "manifest"])
@@ -212,7 +212,7 @@ def test_a_failed_save_removes_nothing(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     for name in ("a", "b"):
-        graphshard.save_checkpoint(tmp_path / name, model)
+        graphshard.checkpoint.save_checkpoint(tmp_path / name, model)
 
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -224,17 +224,17 @@ def test_a_failed_save_removes_nothing(
     else:
         monkeypatch.setattr(dcp.FileSystemWriter, where, full_disk)
     with pytest.raises(CheckpointError, match="No space left"):
-        graphshard.save_checkpoint(tmp_path / "c", model, keep=1)
+        graphshard.checkpoint.save_checkpoint(tmp_path / "c", model, keep=1)
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["a", "b"]
     for name in ("a", "b"):
-        graphshard.load_checkpoint(tmp_path / name, model)
+        graphshard.checkpoint.load_checkpoint(tmp_path / name, model)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
     model: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The new checkpoint is complete."""
-    graphshard.save_checkpoint(tmp_path / "a", model)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "a", model)
     rename = Path.rename
 
     def fails(path: Path, target: Path) -> Path:
@@ -243,6 +243,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    graphshard.save_checkpoint(tmp_path / "b", model, keep=1)
+    graphshard.checkpoint.save_checkpoint(tmp_path / "b", model, keep=1)
     assert names(tmp_path) == ["a", "b"]
     assert f"the old checkpoint {tmp_path / 'a'} is not removed" in caplog.text

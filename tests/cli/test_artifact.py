@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from graphshard.cli.main import main
 from graphshard.cross.driver import stand_in
+from graphshard.errors import ArgumentError
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import compile_operators
 from graphshard.store.artifact_file import read_artifact
@@ -185,7 +186,7 @@ def test_for_gpus_on_a_machine_without_one(
     assert "there is no GPU here: run this where it will be loaded" in capsys.readouterr().err
     error = load_error(path, mesh, Blocks(2))
     assert "device was cuda when it was exported and is cpu here" in str(error)
-    with pytest.raises(graphshard.ArgumentError, match=r"there is none here: say which one, as in capability=\(9, 0\)"):
+    with pytest.raises(ArgumentError, match=r"there is none here: say which one, as in capability=\(9, 0\)"):
         graphshard.export(Blocks(2), (8,), path, **given, compile_regions=True)
 
 
@@ -248,7 +249,7 @@ def test_export_with_a_gpu(tmp_path: Path, here: tuple[int, int], codes: set[tup
         assert {(row.code, *row.gpus) for row in artifact.manifest.regions.values()} == codes
         assert artifact.manifest.environment.device == "cuda"
         if here == (8, 6):
-            with pytest.raises(graphshard.ArgumentError, match=r"needs a GPU of compute capability 8\.0, 9\.0, 10\.0"):
+            with pytest.raises(ArgumentError, match=r"needs a GPU of compute capability 8\.0, 9\.0, 10\.0"):
                 graphshard.export(Blocks(1), (2,), tmp_path / "x.gshard", compile_regions=True, **given)
 
 
@@ -270,7 +271,7 @@ def test_export_with_a_gpu(tmp_path: Path, here: tuple[int, int], codes: set[tup
 )
 def test_wrong_arguments(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     arguments = {"mesh": (2,), "path": tmp_path / "b.gshard", "example_inputs": (torch.zeros(2, 4),), **given}
-    with pytest.raises(graphshard.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         graphshard.export(Blocks(1), backend="eager", **arguments)
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())

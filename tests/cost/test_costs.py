@@ -16,11 +16,11 @@ from torch import nn
 from torch.export import Dim
 from torch.utils.flop_counter import FlopCounterMode
 
-import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.flops import Attention, Gemm, flop_of
 from graphshard.cost.kernels import Work, work_of
 from graphshard.cost.profile import Profile, builtin_profiles, load_profile
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.sizes import is_size
 from tests.helpers import Blocks, captured
@@ -533,18 +533,18 @@ def broken(tmp_path, change):
 def test_broken_profiles(tmp_path, change, message):
     """The message names the file and the error."""
     path = broken(tmp_path, change)
-    with pytest.raises(graphshard.ArgumentError, match=message) as error:
+    with pytest.raises(ArgumentError, match=message) as error:
         load_profile(path)
     assert str(path) in str(error.value)
 
 
 def test_unknown_hardware(tmp_path):
     """The message lists known hardware, and how to measure other hardware."""
-    with pytest.raises(graphshard.ArgumentError, match=r"neither a file nor one of a100, b200.*graphshard calibrate"):
+    with pytest.raises(ArgumentError, match=r"neither a file nor one of a100, b200.*graphshard calibrate"):
         load_profile("tpu")
-    with pytest.raises(graphshard.ArgumentError, match="hardware must be a name, a file or a Profile, got 8"):
+    with pytest.raises(ArgumentError, match="hardware must be a name, a file or a Profile, got 8"):
         load_profile(8)
     path = tmp_path / "x.json"
     path.write_text("{")
-    with pytest.raises(graphshard.ArgumentError, match="is not JSON"):
+    with pytest.raises(ArgumentError, match="is not JSON"):
         load_profile(path)

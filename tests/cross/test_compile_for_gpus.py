@@ -22,7 +22,7 @@ import graphshard
 from graphshard.aot.load import _check_place
 from graphshard.cli.main import main
 from graphshard.cross.gpu_kernels import GpuRegion, OnGpu, check_code, read_cubin
-from graphshard.errors import ArtifactError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program, Region
@@ -243,7 +243,7 @@ def test_compiled_and_predicted_programs_have_the_same_regions(file: Path, tmp_p
     key = explained.regions[0].key
     known = graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], device="cuda", measured={key: 1.0})
     assert [round(row.seconds, 9) for row in known.regions if row.measured] == [1.0]
-    with pytest.raises(graphshard.ArgumentError, match="which is no region of this program"):
+    with pytest.raises(ArgumentError, match="which is no region of this program"):
         graphshard.explain(Net(), (2,), example_inputs=GIVEN["example_inputs"], measured={key: 1.0})
 
 
@@ -389,7 +389,7 @@ def test_misaligned_inputs_are_copied(file: Path) -> None:
     ],
 )
 def test_wrong_capabilities(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphshard.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         graphshard.export(Net(), (2,), tmp_path / "x.gshard", **{**GIVEN, **given})
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -397,7 +397,7 @@ def test_wrong_capabilities(tmp_path: Path, given: dict[str, Any], message: str)
 
 def test_triton_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(graphshard.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         graphshard.export(Net(), (2,), tmp_path / "x.gshard", **GIVEN, capability=(9, 0))
     assert "code for CUDA is made by the package triton, which is not installed" in str(caught.value)
     assert "pip install 'graphshard[cross]'" in str(caught.value)

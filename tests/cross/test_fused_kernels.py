@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
 ]
 
-H100 = graphshard.load_profile("h100")
+H100 = graphshard.profiling.load_profile("h100")
 TOKENS = torch.zeros(6, 64, dtype=torch.int64)
 
 
@@ -123,10 +123,10 @@ def test_equal_regions_are_scheduled_once(study: Study) -> None:
     deep = study_of(Net(4))
     regions = len(set(deep.explain((8,), H100, "isolated")._program.regions))  # type: ignore[union-attr]
     assert len(deep._kernels) == regions
-    deep.explain((8,), graphshard.load_profile("h200"), "in-training")
+    deep.explain((8,), graphshard.profiling.load_profile("h200"), "in-training")
     assert {capability for _, capability in deep._kernels} == {(9, 0)}
     known = dict(study._kernels)
-    found = study.explain((8,), graphshard.load_profile("a100"), "isolated")
+    found = study.explain((8,), graphshard.profiling.load_profile("a100"), "isolated")
     assert {key for key, _ in study._kernels} >= set(found._program.regions)  # type: ignore[union-attr]
     assert {capability for _, capability in study._kernels.keys() - known.keys()} == {(8, 0)}
 
@@ -150,5 +150,5 @@ def test_falls_back_to_rules(study: Study, caplog: pytest.LogCaptureFixture) -> 
 def test_gpus_by_their_multiprocessors() -> None:
     """As in the profiles."""
     assert [capability_of(properties_of(each)["multi_processor_count"]) for each in CAPABILITIES] == list(CAPABILITIES)
-    assert capability_of(int(graphshard.load_profile("gb200").units)) == (10, 0)
+    assert capability_of(int(graphshard.profiling.load_profile("gb200").units)) == (10, 0)
     assert capability_of(7) is None

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard import Pass, Pipeline, Program
+from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.program import Stage
 from graphshard.pipeline import instrumentation
 from graphshard.utils.files import BestEffort
@@ -77,7 +78,7 @@ def test_a_directory_that_cannot_be_created(fake_world: FakeWorld, caplog: pytes
 def test_rejects_an_impossible_directory(fake_world: FakeWorld) -> None:
     """A wrong argument is reported before anything changes."""
     fake_world(2)
-    with pytest.raises(graphshard.ArgumentError, match="dump must be a directory, got '/dev/full/dump', but /dev/full"):
+    with pytest.raises(ArgumentError, match="dump must be a directory, got '/dev/full/dump', but /dev/full"):
         trained(Path("/dev/full/dump"))
 
 
@@ -115,7 +116,7 @@ def test_an_error_in_a_pass_is_not_hidden(fake_world: FakeWorld, tmp_path: Path)
             raise KeyError("no such thing")
 
     fake_world(2)
-    with full_disk(), pytest.raises(graphshard.PassError, match="no such thing"):
+    with full_disk(), pytest.raises(PassError, match="no such thing"):
         trained(tmp_path, passes=Pipeline().insert(Broken(), after="partition"))
 
 

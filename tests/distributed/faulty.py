@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.errors import CaptureError, PassError
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
 from tests.ranks import ENVIRONMENT
@@ -60,7 +61,7 @@ class Broken(Pass):
 
     def rewrite(self, program: Program) -> int:
         if dist.get_rank() == ODD:
-            raise graphshard.PassError("broken: this pass is broken")
+            raise PassError("broken: this pass is broken")
         return 0
 
 
@@ -118,7 +119,7 @@ def capture_error(job: Job) -> None:
 
 def caught_capture_error(job: Job) -> None:
     """Raise and catch a capture error; the process survives."""
-    with contextlib.suppress(graphshard.CaptureError):
+    with contextlib.suppress(CaptureError):
         capture_error(job)
     time.sleep(20)
 

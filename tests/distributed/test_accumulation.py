@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from tests.distributed.nets import rows
 from tests.distributed.twins import (
     BF16,
@@ -280,7 +281,7 @@ def _some_parameters(rank: int, world_size: int) -> None:
     first, *_ = params = list(model.parameters())
     model.set_requires_gradient_sync(False)
     x = torch.randn(4, 8)
-    with pytest.raises(graphshard.UnsupportedError, match=r"^inputs: the gradient of layers\.1\.weight is added"):
+    with pytest.raises(UnsupportedError, match=r"^inputs: the gradient of layers\.1\.weight is added"):
         model(x).sum().backward(inputs=[first])
     model(x).sum().backward(inputs=params)
     model.set_requires_gradient_sync(True)

@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphshard
+from graphshard.errors import InfeasibleError
 from graphshard.ir.program import Program
 from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
@@ -306,7 +307,7 @@ def _decided(rank: int, world_size: int) -> None:
         made = copy.deepcopy(model)
         return graphshard.compile(made, world_mesh(), backend="eager", activation="auto", memory_limit=limit)
 
-    with pytest.raises(graphshard.InfeasibleError, match=r"no choice of activation=.auto. takes less") as error:
+    with pytest.raises(InfeasibleError, match=r"no choice of activation=.auto. takes less") as error:
         ours(1)(_batch(rank, 0))
     seen = []
     for limit in (error.value.smallest, 10 * error.value.smallest):

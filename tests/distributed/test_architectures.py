@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from benchmarks.architectures import compare
 from benchmarks.tiny_models import batch_of, tiny_model
+from graphshard.errors import InputError
 from tests.ranks import Ranks
 
 QUICK = (
@@ -80,7 +81,7 @@ def test_generation(mesh: DeviceMesh) -> None:
     expected = plain.generate(tokens, max_new_tokens=2, do_sample=False)
     assert torch.equal(compiled.generate(tokens, max_new_tokens=2, do_sample=False, use_cache=False), expected)
     with pytest.raises(
-        graphshard.InputError,
+        InputError,
         match=r"(past_key_values|cache) is a DynamicCache, .* Pass use_cache=False: model.* `with graphshard.uncomp",
     ):
         compiled.generate(tokens, max_new_tokens=2, do_sample=False)

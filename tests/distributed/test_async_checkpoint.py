@@ -23,7 +23,7 @@ from graphshard.checkpoint import save_load
 from graphshard.checkpoint.manifest import latest_checkpoint
 from graphshard.checkpoint.save_load import Ranks as Together
 from graphshard.checkpoint.save_load import Save, write
-from graphshard.errors import CheckpointError
+from graphshard.errors import ArgumentError, CheckpointError
 from tests.distributed.test_checkpoint import steps, trainer
 from tests.ranks import RankError, Ranks
 
@@ -45,7 +45,9 @@ def _saves(rank: int, world_size: int, impl: str, folder: Path) -> list[float]:
     model, optim = trainer(impl, seed=1)
     steps(model, optim, 0, 2)
     with held() as go_on:
-        future = graphshard.async_save_checkpoint(folder / "step-2", model, optim, extra={"step": 2}, per_rank=rank)
+        future = graphshard.checkpoint.async_save_checkpoint(
+            folder / "step-2", model, optim, extra={"step": 2}, per_rank=rank
+        )
         losses = steps(model, optim, 2, 5)  # training has its collectives
         dist.barrier()
         assert not future.done()
@@ -59,7 +61,7 @@ def _saves(rank: int, world_size: int, impl: str, folder: Path) -> list[float]:
 
 def _goes_on(rank: int, world_size: int, impl: str, folder: Path) -> list[float]:
     model, optim = trainer(impl, seed=2)
-    extra, per_rank = graphshard.load_checkpoint(folder / "step-2", model, optim)
+    extra, per_rank = graphshard.checkpoint.load_checkpoint(folder / "step-2", model, optim)
     assert (extra, per_rank) == ({"step": 2}, rank)
     return steps(model, optim, 2, 7)
 
@@ -75,14 +77,16 @@ def _one_after_the_other(rank: int, world_size: int, folder: Path) -> None:
     futures = []
     for step in range(4):
         steps(model, optim, step, step + 1)
-        futures.append(graphshard.async_save_checkpoint(folder / f"step-{step}", model, optim, extra=step, keep=2))
+        futures.append(
+            graphshard.checkpoint.async_save_checkpoint(folder / f"step-{step}", model, optim, extra=step, keep=2)
+        )
         assert all(future.done() for future in futures[:-1])
     with pytest.raises(CheckpointError, match=r"step-3'?: it exists already"):  # the write has finished
-        graphshard.async_save_checkpoint(folder / "step-3", model, optim)
+        graphshard.checkpoint.async_save_checkpoint(folder / "step-3", model, optim)
     for future in futures:
         future.result()
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
-    assert graphshard.load_checkpoint(folder / "step-2", model, optim) == (2, None)
+    assert graphshard.checkpoint.load_checkpoint(folder / "step-2", model, optim) == (2, None)
 
 
 @pytest.mark.slow
@@ -103,13 +107,13 @@ def _fails_on_one(rank: int, world_size: int, folder: Path) -> None:
         write(save, ranks)
 
     with patch.object(save_load, "write", full):
-        future = graphshard.async_save_checkpoint(folder / "first", model, optim)
+        future = graphshard.checkpoint.async_save_checkpoint(folder / "first", model, optim)
         steps(model, optim, 0, 2)
         with pytest.raises(CheckpointError, match=r"^cannot save .*first'?: IsADirectoryError: .* \(rank 1\)$"):
             future.result()
     assert [line for line in said if "cannot save" in line and "(rank 1)" in line]
     assert latest_checkpoint(folder) is None
-    graphshard.async_save_checkpoint(folder / "first", model, optim).result()
+    graphshard.checkpoint.async_save_checkpoint(folder / "first", model, optim).result()
     assert latest_checkpoint(folder) == folder / "first"
 
 
@@ -120,7 +124,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_training_continues(ranks: Ran
 
 def _dies(rank: int, world_size: int, folder: Path) -> None:
     model, optim = trainer("graphshard", seed=1)
-    graphshard.async_save_checkpoint(folder / "first", model, optim).result()
+    graphshard.checkpoint.async_save_checkpoint(folder / "first", model, optim).result()
 
     def dies(save: Save, ranks: Together) -> None:
         if rank == 1:
@@ -130,7 +134,7 @@ def _dies(rank: int, world_size: int, folder: Path) -> None:
 
     with patch.object(save_load, "write", dies):
         start = time.monotonic()
-        future = graphshard.async_save_checkpoint(folder / "second", model, optim)
+        future = graphshard.checkpoint.async_save_checkpoint(folder / "second", model, optim)
         with pytest.raises(
             CheckpointError, match=r"cannot save .*second.*: a rank ended, or the process group did"
         ) as it:
@@ -151,13 +155,13 @@ def test_a_rank_dies_during_the_write(ranks: Ranks, tmp_path: Path) -> None:
 def _of_a_group(rank: int, world_size: int, folder: Path) -> None:
     group = dist.new_group([0, 2])
     if rank == 1:
-        with pytest.raises(graphshard.ArgumentError, match="group must be a process group that this rank is in"):
-            graphshard.async_save_checkpoint(folder / "some", nn.Linear(1, 1), group=group)
+        with pytest.raises(ArgumentError, match="group must be a process group that this rank is in"):
+            graphshard.checkpoint.async_save_checkpoint(folder / "some", nn.Linear(1, 1), group=group)
         return
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    graphshard.async_save_checkpoint(folder / "some", model, group=group, per_rank={"of": rank}).result()
-    found: Any = graphshard.load_checkpoint(folder / "some", model, group=group)
+    graphshard.checkpoint.async_save_checkpoint(folder / "some", model, group=group, per_rank={"of": rank}).result()
+    found: Any = graphshard.checkpoint.load_checkpoint(folder / "some", model, group=group)
     assert found == (None, {"of": rank})
 
 

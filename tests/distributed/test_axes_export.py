@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphshard
-from graphshard import ArgumentError, ArtifactError
 from graphshard.aot import load
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.store.artifact_file import read_artifact
 from tests.distributed.context_parallel import ATTENTIONS, VOCAB, Decoder
 from tests.distributed.expert_parallel import WIDTH, Moe

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random
 
 import graphshard
-from graphshard import ArtifactError, CaptureError
 from graphshard.cli.main import main
 from graphshard.cross.gpu_kernels import read_cubin
+from graphshard.errors import ArtifactError, CaptureError
 from graphshard.store.artifact_file import read_artifact
 from graphshard.store.artifact_manifest import cubin_file
 from tests.distributed.tensor_parallel import Mlps, Tied, mesh_of, mlps, rows, tied

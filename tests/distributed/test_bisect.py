@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard import Pass, PassError, Pipeline, Program
+from graphshard import Pass, Pipeline, Program
+from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import aten, calls_of, replace_after
 from graphshard.lower.regions import RegionCall
@@ -245,10 +246,10 @@ def test_finds_a_wrong_region(ranks: Ranks) -> None:
 
 
 def _errors(rank: int, world_size: int) -> None:
-    with pytest.raises(graphshard.ArgumentError, match=r"Linear is not compiled\. Call graphshard\.compile"):
+    with pytest.raises(ArgumentError, match=r"Linear is not compiled\. Call graphshard\.compile"):
         graphshard.bisect(nn.Linear(2, 2))
     model, tokens = _compiled()
-    with pytest.raises(graphshard.ArgumentError, match=r"args must be a tuple .* Pass \(tensor,\)"):
+    with pytest.raises(ArgumentError, match=r"args must be a tuple .* Pass \(tensor,\)"):
         graphshard.bisect(model, tokens)
 
 

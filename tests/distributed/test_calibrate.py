@@ -53,7 +53,7 @@ def _profile(rank: int, world_size: int) -> str:
 def test_profile_is_of_the_slowest_rank(ranks: Ranks) -> None:
     """Both ranks make the same profile, with the times of rank 1."""
     texts = ranks(2).run(_profile)
-    one, two = map(graphshard.Profile.from_json, texts)
+    one, two = map(graphshard.profiling.Profile.from_json, texts)
     assert one.hash == two.hash
     assert one.kernel_seconds == pytest.approx(2e-3)
     assert one.ranks_per_node == 2

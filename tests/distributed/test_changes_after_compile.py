@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
+from graphshard.errors import ParameterError
 from tests.distributed.nets import Net, full, rows
 from tests.distributed.twins import assert_same, grads_of, params_of, twins, world_mesh
 from tests.ranks import Ranks
@@ -90,7 +91,7 @@ def _frozen(rank: int, world_size: int) -> None:
     model.head.requires_grad_(False)
     for again in (True, False):  # the first microbatch's gradients are lost
         model.set_requires_gradient_sync(again)
-        with pytest.raises(graphshard.ParameterError, match=r"head.weight was frozen between microbatches.*reset_iter"):
+        with pytest.raises(ParameterError, match=r"head.weight was frozen between microbatches.*reset_iter"):
             model(x)
     with torch.no_grad():
         model(x)

@@ -68,14 +68,16 @@ def _save(rank: int, world_size: int, impl: str, path: Path) -> list[float]:
     model, optim = trainer(impl, seed=1)
     steps(model, optim, 0, 2)
     extra = {"step": 2, "note": ["text", 1.5, None], "tensor": torch.arange(3)}
-    graphshard.save_checkpoint(path, model, optim, extra=extra, per_rank={"rng": torch.get_rng_state(), "rank": rank})
+    graphshard.checkpoint.save_checkpoint(
+        path, model, optim, extra=extra, per_rank={"rng": torch.get_rng_state(), "rank": rank}
+    )
     return steps(model, optim, 2, 5)
 
 
 def _load(rank: int, world_size: int, impl: str, path: Path) -> tuple[list[float], Any]:
     model, optim = trainer(impl, seed=2)
     steps(model, optim, 7, 8)  # loading replaces these values
-    extra, per_rank = graphshard.load_checkpoint(path, model, optim)
+    extra, per_rank = graphshard.checkpoint.load_checkpoint(path, model, optim)
     assert (extra["step"], extra["note"]) == (2, ["text", 1.5, None])
     assert torch.equal(extra["tensor"], torch.arange(3))
     return steps(model, optim, extra["step"], 5), per_rank and per_rank["rank"]
@@ -172,7 +174,7 @@ def _damaged(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], 
     """Load copies of a checkpoint with each damage; return the messages, and check that nothing changes."""
     model, optim = trainer("graphshard", seed=1)
     steps(model, optim, 0, 1)
-    graphshard.save_checkpoint(folder / "good", model, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "good", model, optim)
     expected = steps(model, optim, 1, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     messages = {}
@@ -183,13 +185,13 @@ def _damaged(rank: int, world_size: int, folder: Path) -> tuple[dict[str, str], 
             damage(path)
         dist.barrier()
         with pytest.raises(CheckpointError) as caught:
-            graphshard.load_checkpoint(path, model, optim)
+            graphshard.checkpoint.load_checkpoint(path, model, optim)
         messages[name] = str(caught.value)
         if name != "forged value":  # found only when the value is read
             assert_same(dict(model.state_dict()), before, name)
         dist.barrier()
         assert not (path / "harm").exists()
-    graphshard.load_checkpoint(folder / "good", model, optim)
+    graphshard.checkpoint.load_checkpoint(folder / "good", model, optim)
     return messages, expected, steps(model, optim, 1, 3)
 
 
@@ -221,10 +223,10 @@ class _Deeper(Net):
 
 def _other_model(rank: int, world_size: int, folder: Path) -> list[str]:
     model, optim = trainer("graphshard", seed=1)
-    graphshard.save_checkpoint(folder / "model", model)
-    graphshard.save_checkpoint(folder / "both", model, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "model", model)
+    graphshard.checkpoint.save_checkpoint(folder / "both", model, optim)
     deeper = graphshard.compile(_Deeper(), world_mesh(), backend="eager")
-    graphshard.save_checkpoint(folder / "deeper", deeper)
+    graphshard.checkpoint.save_checkpoint(folder / "deeper", deeper)
     wider, _ = trainer("graphshard", seed=1, dim=9)
     head = torch.optim.AdamW(model.head.parameters())
     messages = []
@@ -237,7 +239,7 @@ def _other_model(rank: int, world_size: int, folder: Path) -> list[str]:
     ]:
         before = {key: value.clone() for key, value in into[0].state_dict().items()}
         with pytest.raises(CheckpointError) as caught:
-            graphshard.load_checkpoint(folder / name, *into)
+            graphshard.checkpoint.load_checkpoint(folder / name, *into)
         assert_same(dict(into[0].state_dict()), before, name)
         messages.append(str(caught.value).removeprefix(f"cannot load '{folder / name}': "))
     return messages
@@ -258,14 +260,14 @@ def test_rejects_checkpoint_of_another_model(ranks: Ranks, tmp_path: Path) -> No
 
 def _failing_saves(rank: int, world_size: int, folder: Path) -> list[str]:
     model, optim = trainer("graphshard", seed=1)
-    graphshard.save_checkpoint(folder / "first", model, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "first", model, optim)
 
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     def attempt(name: str, **options: Any) -> str:
         with pytest.raises(CheckpointError) as caught:
-            graphshard.save_checkpoint(folder / name, model, optim, **options)
+            graphshard.checkpoint.save_checkpoint(folder / name, model, optim, **options)
         dist.barrier()
         assert latest_checkpoint(folder) == folder / "first"
         return str(caught.value).removeprefix(f"cannot save '{folder / name}': ")
@@ -288,7 +290,7 @@ def _failing_saves(rank: int, world_size: int, folder: Path) -> list[str]:
             patch.setattr(Path, "write_bytes", full_disk)
         messages.append(attempt("second"))
     assert (folder / ".second.partial").exists()
-    graphshard.save_checkpoint(folder / "second", model, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "second", model, optim)
     dist.barrier()
     assert latest_checkpoint(folder) == folder / "second"
     assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
@@ -311,7 +313,7 @@ def _die(rank: int, world_size: int, folder: Path) -> None:
     model, optim = trainer("graphshard", seed=1)
     if rank == 1:
         dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)
-    graphshard.save_checkpoint(folder / "second", model, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "second", model, optim)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.twins import (
     BF16,
@@ -334,11 +335,11 @@ def _surroundings(rank: int, world_size: int) -> list[bool]:
         model.zero_grad()
     both(_input(rank, 4), "without it")
     with_hook = optims[0].register_step_post_hook(_hook)
-    with pytest.raises(graphshard.UnsupportedError, match="hook is registered on the step of AdamW"):
+    with pytest.raises(UnsupportedError, match="hook is registered on the step of AdamW"):
         step(_input(rank))
     with_hook.remove()
     optims[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(graphshard.ArgumentError, match=r"parameter 0 of group 1, of shape \[3\], is not the model's"):
+    with pytest.raises(ArgumentError, match=r"parameter 0 of group 1, of shape \[3\], is not the model's"):
         step(_input(rank))
     return taken
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
-from graphshard import CaptureError
+from graphshard.errors import CaptureError
 from tests.distributed.context_parallel import ATTENTIONS, LENGTH, Decoder, mesh_of, own, sequences, whole
 from tests.distributed.twins import POLICIES, assert_same, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks

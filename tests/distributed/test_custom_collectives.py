@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.nets import Net, rows
 from tests.distributed.twins import BF16, assert_same, grads_of, twins, world_mesh
@@ -74,7 +75,7 @@ def _custom(rank: int, world_size: int, policy: Any) -> None:
     assert gather.calls == their_gather.calls == [str(list(range(world_size)))] * 2
     assert len(reduce.calls) == len(their_reduce.calls) == 1
     pair[0].blocks[1].set_all_reduce_hook(lambda gradient: None)
-    measured = graphshard.profile_step(pair[0], (rows(rank),), loss=lambda y: y.float().sum(), warmup=1)
+    measured = graphshard.profiling.profile_step(pair[0], (rows(rank),), loss=lambda y: y.float().sum(), warmup=1)
     assert len(gather.calls) > len(their_gather.calls)
     assert all(each.predicted is not None and each.kind in ("gather", "reduce") for each in measured.collectives)
 
@@ -262,15 +263,15 @@ ERRORS: dict[str, Callable[[Any], None]] = {
 def _wrong(rank: int, world_size: int) -> None:
     model, _ = twins(Net(), world_mesh())
     for message, call in ERRORS.items():
-        with pytest.raises((graphshard.ArgumentError, graphshard.UnsupportedError)) as caught:
+        with pytest.raises((ArgumentError, UnsupportedError)) as caught:
             call(model)
         assert re.search(message, str(caught.value)), str(caught.value)
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model, _ = twins(Net(), replicas)
-    with pytest.raises(graphshard.ArgumentError, match=r"^stream=.*with replicas the hook runs where"):
+    with pytest.raises(ArgumentError, match=r"^stream=.*with replicas the hook runs where"):
         model.set_all_reduce_hook(print, stream=object())
     limited = graphshard.compile(Net(), world_mesh(), backend="eager", memory_limit=10**9, hardware="cpu-gloo")
-    with pytest.raises(graphshard.UnsupportedError, match="set_custom_all_gather: memory_limit decides when"):
+    with pytest.raises(UnsupportedError, match="set_custom_all_gather: memory_limit decides when"):
         limited.set_custom_all_gather(_Gather())
 
 

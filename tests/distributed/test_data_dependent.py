@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphshard
+from graphshard.errors import CaptureError
 from tests.distributed.nets import full
 from tests.distributed.twins import assert_same, fsdp2, grads_of, twins, world_mesh
 from tests.ranks import RankError, Ranks
@@ -168,7 +169,7 @@ def test_torch_check_is_enforced(ranks: Ranks, wrong: Tensor, line: str) -> None
 
 def _refused(rank: int, world_size: int) -> list[str]:
     messages = []
-    with pytest.raises(graphshard.CaptureError) as caught:
+    with pytest.raises(CaptureError) as caught:
         graphshard.compile(Looped(), world_mesh(), backend="eager", fullgraph=True)(_rows(0))
     messages.append(str(caught.value))
     return messages

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
+from graphshard.errors import ArgumentError, CaptureError, DivergenceError, InputError, MaterializationError, PeerError
 from tests.distributed.twins import world_mesh
 from tests.ranks import FakeWorld, Ranks
 
@@ -274,14 +275,14 @@ def _not_capturable(rank: int, world_size: int, cls: type[nn.Module]) -> list[st
     before = _state(model)
     try:
         graphshard.compile(model, world_mesh(), backend="eager", fullgraph=True, example_inputs=(torch.ones(2, 4),))
-    except graphshard.CaptureError as error:
+    except CaptureError as error:
         messages.append(str(error))
     assert _state(model) == before
     graphshard.compile(model, world_mesh(), backend="eager", fullgraph=True)
     before = _state(model)
     try:
         model(torch.ones(2, 4))
-    except graphshard.CaptureError as error:
+    except CaptureError as error:
         messages.append(str(error))
     assert _state(model) == before
     return messages
@@ -304,7 +305,7 @@ def test_code_that_cannot_be_captured(ranks: Ranks, cls: type[nn.Module], remedy
 
 def test_programs_of_a_plain_module() -> None:
     with pytest.raises(
-        graphshard.ArgumentError,
+        ArgumentError,
         match=r"^model: a _Net is not compiled\. Call graphshard\.compile\(model, mesh\) first\.$",
     ):
         graphshard.programs(_Net())
@@ -326,7 +327,7 @@ def _bad_calls(rank: int, world_size: int) -> list[str]:
         ):
             try:
                 model(*args, **kwargs)
-            except graphshard.InputError as error:
+            except InputError as error:
                 messages.append(str(error))
         assert _state(model) == before
         if not known:
@@ -351,7 +352,7 @@ def _on_meta(rank: int, world_size: int) -> str:
         model = _Net()
     graphshard.compile(model, world_mesh(), backend="eager")
     before = _state(model)
-    with pytest.raises(graphshard.MaterializationError) as caught:
+    with pytest.raises(MaterializationError) as caught:
         model(torch.ones(2, 4))
     assert _state(model) == before
     return str(caught.value)
@@ -379,7 +380,7 @@ def _diverge(rank: int, world_size: int, how: str) -> tuple[str, float]:
     start = time.monotonic()
     try:
         graphshard.compile(model, world_mesh(), backend="eager", **options)(torch.ones(2, 4))
-    except graphshard.DivergenceError as error:
+    except DivergenceError as error:
         return str(error), time.monotonic() - start
     return "no error", 0.0
 
@@ -425,7 +426,7 @@ def _absent(rank: int, world_size: int) -> tuple[str, float]:
     if rank == 1:
         return "", 0.0
     start = time.monotonic()
-    with pytest.raises(graphshard.PeerError) as caught:
+    with pytest.raises(PeerError) as caught:
         model(torch.ones(2, 4))
     assert caught.value.rank == 1
     return str(caught.value), time.monotonic() - start
@@ -453,6 +454,6 @@ def test_rejects_invalid_environment_variables(fake_world: FakeWorld, variable: 
     fake_world(2)
     with (
         mock.patch.dict(os.environ, {variable: value}),
-        pytest.raises(graphshard.ArgumentError, match=re.escape(message)),
+        pytest.raises(ArgumentError, match=re.escape(message)),
     ):
         graphshard.compile(_Net(), world_mesh(), backend="eager")

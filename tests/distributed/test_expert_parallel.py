@@ -219,8 +219,8 @@ def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
     model(batch(0, rank)).backward()
     optimizer.step()
     folder = folder / "step1"
-    graphshard.save_checkpoint(folder, model, optimizer)
-    graphshard.load_checkpoint(folder, other, again)
+    graphshard.checkpoint.save_checkpoint(folder, model, optimizer)
+    graphshard.checkpoint.load_checkpoint(folder, other, again)
     for (name, actual), expected in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert name == expected[0]
         assert torch.equal(actual.full_tensor(), expected[1].full_tensor()), name

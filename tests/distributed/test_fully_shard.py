@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from tests.distributed.nets import Net, Tied, largest_dim, rows
 from tests.distributed.twins import BF16, OURS, assert_same, grads_of, params_of, sharded_alike, world_mesh
 from tests.ranks import Ranks
@@ -299,12 +300,12 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
 
 def _wrong(rank: int, world_size: int) -> None:
     for message, call in ERRORS.items():
-        with pytest.raises((graphshard.ArgumentError, graphshard.UnsupportedError)) as caught:
+        with pytest.raises((ArgumentError, UnsupportedError)) as caught:
             call(Net())
         assert re.search(message, str(caught.value)), str(caught.value)
     model = Net()
     first = OURS(model.blocks[0], reshard_after_forward=False)
-    with pytest.raises(graphshard.ArgumentError, match="mesh must be"):
+    with pytest.raises(ArgumentError, match="mesh must be"):
         OURS(model, mesh="cpu")
     first(torch.ones(2, 8)).sum().backward()  # unchanged by the error
     assert first.up.weight.grad is not None
@@ -318,10 +319,10 @@ def test_wrong_arguments(ranks: Ranks) -> None:
 def _different_neighbors(rank: int, world_size: int) -> None:
     model = Net()
     OURS(model.blocks[0], reshard_after_forward=2)
-    with pytest.raises(graphshard.UnsupportedError, match="reshard_after_forward=2 of one unit, and another gathers"):
+    with pytest.raises(UnsupportedError, match="reshard_after_forward=2 of one unit, and another gathers"):
         OURS(model, reshard_after_forward=True)
     OURS(model.blocks[1], reshard_after_forward=True)
-    with pytest.raises(graphshard.UnsupportedError, match=r"=2 of one unit, and blocks\.1 gathers again among other"):
+    with pytest.raises(UnsupportedError, match=r"=2 of one unit, and blocks\.1 gathers again among other"):
         OURS(model)
 
 

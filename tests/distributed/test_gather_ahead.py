@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
+from graphshard.errors import ParameterError
 from graphshard.runtime.step_overlap import GatherPrefetch, _Gather
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.test_compile_step import (
@@ -194,7 +195,7 @@ def _not_recorded(rank: int, world_size: int) -> None:
     x = _input(rank)
     step(x)
     model.blocks[0].weight.data.mul_(0.5)
-    with pytest.raises(graphshard.ParameterError, match=r"gather_ahead: of blocks\.0\.weight.* torch does not record"):
+    with pytest.raises(ParameterError, match=r"gather_ahead: of blocks\.0\.weight.* torch does not record"):
         step(x)
     step(x)  # gathers again
 

@@ -68,7 +68,7 @@ def _meta_init(rank: int, world_size: int) -> None:
     assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
     model.to_empty(device="cpu")
     torch.manual_seed(5)
-    with graphshard.unsharded_init():
+    with graphshard.checkpoint.unsharded_init():
         _reset(model)
     assert torch.equal(torch.rand(3), after)  # the same number of random numbers was drawn
     for name, param in reference.named_parameters():
@@ -100,7 +100,7 @@ def _hugging_face(rank: int, world_size: int) -> None:
     for module in reference.modules():
         reference._init_weights(module)
     torch.manual_seed(5)
-    with graphshard.unsharded_init():
+    with graphshard.checkpoint.unsharded_init():
         for module in model.modules():
             model._init_weights(module)
     for name, param in reference.named_parameters():
@@ -123,7 +123,7 @@ def _peak_memory(rank: int, world_size: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = resident("VmRSS")
     model.to_empty(device="cpu")
-    with graphshard.unsharded_init():
+    with graphshard.checkpoint.unsharded_init():
         _reset(model)
     peak = resident("VmHWM") - before
     shards = sum(local(p).untyped_storage().nbytes() for p in model.parameters())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.errors import ArtifactError
 from tests.distributed.twins import fsdp2, world_mesh
 from tests.exported import WIDTH, Net, Small, batch, hf_llama, nothing_is_compiled
 from tests.ranks import RankError, Ranks
@@ -129,7 +130,7 @@ def _other_programs(model: nn.Module, twin: nn.Module, rank: int) -> None:
     assert torch.equal(again, copy.deepcopy(twin)(*batch(7))["loss"])
     assert len(loaded) == len(compiled)
     assert all(map(torch.equal, loaded, compiled))
-    with pytest.raises(graphshard.ArtifactError, match=r"no program for this call of the model: .*\[3, 2\]"):
+    with pytest.raises(ArtifactError, match=r"no program for this call of the model: .*\[3, 2\]"):
         model(*(tensor.T.contiguous() for tensor in batch(7)))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
+from graphshard.errors import ArgumentError, MaterializationError
 from graphshard.passes import OffloadActivations, OffloadParameters
 from tests.distributed.nets import Net, full, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
@@ -115,12 +116,12 @@ def test_offloaded_activations_match_fsdp2(ranks: Ranks) -> None:
 
 
 def _wrong(rank: int, world_size: int) -> None:
-    with pytest.raises(graphshard.ArgumentError, match=r"must be a .*CPUOffloadPolicy or None, got str"):
+    with pytest.raises(ArgumentError, match=r"must be a .*CPUOffloadPolicy or None, got str"):
         graphshard.compile(Net(), world_mesh(), offload_policy="cpu")
     with torch.device("meta"):
         model = Net()
     model = graphshard.compile(model, world_mesh(), backend="eager", offload_policy=CPUOffloadPolicy())
-    with pytest.raises(graphshard.MaterializationError, match=r"on the meta device: stem.weight"):
+    with pytest.raises(MaterializationError, match=r"on the meta device: stem.weight"):
         model(rows(rank))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.errors import ArgumentError, InfeasibleError
+from graphshard.errors import ArgumentError, DivergenceError, InfeasibleError
 from graphshard.passes import MakePlan
 from graphshard.schedule.planner import PlanByCost
 from tests.distributed import expert_parallel
@@ -475,7 +475,7 @@ class _More(nn.Module):
 def _more(rank: int, world_size: int) -> str:
     mesh = mesh_of(2, 2)
     model = graphshard.compile(_More(mesh["tp"]), mesh, backend="eager")
-    with pytest.raises(graphshard.DivergenceError) as error:
+    with pytest.raises(DivergenceError) as error:
         model(*few_rows())
     return str(error.value)
 

@@ -1,4 +1,4 @@
-"""`graphshard.profile_step` with the clock of a simulated device whose launches return at once.
+"""`graphshard.profiling.profile_step` with the clock of a simulated device whose launches return at once.
 
 The device takes `PRODUCT` seconds for a matmul and `SENDING` for a collective, which run in sequence on one link;
 everything else is free. Host time must not appear in the profile.
@@ -97,7 +97,7 @@ def _simulated(rank: int, world_size: int) -> None:
     model = graphshard.compile(_Net(), world_mesh(), backend="eager")
     device = _Device()
     with mock.patch("graphshard.predict.profile_step.clock_of", lambda of: DeviceClock(of, device)), device:
-        profile = graphshard.profile_step(model, (torch.ones(4, 8),))
+        profile = graphshard.profiling.profile_step(model, (torch.ones(4, 8),))
     assert device.asked == {torch.device("cpu")}
     (program,) = graphshard.programs(model)
     for step in profile.ranks:

@@ -1,4 +1,4 @@
-"""`graphshard.profile_step` on real ranks: its measurements, and no lasting effect on the model."""
+"""`graphshard.profiling.profile_step` on real ranks: its measurements, and no lasting effect on the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphshard
-from graphshard import ArgumentError, StepProfile
+from graphshard.errors import ArgumentError
+from graphshard.profiling import StepProfile
 from graphshard.runtime.step_recorder import HostClock, current_recording, recording
 from tests.distributed.twins import assert_same, grads_of, params_of, world_mesh
 from tests.helpers import Blocks
@@ -66,7 +67,7 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 def _measured(rank: int, world_size: int, backend: str, folder: str) -> dict[str, Any]:
     model = _compiled(backend=backend)
-    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    profile = graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     assert isinstance(profile, StepProfile)
     profile.save_trace(f"{folder}/{rank}.json")
     profile.save_report(f"{folder}/{rank}.html")
@@ -135,7 +136,7 @@ def _check_trace(events: list[dict[str, Any]]) -> None:
 
 def _predicted(rank: int, world_size: int) -> None:
     model = _compiled()
-    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    profile = graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     found = graphshard.explain(
         _Net(), (world_size,), example_inputs=(_batch(),), backend="eager", hardware="cpu-gloo", optimizer_states=0
     )
@@ -152,7 +153,7 @@ def _predicted(rank: int, world_size: int) -> None:
         assert profile.tail.measured.least <= last.seconds <= profile.tail.measured.most
     assert profile.memory
     assert profile.memory.predicted == found.peak_memory_bytes
-    slower = graphshard.profile_step(model, (_batch(),), loss=_first, hardware="a100")
+    slower = graphshard.profiling.profile_step(model, (_batch(),), loss=_first, hardware="a100")
     assert slower.hardware != profile.hardware
     assert slower.step.predicted != profile.step.predicted
 
@@ -182,7 +183,7 @@ def _left(rank: int, world_size: int) -> None:
     _step(model, _batch())
     model.get_parameter("head.weight").register_post_accumulate_grad_hook(lambda p: p.data.zero_())
     before, gradients = _state(model, x), grads_of(model)
-    graphshard.profile_step(model, (x,), loss=_first)
+    graphshard.profiling.profile_step(model, (x,), loss=_first)
     assert all(param.grad is gradients[name] for name, param in model.named_parameters())
     assert_same(before, _state(model, x), "measured")
     assert current_recording() is None
@@ -223,7 +224,7 @@ def _accumulating(rank: int, world_size: int) -> None:
     for net in (model, twin):
         net.set_requires_gradient_sync(False)
         _step(net, _batch())
-    profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+    profile = graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     assert {t.kind for t in profile.collectives} == {"gather"}, "this backward adds up gradients, and reduces none"
     assert profile.step.predicted
     assert all(timing.predicted for timing in (*profile.regions, *profile.collectives))
@@ -241,7 +242,7 @@ def test_between_microbatches(ranks: Ranks) -> None:
 def _forward_alone(rank: int, world_size: int) -> None:
     model = _compiled().eval()
     with torch.no_grad():
-        profile = graphshard.profile_step(model, (_batch(),))
+        profile = graphshard.profiling.profile_step(model, (_batch(),))
     assert {timing.phase for timing in profile.regions} == {"forward"}
     assert profile.step.predicted
 
@@ -263,7 +264,7 @@ class _Parts(nn.Module):
 
 def _several(rank: int, world_size: int, folder: str) -> None:
     model = graphshard.compile(_Parts(), world_mesh(), units=["body", "head"], backend="eager")
-    profile = graphshard.profile_step(model, (_batch(),), loss=lambda out: model.head(out).sum())
+    profile = graphshard.profiling.profile_step(model, (_batch(),), loss=lambda out: model.head(out).sum())
     titles = list(dict.fromkeys(timing.program for timing in profile.regions))
     assert len(titles) == 2
     assert profile.step.predicted
@@ -284,15 +285,15 @@ def test_units_called_directly(ranks: Ranks, tmp_path: Path) -> None:
 def _refused(rank: int, world_size: int) -> None:
     model = _compiled()
     with pytest.raises(ArgumentError, match=r"^loss: _Net returned .*Give loss=, such as lambda output: output\.loss"):
-        graphshard.profile_step(model, (_batch(),))
+        graphshard.profiling.profile_step(model, (_batch(),))
     with pytest.raises(ArgumentError, match=r"^loss: loss returned a Tensor of shape \[6, 5\], and backward starts"):
-        graphshard.profile_step(model, (_batch(),), loss=lambda output: output[1])
+        graphshard.profiling.profile_step(model, (_batch(),), loss=lambda output: output[1])
     assert current_recording() is None
     model.unshard()
     with pytest.raises(ArgumentError, match=r"gathered by hand .*Call model\.reshard\(\) first"):
-        graphshard.profile_step(model, (_batch(),), loss=_first)
+        graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     model.reshard()
-    graphshard.profile_step(model, (_batch(),), loss=_first)
+    graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     assert_same(params_of(model), params_of(_compiled()), "parameters")
 
 
@@ -306,9 +307,9 @@ def _watched(rank: int, world_size: int) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if rank == 0:
         with torch.profiler.profile(activities=activities):
-            profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+            profile = graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     else:
-        profile = graphshard.profile_step(model, (_batch(),), loss=_first)
+        profile = graphshard.profiling.profile_step(model, (_batch(),), loss=_first)
     assert profile.memory is None
     assert "peak memory" not in str(profile)
 
@@ -321,7 +322,7 @@ def test_one_rank_of_a_fake_world(fake_world: FakeWorld) -> None:
     """With a fake process group one rank is measured, without communication."""
     fake_world(8)
     model = graphshard.compile(Blocks(3, 16), world_mesh(), backend="eager")
-    profile = graphshard.profile_step(model, (torch.randn(2, 16),))
+    profile = graphshard.profiling.profile_step(model, (torch.randn(2, 16),))
     assert [step.rank for step in profile.ranks] == [0]
     assert len(profile.regions) > 2
     assert profile.step.measured.median > 0

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.errors import CaptureError
 from tests.distributed.twins import assert_same, grads_of, params_of, twins, world_mesh
 from tests.helpers import captured
 from tests.ranks import Ranks
@@ -86,7 +87,7 @@ class _Average(_Statistics):
 
 def _refused(rank: int, world_size: int) -> None:
     model = graphshard.compile(_SharedStatistics("first", False), world_mesh(), backend="eager", fullgraph=True)
-    with pytest.raises(graphshard.CaptureError, match=r"buffer norm.running_mean, .*other code.*out of the checkp"):
+    with pytest.raises(CaptureError, match=r"buffer norm.running_mean, .*other code.*out of the checkp"):
         model(_batch(rank, 0))
     model = graphshard.compile(_Average("first", False), world_mesh(), backend="eager")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -264,7 +265,7 @@ def test_rejects_attributes_that_a_region_would_write_twice(leave: Any, reentran
     match = (
         rf"_Leaves\.forward at {re.escape(__file__)}:\d+\n.*\n(Mutating a variable from outside|Attribute 'step' on an)"
     )
-    with pytest.raises(graphshard.CaptureError, match=match):
+    with pytest.raises(CaptureError, match=match):
         captured(model, (torch.ones(2, 4),))
 
 
@@ -327,5 +328,5 @@ class _Outside(nn.Module):
 
 def test_a_region_between_two_writes(mesh: DeviceMesh) -> None:
     """A graph break, as for a region that writes the buffer: the graph cannot distinguish the two."""
-    with pytest.raises(graphshard.CaptureError, match="a region and other code, write it"):
+    with pytest.raises(CaptureError, match="a region and other code, write it"):
         graphshard.compile(_Outside(), mesh, backend="eager", fullgraph=True)(_batch(0, 0))

@@ -135,10 +135,10 @@ def _state(rank: int, world_size: int, folder: Path) -> None:
         assert_same(dict_of_local(target.state_dict()), dict_of_local(source.state_dict()), "loaded")
     whole = {name: value.full_tensor() for name, value in ours.state_dict().items()}
     optim = torch.optim.AdamW(ours.parameters(), foreach=False)
-    graphshard.save_checkpoint(folder / "1", ours, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "1", ours, optim)
     sharded = graphshard.compile(Mlps(), init_device_mesh("cpu", (4,)), backend="eager")
     for model in (*_pair(mesh), sharded):
-        graphshard.load_checkpoint(folder / "1", model, torch.optim.AdamW(model.parameters(), foreach=False))
+        graphshard.checkpoint.load_checkpoint(folder / "1", model, torch.optim.AdamW(model.parameters(), foreach=False))
         assert_same({name: value.full_tensor() for name, value in model.state_dict().items()}, whole, "resumed")
     again = _pair(mesh)[0]
     again.load_state_dict(whole)

@@ -185,7 +185,7 @@ def _state(rank: int, world_size: int, path: Path) -> None:
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(rows(rank)).square().mean().backward()
     optim.step()
-    graphshard.save_checkpoint(path / "1", model, optim)
+    graphshard.checkpoint.save_checkpoint(path / "1", model, optim)
     trained = full(model.state_dict())
     torch.manual_seed(1 + rank)
     other = graphshard.compile(Scaled(), world_mesh(), backend="eager")
@@ -193,7 +193,7 @@ def _state(rank: int, world_size: int, path: Path) -> None:
         for param in other.parameters():
             param.mul_(0.5)
     others = torch.optim.AdamW(other.parameters(), lr=0.1)
-    graphshard.load_checkpoint(path / "1", other, others)
+    graphshard.checkpoint.load_checkpoint(path / "1", other, others)
     _equal(full(other.state_dict()), trained)
     assert torch.equal(*(local(o.state[m.temperature]["exp_avg"]) for m, o in ((model, optim), (other, others))))
     plain = Scaled()
@@ -215,7 +215,7 @@ def _from_meta(rank: int, world_size: int) -> None:
     compiled = graphshard.compile(model, world_mesh(), backend="eager")
     compiled.to_empty(device="cpu")
     torch.manual_seed(0)
-    with graphshard.unsharded_init():
+    with graphshard.checkpoint.unsharded_init():
         for param in compiled.parameters():
             nn.init.normal_(param)
     plain = Scaled()

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard import Profile, ScheduledGraph, load_profile, schedule_graph
+from graphshard import ScheduledGraph, schedule_graph
 from graphshard.ir.program import Phase
+from graphshard.profiling import Profile, load_profile
 from graphshard.runtime.collective_launches import gather_into_buffers
 from tests.foreign.planes import planes
 from tests.ranks import Ranks

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from graphshard.module.compiled_module import CompiledModule
 from tests.distributed.twins import (
     BF16,
@@ -321,7 +322,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
     model.set_reduce_scatter_unused_params(True)
     messages = {}
     for name in REFUSED:
-        with pytest.raises(graphshard.UnsupportedError) as caught:
+        with pytest.raises(UnsupportedError) as caught:
             getattr(model, name)(True)
         messages[name] = str(caught.value)
     return messages

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import graphshard
+from graphshard.errors import ArgumentError
 from tests.distributed.nets import Net, Placement, data_parallel, full, hashes_agree, largest_dim, rows, train
 from tests.distributed.twins import assert_same, local, twins, world_mesh
 from tests.ranks import Ranks
@@ -101,7 +102,7 @@ def _default_mesh(rank: int, world_size: int) -> None:
 
 def test_all_ranks_without_a_mesh(ranks: Ranks) -> None:
     ranks(2).run(_default_mesh)
-    with pytest.raises(graphshard.ArgumentError, match=r"there is no process group. Call torch.distributed.init_proc"):
+    with pytest.raises(ArgumentError, match=r"there is no process group. Call torch.distributed.init_proc"):
         graphshard.compile(Net())
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, twins, world_mesh
 from tests.ranks import Ranks
 
@@ -113,7 +114,7 @@ def _while_shown(rank: int, world_size: int) -> None:
     handle.wait()
     assert _is_full(ours.embed.weight)
 
-    with pytest.raises(graphshard.UnsupportedError) as error:
+    with pytest.raises(UnsupportedError) as error:
         ours.embed.weight.square().sum().backward()
     assert str(error.value) == (
         "a gradient reached the gathered parameter embed.weight, which modules show after unshard() or a forward: "
@@ -240,9 +241,9 @@ def _looked_at(rank: int, world_size: int) -> None:
     assert shard.grad is None
     assert isinstance(copy.deepcopy(weight), DTensor)
     refused = "was given to an optimizer, or asked whether it is a leaf of autograd, and gradients go to its shard. Do"
-    with pytest.raises(graphshard.UnsupportedError, match=f"^the gathered parameter layers.0.weight {refused}"):
+    with pytest.raises(UnsupportedError, match=f"^the gathered parameter layers.0.weight {refused}"):
         torch.optim.SGD([weight], lr=0.1)
-    with pytest.raises(graphshard.UnsupportedError, match=r"^the gathered parameter layers\.0\.weight was given a"):
+    with pytest.raises(UnsupportedError, match=r"^the gathered parameter layers\.0\.weight was given a"):
         weight.register_post_accumulate_grad_hook(print)
     assert all(isinstance(value, DTensor) for value in ours.state_dict().values())
     assert not _shown(ours)
@@ -267,7 +268,7 @@ def _looked_at(rank: int, world_size: int) -> None:
         with torch.no_grad():
             ours.layers[0].weight.mul_(2)
         with pytest.raises(
-            graphshard.UnsupportedError,
+            UnsupportedError,
             match=r"^the gathered parameter layers\.0\.weight was written to after a forward that has kept it\. The sh",
         ):
             goes_on(loss)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.torch_compat.torch_ops import pytree
 from tests.distributed.test_checkpoint import Net, steps, trainer
 from tests.distributed.twins import assert_same, fsdp2, twins, world_mesh
@@ -221,7 +222,7 @@ def _load_errors(rank: int, world_size: int) -> None:
     elsewhere = distribute_tensor(torch.zeros(7, 7), other, [Shard(0), Replicate()])
     for assign in (False, True):
         values = {name: value + 1 for name, value in saved.items()} | {"blocks.1.weight": elsewhere}
-        message = _refused(graphshard.ArgumentError, model.load_state_dict, values, assign=assign)
+        message = _refused(ArgumentError, model.load_state_dict, values, assign=assign)
         assert message.startswith("state_dict['blocks.1.weight'] is a DTensor on DeviceMesh")
         assert "Pass its full_tensor(), or load through torch.distributed.checkpoint" in message
         assert_same(dict(model.state_dict()), saved, "nothing is loaded after the error")

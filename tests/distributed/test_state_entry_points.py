@@ -13,6 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.errors import ArtifactError
 from tests.distributed.extended import Net as OfSubclasses
 from tests.distributed.extended import Rounded
 from tests.distributed.nets import rows
@@ -121,5 +122,5 @@ def test_rejects_files_for_subclasses(fake_world: FakeWorld, tmp_path: Path) -> 
     path = tmp_path / "plain.gshard"
     graphshard.export(OfSubclasses(), (2,), path, example_inputs=(torch.ones(2, 8),), backend="eager")
     text = r"does not fit: parameter blocks\.0\.0\.weight \(Rounded\) decides itself"
-    with pytest.raises(graphshard.ArtifactError, match=text):
+    with pytest.raises(ArtifactError, match=text):
         graphshard.load(path, OfSubclasses(Rounded), init_device_mesh("cpu", (2,)))

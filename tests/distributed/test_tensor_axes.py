@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Axis, AxisPlacement, DTensorLayout, Mesh
 from tests.distributed.tensor_parallel import placed, rows
 from tests.distributed.twins import assert_same, fsdp2, grads_of, params_of
@@ -141,7 +142,7 @@ def test_rejects_an_unused_axis(fake_world: FakeWorld) -> None:
     fake_world(4)
     mesh = _mesh(1, 2, 2)
     model = Net((mesh["tp"], [Shard(0)]), (mesh["tp"], [Shard(1)]))
-    with pytest.raises(graphshard.ArgumentError, match=r"^mesh has a tensor axis, 'tensor', and no parameter of Net"):
+    with pytest.raises(ArgumentError, match=r"^mesh has a tensor axis, 'tensor', and no parameter of Net"):
         graphshard.compile(model, mesh)
 
 

@@ -26,6 +26,7 @@ from torch.export import Dim
 from torch.torch_version import TorchVersion
 
 import graphshard
+from graphshard.errors import CaptureError
 from tests.distributed.tensor_parallel import (
     Mlp,
     Mlps,
@@ -291,7 +292,7 @@ def _autocast(rank: int, world_size: int) -> str:
     mesh = mesh_of(2, 2)
     train_alike(pair_of(functools.partial(_autocasting, times=1), mesh), mesh, rows, steps=2)
     model = graphshard.compile(_autocasting(mesh["tp"], times=2), mesh, backend="eager")
-    with pytest.raises(graphshard.CaptureError) as error:
+    with pytest.raises(CaptureError) as error:
         model(*rows())
     return str(error.value)
 
@@ -352,7 +353,7 @@ def test_rejects_different_models_on_the_tensor_axis(ranks: Ranks) -> None:
 def _profile(rank: int, world_size: int) -> str:
     mesh = mesh_of(2, 2)
     model = graphshard.compile(mlps(mesh["tp"]), mesh, backend="eager")
-    return str(graphshard.profile_step(model, rows()))
+    return str(graphshard.profiling.profile_step(model, rows()))
 
 
 def test_profile(ranks: Ranks) -> None:
@@ -563,7 +564,7 @@ def _draw_whole(rank: int, world_size: int) -> None:
         model = mlps(mesh["tp"])
     graphshard.compile(model, mesh, backend="eager").to_empty(device="cpu")
     torch.manual_seed(3)
-    with graphshard.unsharded_init(), torch.no_grad():
+    with graphshard.checkpoint.unsharded_init(), torch.no_grad():
         for param in model.parameters():
             param.normal_()
     torch.manual_seed(3)

@@ -49,13 +49,13 @@ def _resume(rank: int, world_size: int, folder: Path) -> None:
     saved, theirs = pair_of(mlps, mesh)
     optim = _adam(saved)
     _steps(saved, optim, mesh, range(2))
-    graphshard.save_checkpoint(folder / "2", saved, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "2", saved, optim)
     params, moments = _whole(saved.state_dict()), _moments(saved, optim)
     plain = graphshard.compile(Mlps(), init_device_mesh("cpu", (4,)), backend="eager")
     models = {"2 x 2": _compiled((2, 2)), "1 x 4": _compiled((1, 4)), "4 x 1": _compiled((4, 1)), "FSDP2": theirs}
     for name, model in {**models, "data parallel": plain}.items():
         theirs_optim = _adam(model)
-        graphshard.load_checkpoint(folder / "2", model, theirs_optim)
+        graphshard.checkpoint.load_checkpoint(folder / "2", model, theirs_optim)
         assert_same(_whole(model.state_dict()), params, name)
         assert_same(_moments(model, theirs_optim), moments, name)
         if name in ("2 x 2", "FSDP2"):
@@ -97,23 +97,23 @@ def _resume_uneven(rank: int, world_size: int, folder: Path) -> list[tuple[int, 
     optim = _adam(saved)
     saved(torch.randn(2, 3, generator=torch.Generator().manual_seed(meshes[2, 2].get_local_rank("dp")))).backward()
     optim.step()
-    graphshard.save_checkpoint(folder / "1", saved, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "1", saved, optim)
     pieces = [tuple(param.to_local().shape) for param in saved.parameters()]
     plain = graphshard.compile(_Uneven(), init_device_mesh("cpu", (4,)), backend="eager")
     optims = []
     for model in (plain, models[1, 4], models[4, 1]):
         optims.append(_adam(model))
-        graphshard.load_checkpoint(folder / "1", model, optims[-1])
+        graphshard.checkpoint.load_checkpoint(folder / "1", model, optims[-1])
     expected, moments = _whole(plain.state_dict()), _moments(plain, optims[0])
     saved_of = {name: param.to_local().clone() for name, param in saved.named_parameters()}
     for step, (model, other) in enumerate(zip((models[1, 4], models[4, 1]), optims[1:]), 2):
         assert_same(_whole(model.state_dict()), expected, "parameters")
         assert_same(_moments(model, other), moments, "moments")
-        graphshard.save_checkpoint(folder / str(step), model, other)
+        graphshard.checkpoint.save_checkpoint(folder / str(step), model, other)
         with torch.no_grad():
             for param in saved.parameters():
                 param.zero_()
-        graphshard.load_checkpoint(folder / str(step), saved, optim)
+        graphshard.checkpoint.load_checkpoint(folder / str(step), saved, optim)
         assert_same({name: p.to_local() for name, p in saved.named_parameters()}, saved_of, "back again")
     assert all(moment.any() for moment in moments.values())
     return pieces

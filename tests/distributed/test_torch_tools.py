@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from tests.distributed.nets import Net, rows
 from tests.distributed.twins import twins, world_mesh
 from tests.ranks import Ranks
@@ -60,7 +61,7 @@ def _transformed(rank: int, world_size: int) -> None:
     model = graphshard.compile(Net(), world_mesh(), backend="eager")
     for calls in range(2):  # before and after the first capture
         for name, transform in TRANSFORMS.items():
-            with pytest.raises(graphshard.UnsupportedError, match="a compiled model was called inside") as caught:
+            with pytest.raises(UnsupportedError, match="a compiled model was called inside") as caught:
                 transform(model, rows(rank))
             assert ("forward-mode" if name == "dual numbers" else "torch.func") in str(caught.value), name
         with forward_ad.dual_level():

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
+from graphshard.errors import InputError, MaterializationError
 from tests.distributed.test_parity import MODELS
 from tests.distributed.twins import (
     assert_same,
@@ -194,7 +195,7 @@ def _constants(rank: int, world_size: int) -> list[str]:
             factor = 2 if option == CONSTANTS[0] else 3
             assert torch.equal(result, _input(rank) * factor), option
     for option in OTHERS:
-        with pytest.raises(graphshard.InputError, match="neither a tensor nor a number"):
+        with pytest.raises(InputError, match="neither a tensor nor a number"):
             model(_input(rank), option)
     return failed
 
@@ -285,7 +286,7 @@ def _meta(rank: int, world_size: int, ahead: bool) -> str:
     error = ""
     try:
         model(**inputs)
-    except graphshard.MaterializationError as caught:
+    except MaterializationError as caught:
         error = str(caught)
     model.to_empty(device="cpu")
     torch.manual_seed(7)

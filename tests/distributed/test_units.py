@@ -14,6 +14,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.module.fsdp_module import GraphshardFSDPModule
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.helpers import Blocks
@@ -130,16 +131,14 @@ def _finalized_by_hand(rank: int, world_size: int) -> None:
     model.finalize_backward()
     assert_same(grads_of(model), {name: 2 * grad for name, grad in before.items()}, "gradients of two")
     assert len(hooks) == 1
-    with pytest.raises(graphshard.UnsupportedError, match=r"set_keep_unsharded_storage is not .* keeps it over micro"):
+    with pytest.raises(UnsupportedError, match=r"set_keep_unsharded_storage is not .* keeps it over micro"):
         model.set_keep_unsharded_storage(True)
 
     model.set_requires_gradient_sync(False)
     model(_batch(rank)).sum().backward()
     model.set_requires_gradient_sync(True)
     twin = copy.deepcopy(model)  # has accumulated gradients but no programs
-    with pytest.raises(
-        graphshard.UnsupportedError, match=r"^finalize_backward: the gradient of layers\.0\.weight was add"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^finalize_backward: the gradient of layers\.0\.weight was add"):
         twin.finalize_backward()
 
 
@@ -266,14 +265,14 @@ def _registered(module: Any) -> Any:
 def _wrong(rank: int, world_size: int) -> None:
     model = graphshard.compile(Net(2), world_mesh(), backend="eager")
     for message, call in ERRORS.items():
-        with pytest.raises((graphshard.ArgumentError, graphshard.UnsupportedError, copy.Error)) as caught:
+        with pytest.raises((ArgumentError, UnsupportedError, copy.Error)) as caught:
             call(model)
         assert re.search(message, str(caught.value)), str(caught.value)
     own = graphshard.Pipeline().replace(
         "plan", graphshard.passes.MakePlan(lambda program: graphshard.PlanByUnit()(program))
     )
     model = graphshard.compile(Net(2), world_mesh(), backend="eager", passes=own)
-    with pytest.raises(graphshard.UnsupportedError, match="a planner in passes= decides when collectives start"):
+    with pytest.raises(UnsupportedError, match="a planner in passes= decides when collectives start"):
         model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
 
 

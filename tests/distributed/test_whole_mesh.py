@@ -193,10 +193,10 @@ def _ways(rank: int, world_size: int, folder: Path) -> None:
     again.load_state_dict(whole)
     assert_same(dict_of_local(again.state_dict()), dict_of_local(ours.state_dict()), "of full tensors")
     optim = torch.optim.AdamW(ours.parameters(), foreach=False)
-    graphshard.save_checkpoint(folder / "1", ours, optim)
+    graphshard.checkpoint.save_checkpoint(folder / "1", ours, optim)
     plain = graphshard.compile(Mlps(), init_device_mesh("cpu", (4,)), backend="eager")
     for model in (_sharded(fully_shard, mesh, dims), plain):
-        graphshard.load_checkpoint(folder / "1", model, torch.optim.AdamW(model.parameters(), foreach=False))
+        graphshard.checkpoint.load_checkpoint(folder / "1", model, torch.optim.AdamW(model.parameters(), foreach=False))
         assert_same({name: value.full_tensor() for name, value in model.state_dict().items()}, whole, "resumed")
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import graphshard
+from graphshard.errors import ArgumentError, MaterializationError, ParameterError
 from tests.distributed.nets import Net, Tied, rows
 from tests.distributed.twins import world_mesh
 from tests.ranks import RankError, Ranks
@@ -37,7 +38,7 @@ def _error(make: Callable[[], nn.Module], options: Callable[[nn.Module], dict[st
     model = make()
     before = {name: (id(p), type(p)) for name, p in model.named_parameters()}
     attributes = dict(model.__dict__)
-    with pytest.raises(graphshard.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         graphshard.compile(model, world_mesh(), **options(model))
     assert {name: (id(p), type(p)) for name, p in model.named_parameters()} == before
     assert model.__dict__ == attributes
@@ -101,23 +102,23 @@ def _wrong_later(rank: int, world_size: int) -> None:
     x = rows(rank)
     model = _compiled_net()
     model.stem.weight = nn.Parameter(torch.ones(8, 4))
-    with pytest.raises(graphshard.ParameterError, match=r"stem.weight was replaced by a plain tensor.*\[Shard\(0\)\]"):
+    with pytest.raises(ParameterError, match=r"stem.weight was replaced by a plain tensor.*\[Shard\(0\)\]"):
         model(x)
     model = _compiled_net()
     del model.stem.weight
-    with pytest.raises(graphshard.ParameterError, match=r"stem.weight was removed, or registered under"):
+    with pytest.raises(ParameterError, match=r"stem.weight was removed, or registered under"):
         model(x)
     model = _compiled_net()
     model.extra = nn.Parameter(torch.ones(2))
-    with pytest.raises(graphshard.ParameterError, match=r"parameter extra was added after graphshard.compile"):
+    with pytest.raises(ParameterError, match=r"parameter extra was added after graphshard.compile"):
         model(x)
     model = _compiled_net()
     model.head.weight = nn.Parameter(distribute_tensor(torch.ones(4, 8), world_mesh(), [Shard(0)]))
-    with pytest.raises(graphshard.ParameterError, match=r"head.weight has shape \[4, 8\], it had \[3, 8\]"):
+    with pytest.raises(ParameterError, match=r"head.weight has shape \[4, 8\], it had \[3, 8\]"):
         model(x)
     model = graphshard.compile(Tied(), world_mesh(), backend="eager")
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    with pytest.raises(graphshard.ParameterError, match=r"head.weight was tied to embed.weight when"):
+    with pytest.raises(ParameterError, match=r"head.weight was tied to embed.weight when"):
         model(torch.tensor([1, 2]))
     for change, what in (
         (lambda m: setattr(m, "head", nn.Linear(8, 3)), r"module head, which has the parameter head.weight, was exch"),
@@ -138,13 +139,13 @@ def _wrong_later(rank: int, world_size: int) -> None:
             if called:
                 model(x)
             change(model)
-            with pytest.raises(graphshard.ParameterError, match=what):
+            with pytest.raises(ParameterError, match=what):
                 model(x)
     model = graphshard.compile(Tied(), world_mesh(), backend="eager")
     model.head = nn.Linear(5, 7, bias=False)
-    with pytest.raises(graphshard.ParameterError, match=r"head.weight was tied to embed.weight when"):
+    with pytest.raises(ParameterError, match=r"head.weight was tied to embed.weight when"):
         model(torch.tensor([1, 2]))
-    with pytest.raises(graphshard.ArgumentError, match="Block is a part of a compiled model"):
+    with pytest.raises(ArgumentError, match="Block is a part of a compiled model"):
         graphshard.compile(_compiled_net().blocks[0], world_mesh())
 
 
@@ -159,7 +160,7 @@ def _meta_device(rank: int, world_size: int) -> None:
     ours = graphshard.compile(model, world_mesh(), backend="eager", ignored_params=ignored)
     for module in (ours.stem, *ours.blocks):
         module.to_empty(device="cpu")
-    with pytest.raises(graphshard.MaterializationError, match=r"2 parameters.*head.weight, head.bias.*to_empty"):
+    with pytest.raises(MaterializationError, match=r"2 parameters.*head.weight, head.bias.*to_empty"):
         ours(rows(rank))
 
 

@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
-from graphshard import ArgumentError, Group, InfeasibleError, UnsupportedError, schedule_graph
+from graphshard import Group, schedule_graph
+from graphshard.errors import ArgumentError, InfeasibleError, UnsupportedError
 from graphshard.schedule.graph_collectives import GroupCosts
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 from tests.foreign.emulation import results, same
@@ -23,7 +24,7 @@ from tests.ranks import FakeWorld
 
 # Kernels no longer than gathers; a longer one would hide each gather by itself, with other plans.
 SHORT = dataclasses.replace(
-    graphshard.load_profile("h100"),
+    graphshard.profiling.load_profile("h100"),
     contention=0.0,
     kernel_seconds=3e-6,
     tile_seconds=0.0,
@@ -114,7 +115,7 @@ def test_groups_on_separate_links_do_not_queue() -> None:
 
 
 def test_the_link_of_a_group_follows_from_its_ranks() -> None:
-    profile = graphshard.load_profile("h100")
+    profile = graphshard.profiling.load_profile("h100")
     assert GroupCosts(Group(8), profile, "isolated").link == "node"
     assert GroupCosts(Group(2, apart=8), profile, "isolated").link == "network"
     assert GroupCosts(Group(2, apart=4), profile, "isolated").link == "node"

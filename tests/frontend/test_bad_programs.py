@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim
 
 import graphshard
+from graphshard.errors import ArgumentError, InputError, UnsupportedError
 from graphshard.exported.exported_program import module_of
 from tests.distributed.twins import BF16, example_llama
 from tests.frontend.programs import Net, Wide, batch, exported, rows
@@ -54,9 +55,9 @@ def _graph(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, byte
 
 
 def test_a_path_that_does_not_exist(mesh: DeviceMesh) -> None:
-    with pytest.raises(graphshard.ArgumentError, match=r"model: there is no file 'gone\.pt2'\. Give a module, an "):
+    with pytest.raises(ArgumentError, match=r"model: there is no file 'gone\.pt2'\. Give a module, an "):
         graphshard.compile("gone.pt2", mesh)
-    with pytest.raises(graphshard.ArgumentError, match=r"model: there is no file"):
+    with pytest.raises(ArgumentError, match=r"model: there is no file"):
         graphshard.explain(Path("gone.pt2"), (2,), example_inputs=())
 
 
@@ -64,36 +65,32 @@ def test_a_path_that_does_not_exist(mesh: DeviceMesh) -> None:
 def test_rejects_a_file_other_than_pt2(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "text.pt2"
     path.write_bytes(content)
-    with pytest.raises(graphshard.ArgumentError, match=r"text\.pt2' is not a \.pt2 file\. Give a file that torch\.exp"):
+    with pytest.raises(ArgumentError, match=r"text\.pt2' is not a \.pt2 file\. Give a file that torch\.exp"):
         module_of(path)
 
 
 def test_rejects_a_checkpoint(tmp_path: Path) -> None:
     torch.save(Wide().state_dict(), tmp_path / "wide.pt")
-    with pytest.raises(graphshard.ArgumentError, match=r"is not a \.pt2 file of torch\.export\.save: it holds \["):
+    with pytest.raises(ArgumentError, match=r"is not a \.pt2 file of torch\.export\.save: it holds \["):
         module_of(tmp_path / "wide.pt")
 
 
 def test_a_package_of_aotinductor(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), lambda members: members.update({"wide/data/aotinductor/model/a.so": b""}))
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"was made by AOTInductor: it holds compiled code for inference"
-    ):
+    with pytest.raises(ArgumentError, match=r"was made by AOTInductor: it holds compiled code for inference"):
         module_of(path)
 
 
 def test_a_file_of_graphshard_export_is_for_inference(tmp_path: Path) -> None:
     path = graphshard.export(Wide(), (1,), tmp_path / "a.pt2", example_kwargs=rows(), mode="inference", backend="eager")
-    with pytest.raises(graphshard.ArgumentError, match=r"was written by graphshard\.export for inference"):
+    with pytest.raises(ArgumentError, match=r"was written by graphshard\.export for inference"):
         module_of(path)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch's copy of a pytree
 def test_a_program_that_was_decomposed(mesh: DeviceMesh) -> None:
     program = exported(Wide(), rows).run_decompositions()
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"dialect ATEN, for inference: run_decompositions\(\) has taken"
-    ):
+    with pytest.raises(ArgumentError, match=r"dialect ATEN, for inference: run_decompositions\(\) has taken"):
         graphshard.compile(program, mesh)
 
 
@@ -106,13 +103,13 @@ def test_a_file_of_another_torch(tmp_path: Path) -> None:
     expected = (
         r"cannot be loaded with torch .* \(it was saved with torch 9\.9\.0\): .*ersion.*Export the module with this"
     )
-    with pytest.raises(graphshard.ArgumentError, match=expected):
+    with pytest.raises(ArgumentError, match=expected):
         module_of(path)
 
 
 def test_a_file_with_an_unknown_operator(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), _graph(lambda program: _rename(program, "torch.ops.mine.gelu.default")))
-    with pytest.raises(graphshard.ArgumentError, match=r"cannot be loaded with torch .*: .*mine\.gelu"):
+    with pytest.raises(ArgumentError, match=r"cannot be loaded with torch .*: .*mine\.gelu"):
         module_of(path)
 
 
@@ -125,7 +122,7 @@ def _rename(program: dict[str, Any], target: str) -> None:
 def test_rejects_a_truncated_file(tmp_path: Path) -> None:
     path = _saved(tmp_path)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(graphshard.ArgumentError, match=r"wide\.pt2' is not a \.pt2 file"):
+    with pytest.raises(ArgumentError, match=r"wide\.pt2' is not a \.pt2 file"):
         module_of(path)
 
 
@@ -145,9 +142,7 @@ def _pickled() -> bytes:
 
 def test_sample_inputs_that_run_code(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), lambda m: m.update({n: _pickled() for n in m if "sample_inputs" in n}))
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"holds data/sample_inputs/model\.pt, a pickle of more than ten"
-    ):
+    with pytest.raises(ArgumentError, match=r"holds data/sample_inputs/model\.pt, a pickle of more than ten"):
         module_of(path)
 
 
@@ -160,13 +155,13 @@ def test_weights_that_run_code(tmp_path: Path) -> None:
         members[config] = json.dumps(entries).encode()
         members[next(name for name in members if name.endswith("weights/weight_0"))] = _pickled()
 
-    with pytest.raises(graphshard.ArgumentError, match=r"holds data/weights/weight_0, a pickle of more than tensors"):
+    with pytest.raises(ArgumentError, match=r"holds data/weights/weight_0, a pickle of more than tensors"):
         module_of(_changed(_saved(tmp_path), pickled))
 
 
 def test_objects_that_run_code(tmp_path: Path) -> None:
     add = {"wide/data/constants/opaque_obj_0": pickle.dumps(_Evil())}
-    with pytest.raises(graphshard.ArgumentError, match=r"holds the pickled object data/constants/opaque_obj_0, which"):
+    with pytest.raises(ArgumentError, match=r"holds the pickled object data/constants/opaque_obj_0, which"):
         module_of(_changed(_saved(tmp_path), lambda members: members.update(add)))
 
 
@@ -189,9 +184,7 @@ def test_sizes_that_run_code(tmp_path: Path, text: str) -> None:
             value["expr_str"] = text
 
     path = _changed(_saved(tmp_path, dynamic_shapes=DYNAMIC), _graph(change))
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"holds the size .*, which loading would run as code\. If you tr"
-    ):
+    with pytest.raises(ArgumentError, match=r"holds the size .*, which loading would run as code\. If you tr"):
         module_of(path)
 
 
@@ -200,14 +193,14 @@ def test_guards_that_run_code(tmp_path: Path, text: str) -> None:
     path = _changed(
         _saved(tmp_path, dynamic_shapes=DYNAMIC), _graph(lambda program: program.update(guards_code=[text]))
     )
-    with pytest.raises(graphshard.ArgumentError, match=r"holds the condition .*, which loading would run as code"):
+    with pytest.raises(ArgumentError, match=r"holds the condition .*, which loading would run as code"):
         module_of(path)
 
 
 @pytest.mark.slow
 def test_rejects_functions_other_than_operators(tmp_path: Path) -> None:
     path = _changed(_saved(tmp_path), _graph(lambda program: _rename(program, "torch.os.getcwd")))
-    with pytest.raises(graphshard.ArgumentError, match=r"cannot be loaded|which is not an operator"):
+    with pytest.raises(ArgumentError, match=r"cannot be loaded|which is not an operator"):
         module_of(path)
 
 
@@ -218,14 +211,14 @@ def test_a_state_dict_of_other_shapes(mesh: DeviceMesh) -> None:
     program = exported(Wide(), rows)
     program.state_dict["head.weight"] = nn.Parameter(torch.zeros(3, 9))
     expected = r"parameter head\.weight has shape \[3, 9\] .* in the program's state_dict, and \[3, 8\] .* in its graph"
-    with pytest.raises(graphshard.ArgumentError, match=expected):
+    with pytest.raises(ArgumentError, match=expected):
         graphshard.compile(program, mesh)
 
 
 def test_a_state_dict_without_a_parameter(mesh: DeviceMesh) -> None:
     program = exported(Wide(), rows)
     del program.state_dict["head.weight"]
-    with pytest.raises(graphshard.ArgumentError, match=r"parameter head\.weight is not in the program's state_dict"):
+    with pytest.raises(ArgumentError, match=r"parameter head\.weight is not in the program's state_dict"):
         graphshard.compile(program, mesh)
 
 
@@ -239,7 +232,7 @@ def test_inputs_that_the_program_was_not_exported_for(mesh: DeviceMesh) -> None:
         ([tokens], tokens, r"Net: the inputs have another structure than those that the program was exported for"),
         (None, tokens, r"Net: "),
     ):
-        with pytest.raises(graphshard.InputError, match=said):
+        with pytest.raises(InputError, match=said):
             model(tokens=tokens_, targets=targets)
     model(tokens=tokens, targets=tokens).backward()
 
@@ -259,9 +252,7 @@ def test_a_condition_between_sizes(mesh: DeviceMesh) -> None:
     program = torch.export.export(_Compares(), (torch.randn(6, 2), torch.randn(4, 2)), dynamic_shapes=(auto, auto))
     model = graphshard.compile(program, mesh, backend="eager")
     model(torch.randn(9, 2), torch.randn(8, 2)).backward()
-    with pytest.raises(
-        graphshard.InputError, match=r"_Compares: the inputs break a condition that the program was exp"
-    ):
+    with pytest.raises(InputError, match=r"_Compares: the inputs break a condition that the program was exp"):
         model(torch.randn(5, 2), torch.randn(8, 2))
 
 
@@ -269,7 +260,7 @@ def test_a_constant_of_the_call(mesh: DeviceMesh) -> None:
     x = torch.randn(4, 2)
     model = graphshard.compile(torch.export.export(_Compares(), (x, x, True)), mesh, backend="eager")
     model(x, x, True).backward()
-    with pytest.raises(graphshard.InputError, match=r"input double must be True, which was fixed at export, got False"):
+    with pytest.raises(InputError, match=r"input double must be True, which was fixed at export, got False"):
         model(x, x, False)
 
 
@@ -277,11 +268,11 @@ def test_a_mode_that_the_program_was_not_exported_in(mesh: DeviceMesh) -> None:
     model = graphshard.compile(exported(Net(), batch), mesh, backend="eager")
     assert model.training
     model.train()
-    with pytest.raises(graphshard.UnsupportedError, match=r"Net was exported in train\(\) mode, which is fixed in the"):
+    with pytest.raises(UnsupportedError, match=r"Net was exported in train\(\) mode, which is fixed in the"):
         model.eval()
     evaluated = module_of(exported(Net().eval(), batch))
     assert not evaluated.training
-    with pytest.raises(graphshard.UnsupportedError, match=r"Export the module in train\(\) mode as another program"):
+    with pytest.raises(UnsupportedError, match=r"Export the module in train\(\) mode as another program"):
         evaluated.train()
     assert not module_of(exported(Wide(), rows)).eval().training, "nothing in it depends on the mode"
 
@@ -292,7 +283,7 @@ def test_a_cast_that_a_policy_may_change(mesh: DeviceMesh) -> None:
     expected = (
         r"mp_policy: the program names torch\.float32 in aten\.to.* at .*llama\.py:\d+: .*Export a copy of the module"
     )
-    with pytest.raises(graphshard.UnsupportedError, match=expected):
+    with pytest.raises(UnsupportedError, match=expected):
         graphshard.compile(exported(model, inputs), mesh, mp_policy=BF16)
 
 
@@ -307,7 +298,5 @@ class _Conditional(nn.Module):
 
 def test_an_operator_that_a_module_cannot_call(mesh: DeviceMesh) -> None:
     program = torch.export.export(_Conditional(), (torch.randn(2, 2),))
-    with pytest.raises(
-        graphshard.UnsupportedError, match=r"the program has the operator cond.*, which graphshard cannot"
-    ):
+    with pytest.raises(UnsupportedError, match=r"the program has the operator cond.*, which graphshard cannot"):
         graphshard.compile(program, mesh)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim
 
 import graphshard
+from graphshard.errors import InputError
 from graphshard.exported.exported_program import module_of
 from graphshard.ir.units import find_units
 from tests.distributed.twins import BF16, FP32, Batch, example_llama, fsdp2, train_side_by_side, world_mesh
@@ -135,7 +136,7 @@ def test_a_declared_size_is_one_program(mesh: DeviceMesh) -> None:
     for count in (3, 9, 64):
         model(**rows(count)).backward()
     assert len(graphshard.programs(model)) == 1
-    with pytest.raises(graphshard.InputError, match=r"input x has size 65 in dim 0 .* to 64"):
+    with pytest.raises(InputError, match=r"input x has size 65 in dim 0 .* to 64"):
         model(**rows(65))
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
 import graphshard
+from graphshard.errors import CaptureError, UnsupportedError
 from graphshard.frontend.graph_breaks import differentiates
 from tests.helpers import Blocks
 
@@ -98,7 +99,7 @@ def test_fullgraph_raises(mesh: DeviceMesh, before: Any, reason: str, remedy: st
     model = graphshard.compile(Net(before), mesh, backend="eager", fullgraph=True)
     state = torch.get_rng_state(), random.getstate(), set(model.__dict__), set(model.layers[0].__dict__)
     with pytest.raises(
-        graphshard.CaptureError,
+        CaptureError,
         match=rf"(?s)^graphshard cannot capture Net\.forward at .*{_line(before)}\n.*{reason}.*{remedy}",
     ) as caught:
         model(torch.ones(5, 4))
@@ -196,7 +197,7 @@ def _writes(net: Net, x: Tensor) -> Tensor:
 def test_a_write_to_a_parameter_is_an_error(mesh: DeviceMesh) -> None:
     """The shards would not see it."""
     model = graphshard.compile(Net(_writes), mesh, backend="eager")
-    with pytest.raises(graphshard.UnsupportedError, match=r"^forward of Net writes to the parameter scale, of which"):
+    with pytest.raises(UnsupportedError, match=r"^forward of Net writes to the parameter scale, of which"):
         model(torch.ones(5, 4))
     assert torch.equal(model.scale.to_local(), torch.ones(4))
 

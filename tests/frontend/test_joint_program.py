@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Interpreter
 
 import graphshard
+from graphshard.errors import ArgumentError, InputError, UnsupportedError
 from tests.distributed.twins import BF16, FP32, assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.frontend.programs import Net, Wide, batch, rows
 from tests.helpers import Blocks
@@ -102,7 +103,7 @@ def test_a_program_of_the_cache_is_captured_for_it(mesh: DeviceMesh, tmp_path: P
     assert texts[0] == texts[1]
     other = graphshard.compile(Blocks(2), mesh, **options)
     other.eval()
-    with pytest.raises(graphshard.ArgumentError, match=r"exported: Blocks is in another mode .* Set it back\."):
+    with pytest.raises(ArgumentError, match=r"exported: Blocks is in another mode .* Set it back\."):
         _ = graphshard.programs(other)[0].exported
 
 
@@ -206,36 +207,30 @@ def test_calls_that_were_not_captured(mesh: DeviceMesh) -> None:
         ),
         (torch.randn(5, 4, requires_grad=True), r"input 0 has requires_grad=True"),
     ):
-        with pytest.raises(graphshard.InputError, match=said):
+        with pytest.raises(InputError, match=said):
             model(inputs)
-    with pytest.raises(graphshard.InputError, match=r"the call is without gradients"), torch.no_grad():
+    with pytest.raises(InputError, match=r"the call is without gradients"), torch.no_grad():
         model(torch.randn(5, 4))
-    with pytest.raises(
-        graphshard.UnsupportedError, match=r"keeps the mode of its capture\. Compile the module in eval"
-    ):
+    with pytest.raises(UnsupportedError, match=r"keeps the mode of its capture\. Compile the module in eval"):
         model.eval()
 
 
 def test_another_policy(mesh: DeviceMesh) -> None:
     model = graphshard.compile(_captured(Wide(), mesh, rows()), mesh, backend="eager", mp_policy=BF16)
     expected = r"parameter stem\.weight is used in torch\.float32 in the joint program, and in torch\.bfloat16 by these"
-    with pytest.raises(graphshard.ArgumentError, match=expected):
+    with pytest.raises(ArgumentError, match=expected):
         model.to_empty(device="cpu")(torch.randn(5, 4))
 
 
 def test_dynamic_sizes(mesh: DeviceMesh) -> None:
     exported = _captured(Wide(), mesh, rows(), dynamic_shapes={"x": {0: Dim("rows", max=64)}})
     assert "s" in str(exported.graph)
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"the joint program cannot be compiled from: it has dynamic size"
-    ):
+    with pytest.raises(ArgumentError, match=r"the joint program cannot be compiled from: it has dynamic size"):
         graphshard.compile(exported, mesh)
 
 
 def test_rejects_joint_programs_of_other_tools(mesh: DeviceMesh) -> None:
     exported = _captured(Wide(), mesh, rows())
     exported.graph_module.meta.clear()
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"a joint graph, with gradients among its results, and not one "
-    ):
+    with pytest.raises(ArgumentError, match=r"a joint graph, with gradients among its results, and not one "):
         graphshard.compile(exported, mesh)

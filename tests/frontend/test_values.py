@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.errors import CaptureError
 from graphshard.torch_compat.torch_ops import pytree
 
 X = torch.ones(3, 4)
@@ -261,13 +262,13 @@ def test_an_operator_raises_for_values(mesh: DeviceMesh) -> None:
 
 
 def test_rejects_fake_values(mesh: DeviceMesh) -> None:
-    with pytest.raises(graphshard.CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
+    with pytest.raises(CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
         graphshard.explain(Asking(_relu_if_any), (1,), example_inputs=(X, torch.ones(1, device="meta")))
 
 
 def test_a_file_cannot_hold_a_branch_on_a_value(tmp_path: Path) -> None:
     """`compile` splits such a module; a file holds whole programs, and the error names the line."""
-    with pytest.raises(graphshard.CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
+    with pytest.raises(CaptureError, match=r"(?s)cannot capture Asking\.forward at .*number\.any\(\)"):
         graphshard.export(
             Asking(_relu_if_any), (1,), tmp_path / "net.gshard", example_inputs=(X, torch.tensor([1])), backend="eager"
         )

@@ -142,14 +142,14 @@ def _checkpoint(rank: int, world_size: int, device: str, folder: str) -> None:
         graphshard.compile(model, mesh, backend="eager", mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if way == "loaded":
-            graphshard.load_checkpoint(folder, model, optimizer)
+            graphshard.checkpoint.load_checkpoint(folder, model, optimizer)
         for step in range(2 if way == "loaded" else 4):
             torch.manual_seed(10 * (step + 2 * (way == "loaded")) + rank)
             model(**batch()).backward()
             optimizer.step()
             optimizer.zero_grad()
             if way == "saved" and step == 1:
-                graphshard.save_checkpoint(folder, model, optimizer)
+                graphshard.checkpoint.save_checkpoint(folder, model, optimizer)
         state.append(params_of(model))
     assert_same(*state, "after two more steps")
 

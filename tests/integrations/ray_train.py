@@ -34,19 +34,21 @@ def train(config: dict[str, Any]) -> None:
     folder, fails = Path(config["folder"]), bool(config["fails"])
     model, twin = _models()
     optims = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin)]
-    latest = graphshard.latest_checkpoint(folder / "compiled")
+    latest = graphshard.checkpoint.latest_checkpoint(folder / "compiled")
     first = 0
     if latest is not None:
-        first, _ = graphshard.load_checkpoint(latest, model, optims[0])
-        graphshard.load_checkpoint(folder / "fsdp2" / latest.name, twin, optims[1])
+        first, _ = graphshard.checkpoint.load_checkpoint(latest, model, optims[0])
+        graphshard.checkpoint.load_checkpoint(folder / "fsdp2" / latest.name, twin, optims[1])
     rank = dist.get_rank()
     for step in range(first, STEPS):
         if fails and step == FAILS_AT and rank == 1 and latest is None:
             raise RuntimeError("this worker fails once")
         losses = [_step(each, optim, step) for each, optim in zip((model, twin), optims)]
         assert torch.equal(*losses), losses
-        graphshard.save_checkpoint(folder / "compiled" / f"step-{step + 1}", model, optims[0], extra=step + 1, keep=1)
-        graphshard.save_checkpoint(folder / "fsdp2" / f"step-{step + 1}", twin, optims[1])
+        graphshard.checkpoint.save_checkpoint(
+            folder / "compiled" / f"step-{step + 1}", model, optims[0], extra=step + 1, keep=1
+        )
+        graphshard.checkpoint.save_checkpoint(folder / "fsdp2" / f"step-{step + 1}", twin, optims[1])
         (folder / f"rank{rank}-step{step}.json").write_text(
             json.dumps({"loss": losses[0].item(), "world_size": dist.get_world_size(), "began_at": first})
         )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.integrations.accelerate import use_graphshard
 from tests.distributed.twins import assert_same, fsdp2, params_of, world_mesh
 from tests.integrations.hugging_face import launched
@@ -92,7 +93,7 @@ def test_settings_of_the_plugin_hold(ranks: Ranks) -> None:
 def _refused(rank: int, world_size: int) -> None:
     from accelerate import FullyShardedDataParallelPlugin
 
-    def refused(message: str, error: type[Exception] = graphshard.ArgumentError, **settings: Any) -> None:
+    def refused(message: str, error: type[Exception] = ArgumentError, **settings: Any) -> None:
         def prepare() -> None:
             given = settings.pop("accelerator", {})
             plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **settings})
@@ -103,7 +104,7 @@ def _refused(rank: int, world_size: int) -> None:
 
     model = Narrow()
     optimizer = _groups(model)
-    unsupported = graphshard.UnsupportedError
+    unsupported = UnsupportedError
     refused("plugin is for FSDP1", fsdp_version=1)
     refused("without dynamo_backend", unsupported, accelerator={"dynamo_backend": "eager"})
     refused("cpu_ram_efficient_loading.*load_safetensors", unsupported, cpu_ram_efficient_loading=True)
@@ -118,9 +119,9 @@ def _refused(rank: int, world_size: int) -> None:
     refused("Adam has state of whole parameters already")
     optimizer = _groups(Narrow())
     refused(r"group 0 of Adam holds a tensor of shape \[4, 4\] that is not a parameter of Narrow")
-    with launched(), pytest.raises(graphshard.ArgumentError, match="Did you mean 'backend'"):
+    with launched(), pytest.raises(ArgumentError, match="Did you mean 'backend'"):
         use_graphshard(_accelerator(), backends="eager")
-    with launched(), pytest.raises(graphshard.ArgumentError, match="there are several models"):
+    with launched(), pytest.raises(ArgumentError, match="there are several models"):
         use_graphshard(_accelerator()).prepare(model, Narrow(), optimizer)
     assert not any(isinstance(param, torch.distributed.tensor.DTensor) for param in model.parameters())
 
@@ -134,9 +135,9 @@ def test_rejects_one_process() -> None:
     from accelerate.state import AcceleratorState
 
     try:
-        with pytest.raises(graphshard.ArgumentError, match="there is one process only"):
+        with pytest.raises(ArgumentError, match="there is one process only"):
             use_graphshard(_accelerator())
-        with pytest.raises(graphshard.ArgumentError, match=r"must be an accelerate\.Accelerator, got Linear\."):
+        with pytest.raises(ArgumentError, match=r"must be an accelerate\.Accelerator, got Linear\."):
             use_graphshard(nn.Linear(1, 1))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

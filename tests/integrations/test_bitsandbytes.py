@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import graphshard
+from graphshard.errors import ArgumentError
 from tests.distributed.nets import rows
 from tests.distributed.twins import twins, world_mesh
 from tests.integrations.test_torchao_optimizers import Wide
@@ -45,7 +46,7 @@ def _four_bits(rank: int, world_size: int) -> None:
 
     model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64, bias=False), nn.Linear(64, 4))
     model.to("cpu")
-    with pytest.raises(graphshard.ArgumentError, match=r"parameter 0\.weight is a Params4bit, a tensor subclass"):
+    with pytest.raises(ArgumentError, match=r"parameter 0\.weight is a Params4bit, a tensor subclass"):
         graphshard.compile(model, world_mesh())
     assert isinstance(model[0].weight, torch.nn.Parameter)
 

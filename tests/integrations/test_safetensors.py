@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import graphshard
+from graphshard.errors import ArgumentError, CheckpointError
 from graphshard.integrations.safetensors import load_safetensors, save_safetensors
 from tests.distributed.twins import assert_same, local, world_mesh
 from tests.helpers import resident
@@ -80,7 +81,7 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     def refused(message: str, make: Callable[[], nn.Module]) -> None:
         model = graphshard.compile(make(), world_mesh(), backend="eager")
         before = [local(param).clone() for param in model.parameters()]
-        with pytest.raises(graphshard.CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             load_safetensors(model, folder)
         for param, value in zip(model.parameters(), before):
             assert param.is_meta or torch.equal(local(param), value)
@@ -99,7 +100,7 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     refused(r"weight has shape \[4, 4\] in it, and \[4, 3\] in the model", lambda: nn.Linear(3, 4))
     refused(r"it has no 0\.weight, which Sequential has\..*tie_weights", lambda: nn.Sequential(nn.Linear(4, 4)))
     refused(r"buffer angles is on the meta device.*init_empty_weights", with_buffer)
-    with pytest.raises(graphshard.ArgumentError, match="is not compiled"):
+    with pytest.raises(ArgumentError, match="is not compiled"):
         load_safetensors(nn.Linear(4, 4), folder)
 
 

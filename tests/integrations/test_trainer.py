@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.integrations.accelerate import become_fsdp2
 from graphshard.integrations.transformers import use_graphshard
 from tests.distributed.twins import assert_same, local, params_of
@@ -169,5 +170,5 @@ def test_evaluation_generates(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_rejects_objects_other_than_trainers() -> None:
-    with pytest.raises(graphshard.ArgumentError, match=r"trainer must be a transformers\.Trainer, got Linear\."):
+    with pytest.raises(ArgumentError, match=r"trainer must be a transformers\.Trainer, got Linear\."):
         use_graphshard(torch.nn.Linear(1, 1))

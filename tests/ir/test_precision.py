@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from graphshard.ir import units
 from graphshard.ir.units import check_policy, reduced_in
 from tests.helpers import Blocks
@@ -47,7 +48,7 @@ def test_rejects_dtypes_by_parameter() -> None:
         param_dtype_override_fn: Any = None
 
     check_policy(Newer(), "mp_policy")
-    with pytest.raises(graphshard.UnsupportedError, match=r"mp_policy\.param_dtype_override_fn is not .* Make units"):
+    with pytest.raises(UnsupportedError, match=r"mp_policy\.param_dtype_override_fn is not .* Make units"):
         check_policy(Newer(param_dtype_override_fn=lambda param: None), "mp_policy")
 
 
@@ -56,7 +57,7 @@ def test_rejects_gradients_of_another_dtype(fake_world: FakeWorld, dtype: torch.
     fake_world(2)
     model = Blocks(2)
     model.layers[0].weight.grad_dtype = dtype
-    with pytest.raises(graphshard.UnsupportedError) as error:
+    with pytest.raises(UnsupportedError) as error:
         graphshard.compile(model, init_device_mesh("cpu", (2,)))
     assert str(error.value) == (
         "parameter layers.0.weight is of torch.float32 and wants gradients of another dtype "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import graphshard
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.module.compile_step import check_loss, check_optimizer
 from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.optimizer_updates import is_elementwise
@@ -47,7 +47,7 @@ class Named(torch.optim.AdamW):
 
 
 def _refused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
-    with pytest.raises(graphshard.UnsupportedError, match=SEPARATELY) as caught:
+    with pytest.raises(UnsupportedError, match=SEPARATELY) as caught:
         check_optimizer(optimizer, model)
     return str(caught.value)
 
@@ -58,7 +58,7 @@ def test_lbfgs() -> None:
     text = (
         rf"the step of LBFGS, .*lbfgs\.py:{line}, computes the loss several times, by a closure. Call optimizer.step\("
     )
-    with pytest.raises(graphshard.UnsupportedError, match=text):
+    with pytest.raises(UnsupportedError, match=text):
         check_optimizer(torch.optim.LBFGS(model.parameters()), model)
 
 
@@ -123,9 +123,7 @@ def test_hooks_and_options() -> None:
 
 def test_parameters_of_another_model() -> None:
     optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters())
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"parameter 0 of group 0, of shape \[2, 3\], is not the model's"
-    ):
+    with pytest.raises(ArgumentError, match=r"parameter 0 of group 0, of shape \[2, 3\], is not the model's"):
         check_optimizer(optimizer, nn.Linear(3, 2))
 
 
@@ -138,7 +136,7 @@ def test_parameters_of_another_model() -> None:
     ],
 )
 def test_losses(loss: Any, text: str) -> None:
-    with pytest.raises(graphshard.ArgumentError, match=f"loss: the model {text}"):
+    with pytest.raises(ArgumentError, match=f"loss: the model {text}"):
         check_loss(loss, "the model")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.errors import ArgumentError
 
 
 def _scripted() -> nn.Module:
@@ -24,9 +25,7 @@ def _traced() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_modules_of_torch_jit(mesh: DeviceMesh, make: Any) -> None:
     """torch raised an AttributeError."""
-    with pytest.raises(
-        graphshard.ArgumentError, match=r"was made by torch.jit, .*\. Leave torch.jit.script or trace out"
-    ):
+    with pytest.raises(ArgumentError, match=r"was made by torch.jit, .*\. Leave torch.jit.script or trace out"):
         graphshard.compile(make(), mesh)
 
 
@@ -58,7 +57,7 @@ def test_functions_of_torch_jit(mesh: DeviceMesh) -> None:
 def test_modules_without_shapes(mesh: DeviceMesh, make: Any, name: str) -> None:
     """torch's message was about a tensor."""
     model = nn.Sequential(nn.Linear(4, 4), make())
-    with pytest.raises(graphshard.ArgumentError, match=rf"1\.{name} has no shape yet\. Call the model once with an"):
+    with pytest.raises(ArgumentError, match=rf"1\.{name} has no shape yet\. Call the model once with an"):
         graphshard.compile(model, mesh)
     model(torch.ones(3, 4))
     assert graphshard.compile(model, mesh, backend="eager")(torch.ones(3, 4)).shape == (3, 4)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-import graphshard
+from graphshard.errors import PassError
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
 from graphshard.passes import ActivationCheckpointing
@@ -239,8 +239,8 @@ def test_kept_parameters_are_not_gathered_again() -> None:
 
 def test_rejects_running_after_collectives() -> None:
     program = through(captured(_Net(1), (TOKENS,)), "insert-collectives")
-    with pytest.raises(graphshard.PassError, match="already has collectives; run this pass before they are inserted"):
+    with pytest.raises(PassError, match="already has collectives; run this pass before they are inserted"):
         run_pass(FULL, program)
     through(program, "partition")
-    with pytest.raises(graphshard.PassError, match="already partitioned; run this pass before 'partition'"):
+    with pytest.raises(PassError, match="already partitioned; run this pass before 'partition'"):
         run_pass(FULL, replace(program))

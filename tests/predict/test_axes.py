@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import graphshard
-from graphshard import ArgumentError
 from graphshard.cost.costs import MODEL_KINDS, Costs
-from graphshard.errors import BatchError
+from graphshard.errors import ArgumentError, BatchError, CaptureError, InfeasibleError, UnsupportedError
 from graphshard.ir.mesh import Axis
 from graphshard.options.options import Options
 from graphshard.predict.study import Study
@@ -32,7 +31,7 @@ from tests.distributed.context_parallel import ATTENTIONS, Decoder, whole
 from tests.distributed.expert_parallel import Moe, grouped, one_by_one
 from tests.predict.test_explain import BF16, meta_net
 
-H100 = graphshard.load_profile("h100")
+H100 = graphshard.profiling.load_profile("h100")
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 WIDTH, DEPTH = 64, 6
 
@@ -366,7 +365,7 @@ def _failing(model: nn.Module, mesh: DeviceMesh) -> None:
     ],
 )
 def test_wrong_meshes(shape: Any, parallelize: Any, message: str) -> None:
-    with pytest.raises((ArgumentError, graphshard.UnsupportedError), match=message):
+    with pytest.raises((ArgumentError, UnsupportedError), match=message):
         explain_net(shape, parallelize=parallelize)
     assert not dist.is_initialized()
 
@@ -376,7 +375,7 @@ def test_sizes_that_a_tensor_axis_does_not_divide() -> None:
     message = (
         r"^graphshard cannot capture Net\.forward at .*(.|\n)*same reduction dim, but got \[32, 258\] X \[256, 64\]"
     )
-    with pytest.raises(graphshard.CaptureError, match=message):
+    with pytest.raises(CaptureError, match=message):
         explain_net({"dp": 2, "tp": 3})
     assert not dist.is_initialized()
 
@@ -462,7 +461,7 @@ def test_uneven_shards_are_planned_by_cost() -> None:
     model = nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 6))
     given = {"parallelize": parallelize, "example_inputs": (torch.randn(3, 6),), "hardware": "h100"}
     free = graphshard.explain(model, {"dp": 2, "tp": 2}, **given)
-    with pytest.raises(graphshard.InfeasibleError, match=r"no schedule fits in a memory_limit of 10 bytes") as error:
+    with pytest.raises(InfeasibleError, match=r"no schedule fits in a memory_limit of 10 bytes") as error:
         graphshard.explain(model, {"dp": 2, "tp": 2}, memory_limit=10, **given)
     tight = graphshard.explain(model, {"dp": 2, "tp": 2}, memory_limit=error.value.smallest, **given)
     assert tight.peak_memory_bytes <= error.value.smallest <= free.peak_memory_bytes

@@ -45,7 +45,7 @@ def test_command(quick, tmp_path, capsys):
     """One rank measures compute and writes a profile for explain, including where and when it was measured."""
     path = tmp_path / "here.json"
     assert main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"]) == 0
-    profile = graphshard.load_profile(path)
+    profile = graphshard.profiling.load_profile(path)
     assert capsys.readouterr().out == f"{path}: profile here, hash {profile.hash[:12]}\n"
     assert profile.name == "here"
     assert profile.device == "cpu"
@@ -119,7 +119,7 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
 
 def test_builtin_profile_of_a_cpu():
     """This project's machine: gloo's reduce-scatter costs more than its all-gather."""
-    profile = graphshard.load_profile("cpu-gloo")
+    profile = graphshard.profiling.load_profile("cpu-gloo")
     assert profile.device == "cpu"
     assert all(
         source.startswith(("measured", "reported", "assumed", "as measured", "part of", "not modelled"))

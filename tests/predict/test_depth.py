@@ -19,7 +19,7 @@ from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
 from tests.distributed.twins import load_example
 
-PROFILE = graphshard.load_profile("h100")
+PROFILE = graphshard.profiling.load_profile("h100")
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import report_of
+from graphshard.errors import ArgumentError
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters
 from graphshard.predict.step_prediction import advise, critical_parts, limit_of
@@ -56,7 +57,7 @@ def meta_net(**sizes: int) -> Net:
 TOKENS = torch.zeros(2, 128, dtype=torch.long)
 RANKS = 8
 # Without contention, so that changed lengths affect a step only through the graph's edges.
-H100 = dataclasses.replace(graphshard.load_profile("h100"), contention=0.0)
+H100 = dataclasses.replace(graphshard.profiling.load_profile("h100"), contention=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_ends_of_a_step():
 
 def test_reports_a_search_stopped_by_its_budget(found):
     """Next to the remaining gap."""
-    planner = PlanByCost(Costs(graphshard.load_profile("h100")), steps=0)
+    planner = PlanByCost(Costs(graphshard.profiling.load_profile("h100")), steps=0)
     passes = graphshard.Pipeline().replace("plan", MakePlan(planner))
     stopped = graphshard.explain(meta_net(), {"shard": 64}, example_inputs=(TOKENS,), passes=passes)
     assert stopped.search_stopped
@@ -128,7 +129,7 @@ def test_flops_and_mfu(found):
     """Six per parameter and token for the layers' weights, at the peak rate of bfloat16."""
     weights = 4 * 2 * 4 * 512**2 + 512 * 1024
     assert found.flop == 6 * weights * 256
-    peak = graphshard.load_profile("h100").rate("bfloat16").peak
+    peak = graphshard.profiling.load_profile("h100").rate("bfloat16").peak
     assert found.mfu == pytest.approx(found.flop / peak / found.step_time_s)
 
 
@@ -137,7 +138,7 @@ def test_state_is_sharded(study, found):
     """Twice the ranks halve the sharded parameters and optimizer state of a rank."""
     trained = sum(p.numel() for p in study.model.parameters()) * 4
     assert found.memory["optimizer state"] == pytest.approx(2 * trained / RANKS, rel=0.01)
-    twice = study.explain((2 * RANKS,), graphshard.load_profile("h100"), "isolated")
+    twice = study.explain((2 * RANKS,), graphshard.profiling.load_profile("h100"), "isolated")
     assert twice.memory["optimizer state"] == pytest.approx(found.memory["optimizer state"] / 2, rel=0.01)
     plain = graphshard.explain(study.model, (RANKS,), example_inputs=(TOKENS,), mp_policy=BF16, optimizer_states=0)
     assert plain.memory["optimizer state"] == 0
@@ -160,7 +161,7 @@ def test_waits_have_reasons(study, found):
     assert of_bucket[gathers[0]].why == "head"
     assert of_bucket[reductions[-1]].why == "tail"
     assert [wait.seconds for wait in found.waits] == sorted((w.seconds for w in found.waits), reverse=True)
-    slow = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    slow = study.explain((64,), graphshard.profiling.load_profile("a100"), "in-training")
     queued = [wait for wait in slow.waits if wait.why == "link"]
     assert queued
     assert all(wait.behind and wait.behind != wait.bucket for wait in queued)
@@ -197,7 +198,7 @@ def test_critical_path_and_slack(study, found):
 @pytest.mark.slow
 def test_waits_name_their_causes(study):
     """A wait, also in the report's tooltip, says how much shorter it would be without each cause."""
-    slow = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
+    slow = study.explain((8, 8), graphshard.profiling.load_profile("h100"), "isolated")
     wait = next(wait for wait in slow.waits if len(wait.without) > 1)
     other, seconds = next((name, seconds) for name, seconds in wait.without.items() if name != wait.bucket)
     assert 0 < seconds <= wait.seconds
@@ -243,7 +244,7 @@ def test_parameters_on_the_host(found, tmp_path):
 
 def test_two_axes(study, tmp_path):
     """Gathers stay in the node while all-reduces cross nodes: two links that run concurrently."""
-    found = study.explain((8, 8), graphshard.load_profile("h100"), "isolated")
+    found = study.explain((8, 8), graphshard.profiling.load_profile("h100"), "isolated")
     assert (found.mesh, found.num_ranks) == ({"replicate": 8, "shard": 8}, 64)
     links = {(s.kind, s.link) for s in found._timeline.steps if s.link}
     assert links == {("gather", "node"), ("reduce", "node"), ("all_reduce", "network")}
@@ -271,7 +272,7 @@ def test_two_axes(study, tmp_path):
 def test_formulas_on_two_axes():
     """They equal explain, also for another number of shards, if the number of replicas stays."""
     study = Study(meta_net(width=64), (TOKENS,), None, Options(mp_policy=BF16), symbols={"batch": 0})
-    h100 = graphshard.load_profile("h100")
+    h100 = graphshard.profiling.load_profile("h100")
     found, more = (study.explain((4, ranks), h100, "isolated") for ranks in (4, 8))
     for name, value in (("step_time_s", more.step_time_s), ("communication_s", more.communication_s)):
         assert found.formulas.evaluate(batch=2)[name] == pytest.approx(getattr(found, name))
@@ -340,7 +341,7 @@ def test_plan_and_regions_equal_compile(fake_world):
     """`compile` makes the same plan and regions with the same arguments."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    cpu = dataclasses.replace(graphshard.profiling.load_profile("h100"), name="cpu", device="cpu")
     predicted = graphshard.explain(meta_net(), (4,), example_inputs=(TOKENS,), hardware=cpu)
     fake_world(4)
     model = Net()
@@ -356,7 +357,7 @@ def test_plan_and_regions_equal_compile(fake_world):
 
 def test_limits(study):
     """A slow network gives "link", much work for few bytes "compute", too little memory "memory"."""
-    h100 = graphshard.load_profile("h100")
+    h100 = graphshard.profiling.load_profile("h100")
     assert study.explain((1024,), h100, "in-training").limit == "link"
     slow = dataclasses.replace(
         h100, rates={n: dataclasses.replace(r, peak=r.peak / 1e4) for n, r in h100.rates.items()}
@@ -370,7 +371,7 @@ def test_limits(study):
 
 def test_limit_is_the_longest_part_of_the_critical_path(study):
     """Slower links become the head, the tail or the link; each part of the path is one of them or compute."""
-    h100 = graphshard.load_profile("h100")
+    h100 = graphshard.profiling.load_profile("h100")
     for mesh, network in (((RANKS,), "isolated"), ((64,), "in-training"), ((8, 8), "isolated")):
         found = study.explain(mesh, h100, network)
         parts = critical_parts(found._timeline)
@@ -401,7 +402,7 @@ def test_gain_of_the_advice(study):
 
 def test_a_slow_bucket_is_named(study):
     """One long reduction on an otherwise idle link: the advice names it and its cost."""
-    found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+    found = study.explain((RANKS,), graphshard.profiling.load_profile("h100"), "isolated")
     calls = [event for event in found._timeline.events if isinstance(event, TimedCall)]
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
     slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(calls[0], seconds=3.0)
@@ -425,7 +426,7 @@ def test_a_slow_bucket_is_named(study):
 @pytest.mark.parametrize(("compute", "limit"), [(24.0, "compute"), (8.0, "tail")])
 def test_compute_limit_and_advice(study, compute: float, limit: str):
     """96 % of compute next to one reduction, and 89 %: the advice names the reduction in both cases."""
-    found = study.explain((RANKS,), graphshard.load_profile("h100"), "isolated")
+    found = study.explain((RANKS,), graphshard.profiling.load_profile("h100"), "isolated")
     call = next(event for event in found._timeline.events if isinstance(event, TimedCall))
     slow = next(e for e in found._timeline.events if isinstance(e, Launch) and e.kind == "reduce")
     slow, long = dataclasses.replace(slow, seconds=1.0), dataclasses.replace(call, seconds=compute)
@@ -446,7 +447,7 @@ def test_compute_limit_and_advice(study, compute: float, limit: str):
 @pytest.mark.slow
 def test_advice_is_right(study):
     """With slightly more tokens than advised, communication is hidden; with a quarter it is not."""
-    h100 = graphshard.load_profile("h100")
+    h100 = graphshard.profiling.load_profile("h100")
     # The planner would pack buckets where latency counts, which changes the communication in the advice.
     by_unit = {"mp_policy": BF16, "passes": graphshard.Pipeline().replace("plan", MakePlan(PlanByUnit()))}
     link = Study(study.model, (TOKENS,), None, Options(**by_unit)).explain((1024,), h100, "in-training")
@@ -469,7 +470,7 @@ def test_advice_is_right(study):
 @pytest.mark.slow
 def test_advice_to_keep_parameters(study):
     """No gathers in backward: communication shrinks by A'."""
-    h100 = graphshard.load_profile("h100")
+    h100 = graphshard.profiling.load_profile("h100")
     again = study.explain((64,), h100, "isolated")
     kept = graphshard.explain(study.model, (64,), example_inputs=(TOKENS,), mp_policy=BF16, reshard_after_forward=False)
     gathers = [step for step in again._timeline.steps if step.kind == "gather" and step.phase == "backward"]
@@ -494,19 +495,19 @@ def test_measure_regions(fake_world, tmp_path):
 
     fake_world(2)
     model = Net(width=16, vocab=32)
-    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
-        graphshard.measure_regions(model)
+    with pytest.raises(ArgumentError, match="Net has no program to measure"):
+        graphshard.profiling.measure_regions(model)
     graphshard.compile(model, init_device_mesh("cpu", (2,)), backend="eager")
-    with pytest.raises(graphshard.ArgumentError, match="Net has no program to measure"):
-        graphshard.measure_regions(model)
+    with pytest.raises(ArgumentError, match="Net has no program to measure"):
+        graphshard.profiling.measure_regions(model)
     model(TOKENS)
-    measured = graphshard.measure_regions(model, budget=0.001)
+    measured = graphshard.profiling.measure_regions(model, budget=0.001)
     (program,) = graphshard.programs(model)
     assert measured.keys() == program.regions.keys()
     assert all(0 < seconds < 10 for seconds in measured.values())
-    graphshard.save_measured(measured, tmp_path / "m.json")
-    assert graphshard.load_measured(tmp_path / "m.json") == measured
-    cpu = dataclasses.replace(graphshard.load_profile("h100"), name="cpu", device="cpu")
+    graphshard.profiling.save_measured(measured, tmp_path / "m.json")
+    assert graphshard.profiling.load_measured(tmp_path / "m.json") == measured
+    cpu = dataclasses.replace(graphshard.profiling.load_profile("h100"), name="cpu", device="cpu")
     small = meta_net(width=16, vocab=32)
     result = graphshard.explain(small, (2,), example_inputs=(TOKENS,), hardware=cpu, measured=measured)
     assert all(region.measured for region in result.regions)
@@ -515,11 +516,11 @@ def test_measure_regions(fake_world, tmp_path):
 
 def test_rejects_other_measurements(study, tmp_path):
     """An unknown region key, and a file without measurements."""
-    with pytest.raises(graphshard.ArgumentError, match="measured has 'abc', which is no region of this program"):
-        study.explain((RANKS,), graphshard.load_profile("h100"), "isolated", measured={"abc": 1.0})
+    with pytest.raises(ArgumentError, match="measured has 'abc', which is no region of this program"):
+        study.explain((RANKS,), graphshard.profiling.load_profile("h100"), "isolated", measured={"abc": 1.0})
     (tmp_path / "m.json").write_text('{"abc": "fast"}')
-    with pytest.raises(graphshard.ArgumentError, match="holds no measured regions, seconds by region key"):
-        graphshard.load_measured(tmp_path / "m.json")
+    with pytest.raises(ArgumentError, match="holds no measured regions, seconds by region key"):
+        graphshard.profiling.load_measured(tmp_path / "m.json")
 
 
 # Grids
@@ -551,7 +552,7 @@ def test_grid(study):
     assert len(lines) == 17
     assert lines[0].split()[:4] == ["setting", "mesh", "hardware", "network"]
     assert [row["hardware"] for row in json.loads(grid.to_json())] == [row.hardware for row in grid.rows]
-    single = study.explain((64,), graphshard.load_profile("a100"), "in-training")
+    single = study.explain((64,), graphshard.profiling.load_profile("a100"), "in-training")
     assert grid.rows[-1].step_time_s == pytest.approx(single.step_time_s)
 
 
@@ -600,21 +601,21 @@ def test_settings_of_a_grid_that_are_equal_or_name_parameters():
 )
 def test_wrong_arguments(options, message):
     """The message names the argument."""
-    with pytest.raises(graphshard.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         graphshard.explain(meta_net(width=16), (8,), **{"example_inputs": (TOKENS,), **options})
 
 
 def test_wrong_grids():
     """A missing list, and an unknown option."""
-    with pytest.raises(graphshard.ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
+    with pytest.raises(ArgumentError, match=r"hardware of a grid must be a list, got 'h100'"):
         graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), hardware="h100")
-    with pytest.raises(graphshard.ArgumentError, match=r"settings\['x'\] got .* 'reshard'\. Did you mean"):
+    with pytest.raises(ArgumentError, match=r"settings\['x'\] got .* 'reshard'\. Did you mean"):
         graphshard.explain_grid(meta_net(width=16), [(8,)], example_inputs=(TOKENS,), settings={"x": {"reshard": 1}})
 
 
 def test_mesh_of_one_rank(study):
     """There are no collectives."""
-    alone = study.explain((1,), graphshard.load_profile("h100"), "isolated")
+    alone = study.explain((1,), graphshard.profiling.load_profile("h100"), "isolated")
     assert alone.communication_s == 0
     assert alone.limit == "compute"
     assert math.isfinite(alone.gap)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.ir.sizes import SYMBOLS
 from graphshard.options.options import Options
 from graphshard.passes import Float8AllGather, MakePlan, OffloadParameters
@@ -20,7 +21,9 @@ from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 SECONDS = ("step_time_s", "compute_s", "optimizer_s", "communication_s", "exposed_comm_s")
 # Without host time, which does not shrink with the batch and delays what small batches could overlap.
-H100 = replace(graphshard.load_profile("h100"), host_seconds={"eager": 0.0, "compiled": 0.0}, kernel_seconds=3e-6)
+H100 = replace(
+    graphshard.profiling.load_profile("h100"), host_seconds={"eager": 0.0, "compiled": 0.0}, kernel_seconds=3e-6
+)
 OPTIONS = Options(mp_policy=BF16, passes=graphshard.Pipeline().replace("plan", MakePlan(COALESCED)))
 SYMBOLIC = {"batch": 0, "seq": 1}
 
@@ -148,11 +151,11 @@ def test_formulas_are_printed():
 
 def test_wrong_symbols(formulas):
     """The message names the symbol and the known ones."""
-    with pytest.raises(graphshard.ArgumentError, match="there is no symbol 'length'; there are batch, seq, ranks"):
+    with pytest.raises(ArgumentError, match="there is no symbol 'length'; there are batch, seq, ranks"):
         formulas.evaluate(length=3)
-    with pytest.raises(graphshard.ArgumentError, match="batch must be positive, got 0"):
+    with pytest.raises(ArgumentError, match="batch must be positive, got 0"):
         formulas.evaluate(batch=0)
-    with pytest.raises(graphshard.ArgumentError, match="not by 'ranks': vary one of batch, seq"):
+    with pytest.raises(ArgumentError, match="not by 'ranks': vary one of batch, seq"):
         formulas.crossover("ranks")
 
 
@@ -184,7 +187,7 @@ class Other(nn.Module):
 )
 def test_models_without_formulas(what, symbols, message):
     """The message gives the reason."""
-    with pytest.raises(graphshard.ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         graphshard.explain(Other(what), (8,), example_inputs=(torch.ones(16, 4),), symbols=symbols)
 
 

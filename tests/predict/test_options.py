@@ -17,6 +17,7 @@ from torch.export import Dim
 import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.cost.flops import flop_of
+from graphshard.errors import ArgumentError, InfeasibleError, PassError
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, OffloadParameters, Reorder
@@ -27,7 +28,7 @@ from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 from tests.ranks import FakeWorld
 
-H100 = replace(graphshard.load_profile("h100"), contention=0.0)
+H100 = replace(graphshard.profiling.load_profile("h100"), contention=0.0)
 DYNAMIC = ({0: Dim("batch"), 1: Dim("seq", max=4096)},)
 
 
@@ -157,7 +158,7 @@ def test_dynamic_shapes(plain: Explanation) -> None:
     marked = TOKENS.to("meta")
     torch._dynamo.mark_dynamic(marked, 1)
     assert sizes_of(predicted(inputs=(marked,))) == [(0, 1)]
-    with pytest.raises(graphshard.ArgumentError, match="dynamic_shapes has 2 entries, the call has 1 inputs"):
+    with pytest.raises(ArgumentError, match="dynamic_shapes has 2 entries, the call has 1 inputs"):
         predicted(dynamic_shapes=(*DYNAMIC, None))
 
 
@@ -174,7 +175,7 @@ def test_gathers_in_a_smaller_group() -> None:
         assert other.lower_bound_s <= other.step_time_s
     study = Study(meta_net(), (TOKENS,), None, Options(reshard_after_forward=8))
     assert study.explain((8,), H100, "isolated").step_time_s > 0  # the whole axis
-    with pytest.raises(graphshard.ArgumentError, match=r"reshard_after_forward=8 must divide .* 12\. Give one of 1, 2"):
+    with pytest.raises(ArgumentError, match=r"reshard_after_forward=8 must divide .* 12\. Give one of 1, 2"):
         study.explain((12,), H100, "isolated")
 
 
@@ -221,12 +222,12 @@ def test_verify() -> None:
     """Verified at the same levels as in `compile`."""
     passes = Pipeline().insert(Wrong(), after="reorder")
     for level in ("ends", "each"):
-        with pytest.raises(graphshard.PassError, match="wrong" if level == "each" else "the last pass"):
+        with pytest.raises(PassError, match="wrong" if level == "each" else "the last pass"):
             predicted(passes=passes, verify=level)
     assert predicted(verify="each").step_time_s == predicted(verify="off").step_time_s
 
 
 @pytest.mark.slow
 def test_an_infeasible_limit() -> None:
-    with pytest.raises(graphshard.InfeasibleError, match="The least possible is"):
+    with pytest.raises(InfeasibleError, match="The least possible is"):
         predicted(memory_limit=10)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
-from graphshard import ArgumentError, InfeasibleError, StageError
 from graphshard.cost.costs import Costs
+from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import Repeats
@@ -22,7 +22,7 @@ from tests.conftest import FakeWorld
 from tests.helpers import captured, full_gradients, mean_gradients, padded_shard, run_ranks, through
 from tests.predict.test_explain import BF16, meta_net
 
-H100 = graphshard.load_profile("h100")
+H100 = graphshard.profiling.load_profile("h100")
 TOKENS = torch.zeros(2, 128, dtype=torch.long)
 DEPTH = 8
 

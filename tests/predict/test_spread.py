@@ -14,7 +14,7 @@ from graphshard.predict.step_prediction import PERCENTILES
 from graphshard.predict.study import Study
 from tests.predict.test_explain import BF16, RANKS, TOKENS, meta_net
 
-H100 = graphshard.load_profile("h100")
+H100 = graphshard.profiling.load_profile("h100")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import torch
 
 import graphshard
 from graphshard.cost.costs import Costs
+from graphshard.errors import ArgumentError
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
@@ -20,7 +21,7 @@ from graphshard.utils.text import format_amount
 from tests.predict.test_explain import BF16, RANKS, TOKENS, Net, meta_net
 
 # One profile without ranges, so formulas use its numbers.
-H100 = dataclasses.replace(graphshard.load_profile("h100"), contention=0.0)
+H100 = dataclasses.replace(graphshard.profiling.load_profile("h100"), contention=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_tokens_and_price(study: Study) -> None:
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphshard.ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         graphshard.explain(Net(), (RANKS,), example_inputs=(TOKENS,), **given)
     assert message in str(caught.value)
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.options.options import Options
 from graphshard.predict import capture_target
 from graphshard.predict.answers import Outcome
@@ -23,7 +24,7 @@ from graphshard.predict.training_config import Training
 from graphshard.predict.what_if import ABOUT, Case, answer, changes_of
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
-H100 = graphshard.load_profile("h100")
+H100 = graphshard.profiling.load_profile("h100")
 INPUTS: Any = ((TOKENS,), {})
 PAID = Training(tokens=1e9, price=2.5, foreach=True)
 CASE = Case(INPUTS, (16,), H100, "isolated", Options(mp_policy=BF16), PAID)
@@ -211,7 +212,7 @@ def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     """Named before anything is captured."""
     with (
         mock.patch.object(capture_target, "capture_example", side_effect=AssertionError),
-        pytest.raises(graphshard.ArgumentError) as caught,
+        pytest.raises(ArgumentError) as caught,
     ):
         graphshard.what_if(meta_net(width=64), (16,), example_inputs=(TOKENS,), **given)
     assert message in str(caught.value)

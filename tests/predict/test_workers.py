@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import graphshard
+from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.predict import search
 from graphshard.predict.study import Study
 from graphshard.utils.progress import other_threads, progress
@@ -122,9 +123,9 @@ def test_interrupted():
 
 def test_a_memory_error_from_another_process():
     """The error is rebuilt from both of its arguments."""
-    with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as alone:
+    with pytest.raises(InfeasibleError, match="memory_limit of 1,000 bytes") as alone:
         grid(1, memory_limit=1000)
-    with pytest.raises(graphshard.InfeasibleError, match="memory_limit of 1,000 bytes") as parallel:
+    with pytest.raises(InfeasibleError, match="memory_limit of 1,000 bytes") as parallel:
         grid(2, memory_limit=1000)
     assert (str(parallel.value), parallel.value.smallest) == (str(alone.value), alone.value.smallest)
     limits = {"all": {}, "little": {"memory_limit": 1000}}
@@ -134,11 +135,11 @@ def test_a_memory_error_from_another_process():
 def test_without_safe_forks(monkeypatch):
     """An explicit number of workers raises an error with the reason; otherwise this process predicts alone."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(graphshard.ArgumentError, match="workers=2 processes cannot be forked, as CUDA is in use"):
+    with pytest.raises(ArgumentError, match="workers=2 processes cannot be forked, as CUDA is in use"):
         grid(2)
     monkeypatch.undo()
     monkeypatch.setattr(search, "dist", SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True))
-    with pytest.raises(graphshard.ArgumentError, match=r"this process is a rank of a process group\. Pass workers=1"):
+    with pytest.raises(ArgumentError, match=r"this process is a rank of a process group\. Pass workers=1"):
         grid(2)
     monkeypatch.setattr(search, "_LONG", 0.0)
     monkeypatch.setattr(search, "_in_workers", None)

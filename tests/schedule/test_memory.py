@@ -39,7 +39,7 @@ def renamed(program: Program) -> Program:
 def test_kinds_of_live_tensors() -> None:
     """Gathered parameters and gradients, independent of bucket names; the peak is the sum of live tensors."""
     found = graphshard.explain(meta_net(width=64), (8,), example_inputs=(TOKENS,), mp_policy=BF16)
-    program, costs = found._program, Costs(graphshard.load_profile("h100"))
+    program, costs = found._program, Costs(graphshard.profiling.load_profile("h100"))
     memory = memory_of(program, estimate(program, costs))
     program = renamed(program)
     other = memory_of(program, estimate(program, costs))
@@ -52,7 +52,7 @@ def test_parameters_that_stay_gathered_are_alive_between_the_phases() -> None:
     """Under the name of their shards, which are alive, too."""
     options = {"example_inputs": (TOKENS,), "mp_policy": BF16}
     found = graphshard.explain(meta_net(width=64), (8,), reshard_after_forward=False, **options)
-    program, costs = found._program, Costs(graphshard.load_profile("h100"))
+    program, costs = found._program, Costs(graphshard.profiling.load_profile("h100"))
     step = estimate(program, costs)
     began = step.phases["backward"][0]
     alive = [tensor for tensor in tensors(program, step) if tensor.start <= began < tensor.end]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import graphshard
+from graphshard.errors import UnsupportedError
 from graphshard.frontend import dynamo_capture
 from graphshard.torch_compat import autograd_state, dynamo
 from graphshard.torch_compat.dynamo import dynamo_config
@@ -105,7 +105,7 @@ def test_dynamo_has_the_settings(settings: dict[str, object]) -> None:
 def test_missing_names_are_one_error_with_the_releases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._dynamo.pgo.CodeState")
     monkeypatch.delattr("torch._dynamo.exc.ObservedException")
-    with pytest.raises(graphshard.UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         check_names("dynamo")
     assert str(caught.value) == (
         f"torch {torch.__version__} does not have torch._dynamo.exc.ObservedException; torch._dynamo.pgo.CodeState. "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-import graphshard
+from graphshard.errors import CaptureError
 from tests.distributed.nets import Block
 from tests.distributed.twins import CountLaunches, assert_same, grads_of, local, params_of, sharded_alike
 from tests.ranks import Ranks
@@ -172,7 +172,7 @@ def _after_an_exception(rank: int, world_size: int) -> None:
     for each in pair:
         for known in (False, True):  # whether a step ran before
             each.layers[1].armed = True
-            with pytest.raises((ValueError, graphshard.CaptureError), match="armed"):  # graphshard's names the line
+            with pytest.raises((ValueError, CaptureError), match="armed"):  # graphshard's names the line
                 each(tokens(0), hidden=known)
             each.layers[1].armed = False
             each.reset_iter_state()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-import graphshard
+from graphshard.errors import InputError
 from graphshard.torch_compat.torch_ops import TorchDispatchMode
 from tests.distributed.twins import (
     OURS,
@@ -217,7 +217,7 @@ def _gathered_ahead(rank: int, world_size: int) -> None:
         assert_same(*losses, f"step {step}")
         assert_same(params_of(ours), params_of(theirs), f"parameters after step {step}")
     waiting, _ = sharded_alike(_keep_layers, _Ahead(world_mesh(), waits_inside=True))
-    with pytest.raises(graphshard.InputError, match=r"input args\[1\]\[0\] is a Work, .*Wait for it before the call"):
+    with pytest.raises(InputError, match=r"input args\[1\]\[0\] is a Work, .*Wait for it before the call"):
         waiting(own_rows(0))
 
 

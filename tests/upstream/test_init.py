@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.errors import ArgumentError
 from tests.distributed.twins import OURS, assert_same, grads_of, groups_of, local, sharded_alike
 from tests.ranks import Ranks
 from tests.upstream.lockstep import own_rows, squares, stack, train_alike
@@ -129,7 +130,7 @@ def _replicated_inside(rank: int, world_size: int) -> None:
     model = stack()
     replicate(model[0])
     OURS(model[2])
-    with pytest.raises(graphshard.ArgumentError, match=r"torch's replicate was applied to its submodule '0', whose gr"):
+    with pytest.raises(ArgumentError, match=r"torch's replicate was applied to its submodule '0', whose gr"):
         OURS(model)
     assert not isinstance(model[0].up.weight, DTensor)
     around = replicate(nn.Sequential(OURS(stack(1)), nn.Linear(8, 8)))
@@ -247,7 +248,7 @@ def _from_meta(rank: int, world_size: int) -> None:
         optim = torch.optim.Adam(model.parameters(), lr=1e-2)
         for tensor in (*map(local, model.parameters()), *model.buffers()):
             tensor.detach().fill_(1337)
-        with graphshard.unsharded_init():
+        with graphshard.checkpoint.unsharded_init():
             for module in model.modules():
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()

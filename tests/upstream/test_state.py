@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
+from graphshard.errors import ArgumentError
 from tests.distributed.nets import Block
 from tests.distributed.twins import assert_same, grads_of, local, twins, world_mesh
 from tests.ranks import Ranks
@@ -19,9 +20,9 @@ from tests.upstream.lockstep import own_rows, squares, stack
 def _applied_twice(rank: int, world_size: int) -> None:
     """Apply each of the two APIs after each of them."""
     ours, theirs = twins(stack(), world_mesh())
-    with pytest.raises(graphshard.ArgumentError, match=r"it is already compiled\. Compile the root module, once\."):
+    with pytest.raises(ArgumentError, match=r"it is already compiled\. Compile the root module, once\."):
         graphshard.compile(ours, world_mesh())
-    with pytest.raises(graphshard.ArgumentError, match=r"is a DTensor already \(fully_shard or .* was applied\)"):
+    with pytest.raises(ArgumentError, match=r"is a DTensor already \(fully_shard or .* was applied\)"):
         graphshard.compile(theirs, world_mesh())
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         fully_shard(theirs, mesh=world_mesh())
@@ -62,9 +63,7 @@ def test_class_names_match_fsdp2_and_slices_keep_the_old_class(ranks: Ranks) -> 
 def _containers(rank: int, world_size: int) -> None:
     for container in (nn.ModuleList([Block(4, 6)]), nn.ModuleDict({"first": Block(4, 6), "second": Block(4, 6)})):
         name = type(container).__name__
-        with pytest.raises(
-            graphshard.ArgumentError, match=f"^model: {name} has no forward, so there is nothing to compile"
-        ):
+        with pytest.raises(ArgumentError, match=f"^model: {name} has no forward, so there is nothing to compile"):
             graphshard.compile(container, world_mesh())
         with pytest.raises(ValueError, match="containers that do not implement forward"):
             fully_shard(container, mesh=world_mesh())

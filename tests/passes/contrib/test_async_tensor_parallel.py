@@ -217,7 +217,7 @@ def _large(rows: int, columns: int) -> Program:
 
 def test_applies_where_it_pays() -> None:
     """On H100s; not for pieces dominated by latency, nor if copying rows takes longer than sending them."""
-    step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")))
+    step = AsyncTensorParallel(Costs(graphshard.profiling.load_profile("h100")))
     assert step.rewrite(_large(4096, 1792)) == 1
     assert step.rewrite(_large(64, 1792)) == 0
     assert step.rewrite(_large(4096, 14336)) == 0
@@ -241,5 +241,5 @@ def test_rejects_wrong_options() -> None:
 
 def test_dumps_hold_it() -> None:
     """With its costs, so that `graphshard repro` can run it again."""
-    step = AsyncTensorParallel(Costs(graphshard.load_profile("h100")), pieces=(2,))
+    step = AsyncTensorParallel(Costs(graphshard.profiling.load_profile("h100")), pieces=(2,))
     assert decode_pass(encode_pass(step)).step == step

@@ -220,7 +220,7 @@ def _large(tokens: int) -> Program:
 
 def test_applies_where_it_pays() -> None:
     """On H100s: both directions with 4,096 tokens on a rank; with 131,072 the rows exceed the table."""
-    step = EmbeddingRowExchange(Costs(graphshard.load_profile("h100")))
+    step = EmbeddingRowExchange(Costs(graphshard.profiling.load_profile("h100")))
     assert step.rewrite(_large(4096)) == 2
     assert step.rewrite(_large(2**17)) == 0
 
@@ -240,5 +240,5 @@ def test_wrong_use() -> None:
 
 def test_dumps_hold_it() -> None:
     """With its costs, so that `graphshard repro` can run it again."""
-    step = EmbeddingRowExchange(Costs(graphshard.load_profile("h100")))
+    step = EmbeddingRowExchange(Costs(graphshard.profiling.load_profile("h100")))
     assert decode_pass(encode_pass(step)).step == step
