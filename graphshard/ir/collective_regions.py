@@ -26,7 +26,7 @@ from graphshard.ir.graph import (
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.program import Phase
+from graphshard.ir.program import Phase, Program
 
 # Operators that move data to a reduce-scatter or from an all-gather without computing.
 _MOVEMENT = frozenset(
@@ -65,6 +65,12 @@ class Collective:
     def axis(self) -> str:
         """Name of its mesh axis."""
         return str(self.node.args[-1])
+
+
+def is_scalar(program: Program, collective: Collective) -> bool:
+    """Return whether it all-reduces gradients that are whole on every rank, next to others that are scattered."""
+    whole = program.params[collective.params[0]].num_shards == 1 and program.mesh.shard.size > 1
+    return whole and collective.kind == "all_reduce"
 
 
 def collectives(phase: Phase) -> list[Collective]:

@@ -7,16 +7,18 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS, UPLOADS
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.program import Phase
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
 from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket
+
+if TYPE_CHECKING:
+    from graphshard.ir.program import Phase
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -65,7 +65,8 @@ def instantiate_blocks(program: Program, *, scheduled: bool = False) -> Program:
     """
     assert program.few is not None
     repeats, params = program.few.repeats, program.few.params
-    for blocks in _phases_of(program, dict(program.few.saved) if scheduled else {}, scheduled=scheduled):
+    saved = {name: Member(*each) for name, each in program.few.saved.items()} if scheduled else {}
+    for blocks in _phases_of(program, saved, scheduled=scheduled):
         blocks.run()
     found = {name for name in program.differentiated if repeats.group_of(name) == TEMPLATE}
     names = program.differentiated.union(repeats.name_at(group, name) for name in found for group in repeats.missing)

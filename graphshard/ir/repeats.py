@@ -146,12 +146,12 @@ class RepeatedBlocks:
     Attributes:
         repeats: the groups.
         params: the parameter table of all groups.
-        saved: values that forward saves in a group, by name: their family and group; see `match_blocks`.
+        saved: values that forward saves in a group, by name: their family and group (`Member`).
     """
 
     repeats: Repeats
     params: ParamTable
-    saved: Mapping[str, Member] = field(default_factory=dict)
+    saved: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
 
     def is_of_template(self, name: str, *, saved: bool) -> bool:
         """Return whether a value belongs to the template group.

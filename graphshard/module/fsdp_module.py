@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,13 +21,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.units import modules_of
-from graphshard.module.runner import Runner
 from graphshard.options.resolve import Direction
 from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
 from graphshard.runtime.unsharded import UnshardHandle
 from graphshard.torch_compat.dtensor import register_as
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number, check_texts
 from graphshard.utils.text import MADE_OF, brief, users_class
+
+if TYPE_CHECKING:
+    from graphshard.module.runner import Runner
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ class Tracer:
             program.model, program.reason, program.capture = self.label, reason, number
             if find is not None:
                 find(program)
+            if program.few is None:  # before values are numbered, and before a dump writes the captured program
+                program.keep_captured(captured_graph(program))
             observer.after(program, "capture", 0, seconds)
             return program
 
@@ -147,7 +149,6 @@ class Tracer:
                 found[0].keep_captured(self.recapture(module, args, kwargs, grad=grad))
                 return found
         program = capture(functools.partial(self._whole, module, args, kwargs, spec, grad=grad), observer)
-        program.keep_captured(captured_graph(program))
         return program, run_pipeline(steps, program, observer)
 
     def trace_alone(

@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,12 @@ from graphshard.ir.mesh import MeshLike
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.lower.inductor_cache import cores_here
 from graphshard.predict.explanation import Explanation, shown_mesh
-from graphshard.predict.study import Study
 from graphshard.utils.argument_validation import check_count
 from graphshard.utils.progress import other_threads
 from graphshard.utils.text import format_amount, format_bytes, format_seconds, new_table, plain_table
+
+if TYPE_CHECKING:
+    from graphshard.predict.study import Study
 
 # Each worker needs a gigabyte for a program of a hundred blocks.
 _MOST_WORKERS = 8

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -37,10 +37,12 @@ from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.ir.sizes import SYMBOLS
-from graphshard.predict.training_config import Training
 from graphshard.schedule.clock import HOST_LINKS, Launch, Sizes, TimedCall, TimedEvent, events_of, run
 from graphshard.schedule.timeline import sent_bytes
 from graphshard.torch_compat.torch_ops import pytree
+
+if TYPE_CHECKING:
+    from graphshard.predict.training_config import Training
 
 # The number of ranks that parameters are sharded over, in every formula; experts may be sharded over fewer.
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs, ModelCollective, model_collective
-from graphshard.ir.collective_regions import CollectiveRegions
+from graphshard.ir.collective_regions import CollectiveRegions, is_scalar
 from graphshard.ir.graph import with_parts
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import MODEL_WAIT
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
-from graphshard.schedule.fsdp2_order import is_scalar
 from graphshard.schedule.graph_facts import collectives_of
 from graphshard.schedule.problem import Link
 

@@ -23,14 +23,14 @@ from torch.fx import Graph, Node
 
 from graphshard.cost.costs import Costs, computing
 from graphshard.cost.kernels import Work, num_bytes, work_of
-from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar, last_use
 from graphshard.ir.graph import with_parts
 from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.axis_links import PhaseAxes, Sent, axes_of, link_of, model_collectives
-from graphshard.schedule.fsdp2_order import first_use, is_scalar, last_input, next_boundary
+from graphshard.schedule.fsdp2_order import first_use, last_input, next_boundary
 from graphshard.schedule.graph_facts import collectives_of, layout_of, remembered
 from graphshard.schedule.problem import KINDS, Chain, FixedCollective, Link, Problem, Transfer
 from graphshard.schedule.program_memory import base_bytes, item_at, lasting_beside, saved_memory

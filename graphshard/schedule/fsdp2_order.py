@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar, last_use
 from graphshard.ir.graph import fake
 from graphshard.ir.plan import Bucket, Event, Plan
 from graphshard.ir.program import Phase, Program
@@ -176,12 +176,6 @@ def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tu
             events.append(Event("start", bucket.name, min((at for at in starts if at >= ready), default=end)))
             events.append(Event("wait", bucket.name, end))
     return buckets, sorted(events, key=lambda event: event.at)
-
-
-def is_scalar(program: Program, collective: Collective) -> bool:
-    """Return whether it all-reduces gradients that are whole on every rank, next to others that are scattered."""
-    whole = program.params[collective.params[0]].num_shards == 1 and program.mesh.shard.size > 1
-    return whole and collective.kind == "all_reduce"
 
 
 def _place(buckets: Sequence[Bucket], at: Mapping[str, int], end: int, prefetch: Prefetch, most: int) -> list[Event]:

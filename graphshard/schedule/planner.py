@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, InfeasibleError
+from graphshard.ir.collective_regions import is_scalar
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, CollectiveKind, Event, Plan, Prediction
 from graphshard.ir.program import Program
@@ -21,7 +22,7 @@ from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import Built, Constraints, PhaseMap, Settings, build
 from graphshard.schedule.coarsening import reduced
-from graphshard.schedule.fsdp2_order import PlanByUnit, gathered_of, is_scalar, plan_scalars
+from graphshard.schedule.fsdp2_order import PlanByUnit, gathered_of, plan_scalars
 from graphshard.schedule.graph_facts import collectives_of, within_one_plan
 from graphshard.schedule.problem import Chain, Placement, Problem, Schedule
 from graphshard.schedule.solver import STEPS, Solution, Solver, fsdp2_solution, smallest_of

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.ir.collective_regions import Collective, CollectiveRegions, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar, last_use
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, even_pieces
@@ -39,7 +39,7 @@ from graphshard.passes import MakePlan, Pass
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.axis_links import model_collectives
 from graphshard.schedule.build_problem import Left, host_copies, seconds_between
-from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, gathered_of, is_scalar, last_input
+from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, gathered_of, last_input
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.problem import Action, Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
