@@ -110,7 +110,7 @@ def nothing_is_compiled() -> Iterator[None]:
 
     compiling = (
         "graphshard.module.tracer.run_pipeline",
-        "graphshard.module.tracer._Template.finish",
+        "graphshard.module.tracer.finish_template",
         "graphshard.module.program_compiler.lower",
         "graphshard.torch_compat.aot_autograd.min_cut_rematerialization_partition",
         "torch._functorch.partitioners.min_cut_rematerialization_partition",
