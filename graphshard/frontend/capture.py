@@ -53,7 +53,7 @@ from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
 from graphshard.subclasses.results import Layout
 from graphshard.subclasses.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
-from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, fake_tensor
+from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, fake_tensor, guarded_as_real
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import users_class
@@ -380,7 +380,8 @@ def _found_parameters(
         found[slot.name].__dict__.update(vars(originals[slot.name]))
     for entry in held:
         if entry.slot.kind == "buffer" and (is_pretended() or entry.tensor.is_meta):
-            found[entry.slot.name] = fake_state(entry.slot, originals, spec.params, spec.device, mode)
+            fake = fake_state(entry.slot, originals, spec.params, spec.device, mode)
+            found[entry.slot.name] = fake if is_pretended() else guarded_as_real(fake)
     return found
 
 

@@ -41,6 +41,13 @@ def fake_tensor(
     return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
+def guarded_as_real(fake: torch.Tensor) -> torch.Tensor:
+    """Let Dynamo's guards on a fake tensor expect a plain tensor of its device, which the module has when it runs."""
+    assert isinstance(fake, FakeTensor)
+    fake.pytype, fake.dispatch_keys = torch.Tensor, torch._C._dispatch_keys(torch.empty(0, device=fake.device))
+    return fake
+
+
 @contextlib.contextmanager
 def quiet_tracing() -> Iterator[None]:
     """Suppress torch's logs of a failed trace: the user gets an error."""
