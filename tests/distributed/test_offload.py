@@ -36,14 +36,10 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
             host = graphshard.Pipeline().insert(OffloadParameters(always=True, cast_on_host=True), before="plan")
             cast = graphshard.compile(twins[2], mesh, passes=host, **options)
             assert_same(train(cast, inputs), expected, "cast on the host")
-        got = train(forced, inputs)
-        if backend == "eager":
-            assert_same(got, expected, "with copies")
-        else:
-            for name, value in full(expected).items():
-                torch.testing.assert_close(
-                    full(got)[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-                )
+        else:  # Inductor rounds less often to bfloat16 than FSDP2
+            without = graphshard.compile(twins[2], mesh, mp_policy=policy, backend=backend)
+            expected = train(without, inputs)
+        assert_same(train(forced, inputs), expected, "with copies")
         (program,) = graphshard.programs(forced)
         assert "torch.ops.graphshard.upload.default" in program.forward.code
         assert "torch.ops.graphshard.download.default" in program.backward.code
