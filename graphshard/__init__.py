@@ -16,6 +16,8 @@ import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from graphshard import errors
+
 if TYPE_CHECKING:
     from graphshard.aot.export import Call, export
     from graphshard.aot.load import load
@@ -100,22 +102,7 @@ _MOVED = {
         "save_checkpoint",
         "unsharded_init",
     ),
-    "errors": (
-        "ArgumentError",
-        "ArtifactError",
-        "BatchError",
-        "CaptureError",
-        "CheckpointError",
-        "DivergenceError",
-        "InfeasibleError",
-        "InputError",
-        "MaterializationError",
-        "ParameterError",
-        "PassError",
-        "PeerError",
-        "StageError",
-        "UnsupportedError",
-    ),
+    "errors": tuple(name for name in errors.__all__ if name not in _HOMES["errors"]),
     "profiling": (
         "Profile",
         "StepProfile",
