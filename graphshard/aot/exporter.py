@@ -85,8 +85,7 @@ class Call:
         if self.training is not None:
             check_bool("training", self.training)
         check_bool("grad", self.grad)
-        several = [self.gradients, *self.gradients] if isinstance(self.gradients, (list, tuple)) else [None]
-        listed = all(isinstance(each, (list, tuple)) for each in several)
+        listed = isinstance(self.gradients, (list, tuple)) and all(isinstance(e, (list, tuple)) for e in self.gradients)
         if not listed or not all(is_int(index) and index >= 0 for each in self.gradients for index in each):
             raise ArgumentError(f"gradients must be a list of tuples of outputs' indices, got {brief(self.gradients)}.")
 

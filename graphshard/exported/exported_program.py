@@ -112,9 +112,9 @@ def _check_archive(file: Path, shown: str) -> None:
             )
         try:
             _check_members(archive, inside, shown)
-        except (ValueError, KeyError, RecursionError, zipfile.BadZipFile, NotImplementedError) as error:
-            if isinstance(error, ArgumentError):
-                raise
+        except ArgumentError:
+            raise
+        except Exception as error:  # damage and odd contents raise many kinds
             raise ArgumentError(
                 f"model: {shown} is damaged: {visible(str(error), lines=False)[:200]}. Save it again."
             ) from None

@@ -65,8 +65,10 @@ def writable_cache() -> Iterator[str]:
         try:
             yield directory
         finally:
-            del os.environ[VARIABLE]
-            os.environ.update({} if given is None else {VARIABLE: given})
+            if given is None:
+                del os.environ[VARIABLE]
+            else:
+                os.environ[VARIABLE] = given
 
 
 class RemovedError(Exception):

@@ -149,12 +149,12 @@ class CacheLookup:
                 compiled[key] = RegionCall(read_region(artifact, key, tracer.options.backend, device)[0])
         program = decode_lowered(data, compiled, self.module, device)
         program.model, program.reason = tracer.label, "kept"
-        content = next((artifact.archive.members[file] for file in entry.partitioned_files), b"")
+        starts = [artifact.archive.members[file] for file in entry.partitioned_files]
 
         def partitioned() -> Partitioned:
-            return decode_partitioned(json.loads(content), program, maker.passes, device)
+            return decode_partitioned(json.loads(starts[0]), program, maker.passes, device)
 
-        return CachedProgram(program, partitioned if content else None, {key: compiled[key] for key in data["regions"]})
+        return CachedProgram(program, partitioned if starts else None, {key: compiled[key] for key in data["regions"]})
 
     def _difference(self) -> str:
         """Return what differs from the most recently used program of the same model."""

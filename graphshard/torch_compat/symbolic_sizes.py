@@ -27,7 +27,8 @@ def new_size(mode: FakeTensorMode, name: str, hint: int, low: int | None, high: 
     source = ConstantSource(name)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     env.constrain_symbol_range(symbol, low if low is not None else 2, high if high is not None else int_oo)
-    size: Any = env.create_symintnode(symbol, hint=hint, source=source)
+    size = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(size, torch.SymInt)  # torch makes constants of 0 and 1, which a file may say
     return size
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -87,9 +86,6 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
-log = logging.getLogger(__name__)
-
-
 class BestEffort:
     """Writer that stops at its first OSError, with a warning.
 
@@ -109,5 +105,8 @@ class BestEffort:
             return write(*args)
         except OSError as error:
             self._stopped = True
-            log.warning("%s stops, and training goes on: %s: %s", self._name, type(error).__name__, error)
+            import logging  # which `graphshard --help` has no use for
+
+            text = "%s stops, and training goes on: %s: %s"
+            logging.getLogger(__name__).warning(text, self._name, type(error).__name__, error)
             return None

@@ -243,6 +243,15 @@ def test_every_field_of_a_region() -> None:
     assert stored(encode_region(found)) == data
 
 
+@pytest.mark.parametrize("hint", [0, 1])
+def test_a_size_that_torch_makes_constant_is_an_error(hint: int) -> None:
+    data = stored(encode_region(Region("key", "text", dynamic_program().forward)))
+    for known in data["symbols"].values():
+        known.update(hint=hint, range=[0, None])
+    with pytest.raises(ArtifactError, match="region key cannot be read"):
+        decode_region("key", data, torch.device("cpu"))
+
+
 def test_every_field_of_another_backwards_start() -> None:
     program, pipeline = dynamic_program(), Pipeline()
     given = filled(Partitioned)

@@ -126,6 +126,15 @@ def test_rejects_a_truncated_file(tmp_path: Path) -> None:
         module_of(path)
 
 
+@pytest.mark.parametrize("graph", [b"[]", b"null", b"{", b"[" * 100_000, b'{"guards_code": 1}'])
+def test_rejects_a_graph_of_other_contents(tmp_path: Path, graph: bytes) -> None:
+    def replace(members: dict[str, bytes]) -> None:
+        members[next(name for name in members if name.endswith("models/model.json"))] = graph
+
+    with pytest.raises(ArgumentError, match=r"changed\.pt2' is damaged"):
+        module_of(_changed(_saved(tmp_path), replace))
+
+
 # --- files that contain code --------------------------------------------------------------------------------
 
 
