@@ -316,6 +316,7 @@ def _with_sources(
         return found if isinstance(data, dict) else list(found.values())
     if not isinstance(data, (int, float)):
         return data
+    assert source, f"{path} has no source"
     between = {"range": list(ranges[path])} if path in ranges else {}
     return {"value": data, **between, "source": source}
 

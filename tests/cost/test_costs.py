@@ -473,6 +473,12 @@ def test_builtin_profiles_have_sources(name):
     assert len(profile.hash) == 64
 
 
+def test_every_number_in_a_file_needs_a_source():
+    sources = {path: source for path, source in H100.sources.items() if path != "inside.gather.latency"}
+    with pytest.raises(AssertionError, match=r"^inside\.gather\.latency has no source"):
+        dataclasses.replace(H100, sources=sources).to_json()
+
+
 def test_the_hash_covers_the_numbers():
     """A different number changes the hash; a different name or source does not."""
     renamed = dataclasses.replace(H100, name="other", title="x", sources={}, made={"date": "today"})
