@@ -104,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: None) -> Profile:
     """Measure the machine with all ranks of the default process group, or alone; the name is the profile's."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
-    rounds = ROUNDS[device]
+    local, nodes = _ranks_and_nodes()
+    ranks, rounds = local * nodes, ROUNDS[device]
     measured = []
     for number in range(1, rounds + 1):
 
@@ -144,7 +143,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     }
     sources = {name: source for name, (_, source) in numbers.items()}
     sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
-    sources["outside.isolated.bandwidth"] = "measured" if ranks > local else "assumed: as inside; one node here"
+    sources["outside.isolated.bandwidth"] = "measured" if nodes > 1 else "assumed: as inside; one node here"
     sources["protocols.0.fraction"] = "part of the measured bandwidth"
     known = profile_of_gpu(torch.cuda.get_device_name()) if device == "cuda" else None
     for dtype in map(_name_of, _DTYPES):
@@ -186,6 +185,13 @@ def best_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _ranks_and_nodes() -> tuple[int, int]:
+    """Return the ranks of a node, and the nodes; one of each without a process group, whatever launched this."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    nodes = max(ranks // int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks))), 1)
+    return ranks // nodes, nodes
 
 
 def _capacity(device: str, ranks: int) -> int:
@@ -301,11 +307,10 @@ def _vector_speed(device: str, launch: float) -> float:
 
 def measure_links(device: str, show: Callable[[str], None]) -> dict[str, Any]:
     """Measure communication of the slowest rank, by name in the profile; all ranks of the default group call it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    local, nodes = _ranks_and_nodes()
+    if local * nodes == 1:
         inside = {f"inside.{kind}": NodeLink(1e9, 1e-4, 0.0) for kind in KINDS}
         return {**inside, "outside.isolated": _of_ranks(1e9), "contention": 0.0, "pack_below": float(SMALL)}
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    nodes = dist.get_world_size() // local
     world = dist.group.WORLD
     assert world is not None
     group, _ = dist.new_subgroups(local) if nodes > 1 else (world, [])

@@ -25,6 +25,8 @@ def test_links(ranks: Ranks) -> None:
     """Every kind has a positive bandwidth and latency, equal on all ranks, because the slowest rank counts."""
     first, second = ranks(2).run(_links)
     assert first == second
+    names = {*(f"inside.{kind}" for kind in KINDS), "outside.isolated", "contention", "pack_below"}
+    assert first.keys() == names
     links = [first[f"inside.{kind}"] for kind in KINDS]
     assert all(link.bandwidth > 0 and link.latency > 0 for link in links)
     assert first["outside.isolated"].of_rank == first["inside.gather"].bandwidth

@@ -41,8 +41,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(calibrate, "_SQUARES", {"cpu": (64, 128)})
 
 
-def test_command(quick, tmp_path, capsys):
+def test_command(quick, tmp_path, capsys, monkeypatch):
     """One rank measures compute and writes a profile for explain, including where and when it was measured."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of whatever started this process
     path = tmp_path / "here.json"
     assert main(["calibrate", "--out", str(path), "--device", "cpu", "--ranks", "1"]) == 0
     profile = graphshard.profiling.load_profile(path)
@@ -50,7 +51,7 @@ def test_command(quick, tmp_path, capsys):
     assert profile.name == "here"
     assert profile.device == "cpu"
     assert profile.made["torch"] == torch.__version__
-    assert profile.made["ranks"] == 1
+    assert profile.made["ranks"] == profile.ranks_per_node == 1
     assert profile.made["date"].startswith("20")
     assert profile.sources["memory_bandwidth"].startswith("measured, 1 ranks")
     assert profile.sources["inside.gather.bandwidth"] == "assumed: not measured, one rank"
