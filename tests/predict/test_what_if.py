@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from graphshard.predict.answers import Outcome
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
 from graphshard.predict.what_if import ABOUT, Case, answer, changes_of
+from tests.helpers import Blocks
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 H100 = graphshard.profiling.load_profile("h100")
@@ -157,6 +160,22 @@ def test_changes_that_make_sense() -> None:
     assert names(CASE.with_training(accumulate=2), "accumulate") == ["accumulate 8 microbatches", "accumulate nothing"]
     assert names(CASE.with_training(global_batch=64), "accumulate") == []
     assert [name.split()[1] for name in names(CASE, "hardware")] == ["a100", "b200", "gb200", "h100-hbm2e", "h200"]
+
+
+def test_forgotten_programs_are_freed() -> None:
+    """In all studies that share them; the programs of other meshes stay."""
+    study = Study(Blocks(2), (torch.ones(3, 4),), None)
+    other = study.changed(study.options, study.training, "other")
+
+    def program(of: Study, ranks: int) -> weakref.ref[torch.nn.Module]:
+        return weakref.ref(of.explain((ranks,), H100, "isolated")._program.phases["forward"].module)
+
+    kept, forgotten = program(study, 16), program(other, 8)
+    assert forgotten() is not None
+    other.forget((8,))
+    gc.collect()
+    assert forgotten() is None
+    assert kept() is not None
 
 
 @pytest.mark.parametrize(
