@@ -10,12 +10,12 @@ shared.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,10 @@ class Change(NamedTuple):
     case: Case
 
 
+# Kind, name, and maker of the case, which is called for requested kinds only: some options do not go together.
+_Offer = tuple[str, str, Callable[[], Case]]
+
+
 def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
     """Return names, "" if there are none, and sizes of a mesh that need not exist; None for a DeviceMesh."""
     if isinstance(mesh, DeviceMesh):
@@ -121,16 +125,15 @@ def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
     return [("", size) for size in ([mesh] if isinstance(mesh, int) else mesh)]
 
 
-def _sizes(case: Case) -> Iterator[Change]:
+def _sizes(case: Case) -> Iterator[_Offer]:
     if case.batch is not None:
         for batch in (2 * case.batch, case.batch // 2):
             if batch and (batch > case.batch or case.batch % 2 == 0):
-                yield Change("batch", f"batch {batch} per rank", case.with_batch(batch))
-    for name, other in _mesh(case):
-        yield Change("mesh", f"mesh {name}", other)
+                yield "batch", f"batch {batch} per rank", partial(case.with_batch, batch)
+    yield from _meshes(case)
 
 
-def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
+def _meshes(case: Case) -> Iterator[_Offer]:
     axes, node = _axes_of(case.mesh), case.profile.ranks_per_node
     if axes is None:
         return
@@ -144,61 +147,61 @@ def _mesh(case: Case) -> Iterator[tuple[str, Case]]:
             if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and near:
                 new = list(sizes)
                 new[inner], new[others[0]] = int(size), int(outer)
-                yield shown_mesh(dict(zip(names, new))), case.with_sizes(new)
+                yield "mesh", f"mesh {shown_mesh(dict(zip(names, new)))}", partial(case.with_sizes, new)
     elif len(sizes) == 1 and sizes[0] > node and sizes[0] % node == 0 and node > 1:
         replicas = sizes[0] // node
-        yield f"replicate {replicas}, shard {node}", replace(case, mesh=(replicas, node))
+        yield "mesh", f"mesh replicate {replicas}, shard {node}", partial(replace, case, mesh=(replicas, node))
     elif len(sizes) == 2 and sizes[0] > 1:
-        yield f"shard {math.prod(sizes)}", replace(case, mesh=(math.prod(sizes),))
+        yield "mesh", f"mesh shard {math.prod(sizes)}", partial(replace, case, mesh=(math.prod(sizes),))
 
 
-def _options(case: Case) -> Iterator[Change]:
+def _options(case: Case) -> Iterator[_Offer]:
     options, axes, node = case.options, _axes_of(case.mesh) or [], case.profile.ranks_per_node
     reshard, policy, low = options.reshard_after_forward, options.mp_policy, torch.bfloat16
     if not any(name in PIPELINE for name, _ in axes):  # stages are gathered once
         if reshard is not False and reshard != 1:
-            yield Change("reshard", "reshard_after_forward=False", case.with_options(reshard_after_forward=False))
+            yield "reshard", "reshard_after_forward=False", partial(case.with_options, reshard_after_forward=False)
         if reshard is not None and reshard is not True:
-            yield Change("reshard", "reshard_after_forward=True", case.with_options(reshard_after_forward=True))
+            yield "reshard", "reshard_after_forward=True", partial(case.with_options, reshard_after_forward=True)
         elif len(axes) == 1 and node > 1 and axes[0][1] > node and axes[0][1] % node == 0:
-            yield Change("reshard", f"reshard_after_forward={node}", case.with_options(reshard_after_forward=node))
+            yield "reshard", f"reshard_after_forward={node}", partial(case.with_options, reshard_after_forward=node)
     if options.activation is None:
-        yield Change("activation", 'activation="full"', case.with_options(activation="full"))
+        yield "activation", 'activation="full"', partial(case.with_options, activation="full")
     else:
-        yield Change("activation", "activation=None", case.with_options(activation=None))
+        yield "activation", "activation=None", partial(case.with_options, activation=None)
     if isinstance(options.offload_policy, CPUOffloadPolicy):
-        yield Change("offload", "nothing on the host", case.with_options(offload_policy=None))
+        yield "offload", "nothing on the host", partial(case.with_options, offload_policy=None)
     else:
-        yield Change("offload", "state on the host", case.with_options(offload_policy=CPUOffloadPolicy()))
+        yield "offload", "state on the host", partial(case.with_options, offload_policy=CPUOffloadPolicy())
     if policy is None or (isinstance(policy, MixedPrecisionPolicy) and policy.param_dtype is None):
         mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        yield Change("precision", "parameters in bfloat16", case.with_options(mp_policy=mixed))
+        yield "precision", "parameters in bfloat16", partial(case.with_options, mp_policy=mixed)
     elif isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype == torch.float32:
         reduced = MixedPrecisionPolicy(policy.param_dtype, low, policy.output_dtype, policy.cast_forward_inputs)
-        yield Change("precision", "gradients reduced in bfloat16", case.with_options(mp_policy=reduced))
+        yield "precision", "gradients reduced in bfloat16", partial(case.with_options, mp_policy=reduced)
     if options.backend == "eager":
-        yield Change("backend", 'backend="inductor"', case.with_options(backend="inductor"))
+        yield "backend", 'backend="inductor"', partial(case.with_options, backend="inductor")
 
 
-def _costs(case: Case) -> Iterator[Change]:
+def _costs(case: Case) -> Iterator[_Offer]:
     """Yield changes of costs alone, which take no time to predict."""
     training, axes = case.training, _axes_of(case.mesh)
     if training.global_batch is None:
         more = _MORE * training.accumulate
-        yield Change("accumulate", f"accumulate {more} microbatches", case.with_training(accumulate=more))
+        yield "accumulate", f"accumulate {more} microbatches", partial(case.with_training, accumulate=more)
         if training.accumulate > 1:
-            yield Change("accumulate", "accumulate nothing", case.with_training(accumulate=1))
+            yield "accumulate", "accumulate nothing", partial(case.with_training, accumulate=1)
     if training.foreach:
-        yield Change("optimizer", "a fused optimizer", case.with_training(foreach=False))
+        yield "optimizer", "a fused optimizer", partial(case.with_training, foreach=False)
     ranks = case.mesh.size() if isinstance(case.mesh, DeviceMesh) else math.prod(size for _, size in axes or ())
     for name in case.profile.outside if ranks > case.profile.ranks_per_node else ():
         if name != case.network:
-            yield Change("network", f"network {name}", replace(case, network=name))
+            yield "network", f"network {name}", partial(replace, case, network=name)
     for name in builtin_profiles():
         profile = load_profile(name)
         alike = profile.device == case.profile.device and case.network in profile.outside
         if alike and profile.hash != case.profile.hash:  # the price is of another GPU
-            yield Change("hardware", f"hardware {name}", replace(case, profile=profile).with_training(price=None))
+            yield "hardware", f"hardware {name}", partial(replace(case, profile=profile).with_training, price=None)
 
 
 # Kinds of changes.
@@ -224,10 +227,11 @@ def check_about(given: object, argument: str = "changes") -> list[str]:
 
 def changes_of(case: Case, about: Sequence[str]) -> list[Change]:
     """Return all changes of these kinds."""
-    return [change for change in (*_sizes(case), *_options(case), *_costs(case)) if change.about in about]
+    offers = [*_sizes(case), *_options(case), *_costs(case)]
+    return [Change(kind, name, make()) for wanted in about for kind, name, make in offers if kind == wanted]
 
 
-@functools.partial(takes_options, also=(Training,))
+@partial(takes_options, also=(Training,))
 def what_if(
     model: nn.Module,
     mesh: MeshLike,

@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard.errors import ArgumentError
 from graphshard.options.options import Options
+from graphshard.options.resolve import with_activation
+from graphshard.pipeline.pipeline import Pipeline
 from graphshard.predict import capture_target
 from graphshard.predict.answers import Outcome
 from graphshard.predict.study import Study
@@ -160,6 +162,14 @@ def test_changes_that_make_sense() -> None:
     assert names(CASE.with_training(accumulate=2), "accumulate") == ["accumulate 8 microbatches", "accumulate nothing"]
     assert names(CASE.with_training(global_batch=64), "accumulate") == []
     assert [name.split()[1] for name in names(CASE, "hardware")] == ["a100", "b200", "gb200", "h100-hbm2e", "h200"]
+
+
+def test_only_requested_changes_are_made() -> None:
+    """In the requested order; another kind's options need not fit these, such as a policy in both places."""
+    case = CASE.with_options(passes=with_activation(Pipeline(), "full"))
+    assert names(case, "network", "batch") == [*names(case, "network"), "batch 4 per rank", "batch 1 per rank"]
+    with pytest.raises(ArgumentError, match="passes has 'activation-checkpointing' already"):
+        names(case, "activation")
 
 
 def test_forgotten_programs_are_freed() -> None:
