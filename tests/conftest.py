@@ -23,15 +23,17 @@ os.environ["GRAPHSHARD_CACHE"] = os.environ.get("GRAPHSHARD_TEST_CACHE", "off")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases slow that `quick_cases` does not list, and reject an id in it that no case has."""
+    """Mark the cases slow that `quick_cases` does not list; reject an id in it of no case, or of a slow one."""
     unknown: dict[str, set[str]] = {}
     for item in items:
         marker = item.get_closest_marker("quick_cases")
         if marker is not None and isinstance(item, pytest.Function):
-            case = item.callspec.id
-            unknown.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(case)
+            test, case = item.nodeid.partition("[")[0], item.callspec.id
+            unknown.setdefault(test, set(marker.args)).discard(case)
             if case not in marker.args:
                 item.add_marker(pytest.mark.slow)
+            elif item.get_closest_marker("slow") is not None:
+                raise pytest.UsageError(f"quick_cases of {test} lists {case!r}, which has a slow mark")
     files_of_single_cases = {argument.partition("::")[0] for argument in config.args if "::" in argument}
     for test, cases in unknown.items():
         if cases and test.partition("::")[0] not in files_of_single_cases:

@@ -18,12 +18,10 @@ from benchmarks.tiny_models import batch_of, tiny_model
 from graphshard.errors import InputError
 from tests.ranks import Ranks
 
-QUICK = (
+ARCHITECTURES = (
     "llama",  # returns a DynamicCache
     "bert",
     "clip",  # logit_scale is a scalar
-)
-SLOW = (
     *("t5", "mixtral", "mamba", "whisper", "aya_vision", "bart", "gemma3", "segformer", "deepseek_v3", "nllb-moe"),
     *("swin", "wav2vec2"),  # wav2vec2 chooses labels by value and guards their range
 )
@@ -31,21 +29,8 @@ SLOW = (
 CHANGES: dict[str, dict[str, Any]] = {"wav2vec2": {"apply_spec_augment": False}}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-@pytest.mark.quick_cases(
-    "t5",
-    "mixtral",
-    "mamba",
-    "whisper",
-    "aya_vision",
-    "bart",
-    "gemma3",
-    "segformer",
-    "deepseek_v3",
-    "nllb-moe",
-    "swin",
-    "wav2vec2",
-)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slow
 def test_training_matches_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients and parameters of two steps on two ranks with different batches."""
     first, _ = ranks(2).run(compare, name, CHANGES.get(name, {}))

@@ -43,8 +43,8 @@ def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> li
     return graphshard.programs(cut)[0].communication
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("inductor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_a_llama_with_sequence_parallelism(ranks: Ranks, backend: str) -> None:
     """Gathers along the sequence before three, two and one matmuls, and reduce-scatters after one."""
     for lines in ranks(4).run(_with_and_without, {"backend": backend}):

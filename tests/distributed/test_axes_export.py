@@ -142,24 +142,8 @@ def as_compiled(rank: int, world_size: int, path: str, name: str, hardware: str 
     return [program.reason for program in graphshard.programs(again)]
 
 
-# Other kinds of neighbors and context parallelism, and experts with replicas; other tests cover these without replicas.
-_SLOW = (
-    *("neighbors by heads", "neighbors and replicas", "neighbors on a context axis", "all of a data axis"),
-    *("ring", "by heads", "context alone", "experts and replicas"),
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in CASES])
-@pytest.mark.quick_cases(
-    "by heads",
-    "ring",
-    "context alone",
-    "neighbors by heads",
-    "neighbors and replicas",
-    "neighbors on a context axis",
-    "all of a data axis",
-    "experts and replicas",
-)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_losses_match_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """One file for all coordinates on these axes, with separate programs if they differ."""
     shape, make, parallelize, batch, places = CASES[name]

@@ -30,8 +30,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda", 0)
 # Attention of the other cases is a GPU operator.
-RUN_ANYWHERE = ("tied",)
-RUN_ANYWHERE_SLOW = ("mlps", "ring", "neighbors", "context alone")
+RUN_ANYWHERE = ("tied", "mlps", "ring", "neighbors", "context alone")
 
 
 def _tied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -93,8 +92,8 @@ def _for_cpu(path: Path) -> Path:
     return rewritten(path, relabel)
 
 
-@pytest.mark.parametrize("name", [*RUN_ANYWHERE, *(pytest.param(n, marks=pytest.mark.slow) for n in RUN_ANYWHERE_SLOW)])
-@pytest.mark.quick_cases("mlps", "ring", "neighbors", "context alone")
+@pytest.mark.parametrize("name", RUN_ANYWHERE)
+@pytest.mark.slow
 def test_programs_for_gpus_have_the_bits_of_compile(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Programs captured for a GPU run on CPUs: they contain no device of the exporting process."""
     shape, make, parallelize, batch, places = CASES[name]

@@ -183,8 +183,8 @@ def _along_axes(rank: int, world_size: int, name: str) -> None:
     assert graphshard.bisect(model, inputs).culprit.name == ScaleReduced.name
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.slow) for n in AXES])
-@pytest.mark.quick_cases("expert", "context")
+@pytest.mark.parametrize("name", AXES)
+@pytest.mark.slow
 def test_model_parallel_axes(ranks: Ranks, name: str) -> None:
     """Shards are gathered and reduced over the sharding axes, and partial sums are added up."""
     ranks(4).run(_along_axes, name)

@@ -92,10 +92,8 @@ def _compare_with_one_rank(rank: int, world_size: int, name: str) -> None:
         torch.testing.assert_close(actual.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5, msg=key)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "gathered" else ()) for n in ATTENTIONS]
-)
-@pytest.mark.quick_cases("gathered")
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.slow
 def test_gradients_match_whole_sequences(ranks: Ranks, name: str) -> None:
     """Also with Inductor: the mean over two ranks with half a sequence each equals one rank."""
     ranks(2).run(_compare_with_one_rank, name)

@@ -88,10 +88,10 @@ def test_matches_fsdp2(ranks: Ranks, product: str, policy: str) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 2), (2, 1), (1, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(2, 1, 2), (2, 2, 1)])],
+    [(1, 2), (2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)],
     ids=str,
 )
-@pytest.mark.quick_cases("(2, 1, 2)", "(2, 2, 1)")
+@pytest.mark.slow
 def test_meshes(ranks: Ranks, shape: tuple[int, ...]) -> None:
     """Axes of one rank, and replicas, over which gradients of experts are reduced, too."""
     ranks(4 if len(shape) == 3 else 2).run(_compare_with_fsdp2, shape, "one by one", "fp32")

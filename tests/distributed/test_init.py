@@ -233,8 +233,8 @@ def _convert(rank: int, world_size: int) -> None:
         assert_same(train(called, inputs), expected, f"{dtype}, after a call")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("3")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_conversion_after_compile_equals_fsdp2(ranks: Ranks, world_size: int) -> None:
     ranks(world_size).run(_convert)
 

@@ -110,7 +110,7 @@ def test_plain(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "policy", [FP32, pytest.param(BF16, marks=pytest.mark.slow), POLICIES["bf16 reductions"]], ids=POLICIES
 )
-@pytest.mark.quick_cases("bf16", "bf16 reductions")
+@pytest.mark.quick_cases("bf16 reductions")
 def test_hsdp(policy: MixedPrecisionPolicy, tmp_path: Path) -> None:
     launched = _train((2, 2), policy, tmp_path, [])
     _assert_functional(launched)

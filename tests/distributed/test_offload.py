@@ -53,8 +53,8 @@ def _offload(rank: int, world_size: int, backend: str) -> None:
         assert all(p.device.type == "cpu" and p.grad.device.type == "cpu" for p in ours.parameters())
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("inductor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_offloaded_training_equals_fsdp2(ranks: Ranks, backend: str) -> None:
     ranks(2).run(_offload, backend)
 

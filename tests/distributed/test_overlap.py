@@ -101,8 +101,8 @@ def _gathered_blocks(
     return tuple(number / 2 for number in blocks)  # a block has two weights
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("inductor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_two_blocks_are_gathered_at_a_time(ranks: Ranks, backend: str) -> None:
     """The block that computes and the next one, whose gather overlaps."""
     assert ranks(2).run(_gathered_blocks, backend, None) == [(2, 0, 2, 0)] * 2

@@ -67,8 +67,8 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
         assert len(exchanged) == sum(b.exchanged for b in reductions) == (len(reductions) if world_size == 2 else 0)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("3")
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_cost_based_plans_match_fsdp2(ranks: Ranks, world_size: int) -> None:
     """Packed and early gathers; ranks with other batch sizes use the first rank's plan."""
     ranks(world_size).run(_train, False)

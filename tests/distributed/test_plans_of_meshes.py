@@ -72,9 +72,9 @@ def _replicated(rank: int, world_size: int, shape: tuple[int, int], limited: boo
     _check(ours)
 
 
-@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.quick_cases("(2, 2)-False", "(4, 1)-False", "(4, 1)-True")
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+@pytest.mark.slow
 def test_replicas(ranks: Ranks, shape: tuple[int, int], limited: bool) -> None:
     """Two-stage reductions, packed and moved; or only all-reduces."""
     ranks(4).run(_replicated, shape, limited)
@@ -96,8 +96,8 @@ def _with_experts(rank: int, world_size: int, shape: tuple[int, ...], limited: b
     return graphshard.programs(ours)[0].plan.prediction.peak_bytes
 
 
-@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.quick_cases("False")
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.slow
 def test_experts(ranks: Ranks, limited: bool) -> None:
     """Their parameters are gathered over other axes, on the same link."""
     assert len(set(ranks(4).run(_with_experts, (2, 2), limited))) == 1
@@ -120,8 +120,8 @@ def _regathered(rank: int, world_size: int, limited: bool) -> None:
     _check(ours)
 
 
-@pytest.mark.parametrize("limited", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.quick_cases("False")
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.slow
 def test_gathers_again_among_neighbors(ranks: Ranks, limited: bool) -> None:
     ranks(4).run(_regathered, limited)
 
@@ -136,7 +136,7 @@ def _parallelized(rank: int, world_size: int, shape: tuple[int, ...], make: Any,
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("model", ["mlps", pytest.param("llama", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("mlps-True", "llama-False", "llama-True")
+@pytest.mark.quick_cases("mlps-True")
 def test_a_tensor_axis(ranks: Ranks, model: str, limited: bool) -> None:
     """The model's collectives keep their position between collectives of parameters and gradients."""
     make, batch = {"mlps": (mlps, rows), "llama": (llama, tokens)}[model]
@@ -197,14 +197,14 @@ def _peaks(
 @pytest.mark.parametrize(
     ("shape", "names", "again"),
     [
-        pytest.param((4,), ("dp",), None, marks=pytest.mark.slow),  # the other cases cover it
+        ((4,), ("dp",), None),
         ((2, 2), ("replicate", "shard"), None),
         ((4,), ("dp",), 2),
         ((2, 2), ("dp", "tp"), None),
     ],
     ids=["one axis", "replicas", "neighbors", "tensor axis"],
 )
-@pytest.mark.quick_cases("one axis")
+@pytest.mark.slow
 def test_measured_memory_matches_the_plan(ranks: Ranks, shape: Any, names: Any, again: int | None) -> None:
     """Never more: a plan counts the maximum of each stretch of compute."""
     for shares in ranks(4).run(_peaks, shape, names, again):

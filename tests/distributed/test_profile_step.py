@@ -102,8 +102,8 @@ def _check_times(profile: StepProfile, world_size: int) -> None:
     assert 0.3 < profile.memory.measured.median / profile.memory.predicted < 3
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("inductor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_a_step_is_measured(ranks: Ranks, tmp_path: Path, backend: str) -> None:
     """Every region, collective and wait on all ranks; all ranks get the same profile."""
     first, second = ranks(2).run(_measured, backend, str(tmp_path))
@@ -211,8 +211,8 @@ def _recorded(rank: int, world_size: int, backend: str) -> None:
     assert len(record.runs) == count
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.quick_cases("inductor")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.slow
 def test_recorded_code_has_the_same_gradients(ranks: Ranks, backend: str) -> None:
     """Bit for bit; nothing is recorded after the block."""
     ranks(2).run(_recorded, backend)

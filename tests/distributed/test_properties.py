@@ -191,8 +191,8 @@ def test_random_modules(ranks: Ranks, world_size: int, case: Case) -> None:
         ranks(world_size).run(_together, case, folder)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
-@pytest.mark.quick_cases("4", "5", "6", "7")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_random_programs(ranks: Ranks, seed: int) -> None:
     program = random_program(seed)
     found = ranks(program.world_size).run(differences, program)

@@ -67,9 +67,9 @@ def _uneven_dims(rank: int, world_size: int, backend: str) -> None:
     hashes_agree(ours)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.quick_cases("2-inductor", "3-inductor", "4-inductor")
+@pytest.mark.slow
 def test_uneven_shards_on_any_dim(ranks: Ranks, world_size: int, backend: str) -> None:
     """Sizes that the number of ranks does not divide, and smaller sizes."""
     ranks(world_size).run(_uneven_dims, backend)

@@ -148,7 +148,7 @@ def _train(rank: int, world_size: int, name: str, policy: MixedPrecisionPolicy) 
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in MESHES])
-@pytest.mark.quick_cases("one axis", "replicas only", "all", "8 ranks")
+@pytest.mark.quick_cases("one axis")
 def test_matches_fsdp2(ranks: Ranks, name: str) -> None:
     """Losses, gradients, placements and steps; loss in the model or outside; batches sharded or replicated."""
     for lines in ranks(8 if name == "8 ranks" else 4).run(_train, name, FP32):

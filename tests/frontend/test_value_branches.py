@@ -96,10 +96,8 @@ def test_values_of_parameters_are_a_graph_break(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module.*returned a view")
-@pytest.mark.parametrize(
-    "name", ["llama", "bert", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=copies)]
-)
-@pytest.mark.quick_cases("gpt2")
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", pytest.param("t5", marks=copies)])
+@pytest.mark.slow
 def test_padding_of_transformers(mesh: DeviceMesh, name: str) -> None:
     """No mask, a mask with padding, one without: each has FSDP2's bits and a program, because kernels differ."""
     model, task = tiny_model(name)

@@ -161,8 +161,8 @@ def test_blocks_that_alternate(fake_world: FakeWorld, monkeypatch: pytest.Monkey
     assert compare(Stack([make() for _ in range(6) for make in (Block, other)]), monkeypatch)
 
 
-@pytest.mark.parametrize("block", [pytest.param(Attends, marks=pytest.mark.slow), Drops, Again])
-@pytest.mark.quick_cases("Attends")
+@pytest.mark.parametrize("block", [Attends, Drops, Again])
+@pytest.mark.slow
 def test_blocks_with_state_and_random_numbers(
     fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, block: type[Block]
 ) -> None:

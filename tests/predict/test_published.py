@@ -97,11 +97,11 @@ def test_arrays_of_factors():
     ("source", "model", "ranks", "error"),
     [
         ("KempnerForge", "llama3-8b", 1, 0.039),
-        pytest.param("torchtitan A100", "llama3-8b", 64, 0.006, marks=pytest.mark.slow),
-        pytest.param("llm-foundry H100", "mpt-7b", 128, -0.088, marks=pytest.mark.slow),
+        ("torchtitan A100", "llama3-8b", 64, 0.006),
+        ("llm-foundry H100", "mpt-7b", 128, -0.088),
     ],
 )
-@pytest.mark.quick_cases("torchtitan A100-llama3-8b-64-0.006", "llm-foundry H100-mpt-7b-128--0.088")
+@pytest.mark.slow
 def test_published_steps(source, model, ranks, error):
     """Llama-3 8B, compiled on one H200 and eager on 64 A100, and MPT-7B, which copies tokens other than padding.
 
