@@ -93,11 +93,11 @@ class ChainState:
             for member in self.chain.members(bucket):
                 self.gathered += member.num_bytes
                 self._dies[member.last + 1] += member.num_bytes
-            self._observe(self.chain.boundary[self.at])
             self.gathers.append(number)
+            self._observe(self.chain.boundary[self.at])
         else:
-            self._observe(self.chain.boundary[self.at], cost.transient)
             self.reductions.append(number)
+            self._observe(self.chain.boundary[self.at], cost.transient)
         self.clocks.compute += cost.copy_in
         return self._launch("start", number, bucket.kind, cost.seconds)
 

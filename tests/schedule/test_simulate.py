@@ -105,6 +105,15 @@ def test_live_tensors_at_the_peak() -> None:
     assert run.peak == 24
 
 
+def test_gradients_are_alive_next_to_their_buffer() -> None:
+    gradient = Transfer("w", 8, 1, num_tensors=2, num_small=2, small_bytes=6)
+    events = (Occurrence("start", 0, 1), Occurrence("wait", 0, 1))
+    placement = Placement((Bucketed("reduce", 0, 1, packed=True),), events)
+    run = ExplainedRun(Chain("backward", (1.0,), (3,), reductions=(gradient,)), LINK, placement)
+    assert run.at_peak == {"": 3, "packing": 6, "gradient w": 8}
+    assert run.peak == 17
+
+
 def test_phases_follow_each_other() -> None:
     optimizer = Chain("optimizer", (5.0,), (30,))
     found = simulate(Problem((three_layers(), optimizer), LINK), Schedule((eager(), Placement())))
