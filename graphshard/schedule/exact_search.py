@@ -66,6 +66,11 @@ class _ExactSearch:
         self.continues = link.all_reduce is None or not (shared or link.contention)
         # Costs are concave: what is left takes at least as long as it would in one bucket.
         self.rest = {kind: _least_rest(chain.transfers(kind), link, kind) for kind in (*KINDS, "all_reduce")}
+        # By channel and position, the seconds of the model's collectives that start there or later.
+        self.fixed = [
+            [sum(f.seconds for f in chain.fixed if f.channel == channel and f.at >= at) for at in range(self.end + 1)]
+            for channel in (0, 1)
+        ]
         self.kept: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
 
     def run(self) -> ExactResult:
@@ -126,9 +131,7 @@ class _ExactSearch:
 
     def _least(self, state: ChainState) -> float:
         """Return the seconds that every schedule takes from here: the rest of the compute, or of the bytes."""
-        left = [0.0, 0.0]
-        for fixed in self.chain.fixed:
-            left[fixed.channel] += fixed.seconds if fixed.at >= state.at else 0.0
+        left: list[float] = [fixed[state.at] for fixed in self.fixed]
         done = {**state.issued, "all_reduce": self._freed(state)}
         for kind, rest in self.rest.items():
             left[self.link.channel(kind)] += rest[done[kind]]
