@@ -77,7 +77,7 @@ def on_one_link(costs: Costs, axes: PhaseAxes) -> bool:
 
 
 def link_of(costs: Costs, axes: PhaseAxes, *, exchange: bool = False) -> Link:
-    """Return the costs of collectives over these axes; collectives of experts, if `on_one_link`, are the way 1."""
+    """Return the costs of collectives over these axes; collectives of experts, if `on_one_link`, have the index 1."""
     link = _link(costs, axes, exchange=exchange)
     if axes.experts is None or not on_one_link(costs, axes):
         return link

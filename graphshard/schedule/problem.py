@@ -244,6 +244,7 @@ class Link:
     @cached_property
     def second_legs(self) -> Link:
         """The link on which reductions are their second legs, and first legs use no channel: no schedule is longer."""
+        assert all(link.all_reduce is not None for link in (self, *self.others)), "a first leg is no bound of a second"
         return self._reducing(lambda link: link.all_reduce, lead=True, separate=self.all_reduce_on != 0)
 
     @cached_property
@@ -394,7 +395,7 @@ class Contents(NamedTuple):
         return (False, True) if self.num_small > 1 else (False,)
 
     def load(self, link: Link, kind: CollectiveKind, packed: bool) -> Load:
-        """Return the costs as a bucket; `link` is the link of the transfers' way."""
+        """Return the costs as a bucket; `link` is that of the transfers' index."""
         num_tensors = self.num_tensors - self.num_small + 1 if packed else self.num_tensors
         seconds, transient = link.seconds(kind, self.num_bytes, num_tensors), self.small_bytes if packed else 0
         copy = link.copy(self.small_bytes) if packed else 0.0

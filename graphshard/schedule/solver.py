@@ -101,7 +101,7 @@ class Solver:
                 f"bytes; {_explain(problem, smallest)}",
                 smallest,
             )
-        best: tuple[float, Schedule] | None = None
+        best: Solution | None = None
         bound = lower_bound(problem, limit=self.limit)
         budget, stopped = Budget(self.steps), False
         choices = list(self._choices(problem))
@@ -109,21 +109,19 @@ class Solver:
             with_kept = problem.keep(kept)
             if smallest_of(with_kept) > self.limit:
                 continue
-            if best is not None and lower_bound(with_kept, kept=frozenset()) >= best[0] * (1 - 1e-12):
+            if best is not None and lower_bound(with_kept, kept=frozenset()) >= best.step_seconds * (1 - 1e-12):
                 continue
             part = budget.part(len(choices) - index)
             found = list(self._phases(with_kept, part))
             budget.take(part)
             stopped |= any(phase.stopped for phase in found)
-            schedule = Schedule(tuple(phase.placement for phase in found), kept)
-            seconds = simulate(problem, schedule).step_seconds
-            if best is None or seconds < best[0]:
-                best = seconds, schedule
+            seconds, peak = sum(phase.seconds for phase in found), max(phase.peak for phase in found)
+            if best is None or seconds < best.step_seconds:
+                best = Solution(Schedule(tuple(phase.placement for phase in found), kept), seconds, bound, peak)
             if not problem.keepable:
                 bound = max(bound, sum(phase.bound for phase in found))
         assert best is not None
-        run = simulate(problem, best[1])
-        return Solution(best[1], run.step_seconds, min(bound, run.step_seconds), run.peak, stopped)
+        return replace(best, lower_bound=min(bound, best.step_seconds), stopped=stopped)
 
     def _phases(self, problem: Problem, budget: Budget) -> Iterator[PhaseSearch]:
         bounds = [chain_bound(chain, problem.link_of(chain)) for chain in problem.chains]
