@@ -4,18 +4,23 @@
         return (self * SCALE, self.new_full((), config.offset + module.factor)), None
 
 These are SCALE, config.offset and module.factor; variables that the method closes over, defaults of arguments, and what
-functions that it names read. Of user objects, the attributes that the code names are compared. Numbers, strings
-and collections of them are compared by value, anything else by identity.
+functions that it names read. Of an object, only the attributes that the code reads of it are compared: it may hold a
+counter of steps, too. Numbers, strings and collections of them are compared by value, anything else by identity.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dis
 import functools
 import inspect
+import itertools
+import queue
 import sys
 import types
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,11 +30,20 @@ from torch import nn
 from graphshard.ir.subclasses import POST, PRE, identity_of, shard_in
 from graphshard.utils.source_lines import MISSING, PLAIN, codes_of, is_users
 
-# How many functions, objects and containers in each other are looked into.
+# How many functions that name each other are looked into, and containers in each other.
 _DEPTH = 3
 # Larger collections are compared by identity.
 _LARGEST = 64
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_CONTAINERS = (list, tuple, deque, set, frozenset, dict)
+# Classes of torch and Python whose objects hold what users set.
+_SETTINGS = (
+    *(torch.Tensor, nn.Module, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap),
+    *(queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
+_VARIABLES = {"LOAD_GLOBAL": "global", "STORE_GLOBAL": "global", "LOAD_DEREF": "cell"}
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+# What newer versions of Python write between reading a variable and its attribute.
+_BETWEEN = ("CACHE", "COPY", "DUP_TOP", "PUSH_NULL", "EXTENDED_ARG")
 
 
 class _Held:
@@ -60,7 +74,8 @@ def relied_on(params: Iterable[tuple[torch.Tensor, nn.Module]]) -> tuple[Hashabl
             own = [function for function in map(_function_of, methods) if function is not None]
             known |= {function: read_by(function) for function in own if function not in known}
             held = vars(owner)
-            names = (name for function in own for name in _names_in(function.__code__) if name in held)
+            codes = (code for function in own for code in codes_of(function.__code__))
+            names = dict.fromkeys(name for code in codes for name in code.co_names if name in held)
             found.append((identity, *((name, _told(held[name])) for name in names)))
     return *found, *known.values()
 
@@ -70,15 +85,19 @@ def read_by(method: Any, depth: int = _DEPTH) -> tuple[Hashable, ...]:
     function = _function_of(method)
     if function is None:
         return ()
-    names = _names_in(function.__code__)
-    values = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    named = _named_in(function.__code__)
+    values = [
+        (name, function.__globals__[name], chains if _has_settings(function.__globals__[name]) else ())
+        for (kind, name), chains in named.items()
+        if kind == "global" and name in function.__globals__ and not name.startswith("__")
+    ]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # not filled yet
-            values.append((name, cell.cell_contents))
-    values += [*vars(function).items(), *(function.__kwdefaults__ or {}).items()]
-    values += [("default", value) for value in function.__defaults__ or ()]
-    read = (_state(name, value, names, depth) for name, value in values if not name.startswith("__"))
-    return tuple(entry for entries in read for entry in entries)
+            values.append((name, cell.cell_contents, named.get(("cell", name), ())))
+    others = [*vars(function).items(), *(function.__kwdefaults__ or {}).items()]
+    others += [("default", value) for value in function.__defaults__ or ()]
+    values += [(name, value, ()) for name, value in others if not name.startswith("__")]
+    return tuple(entry for name, value, chains in values for entry in _state(name, value, chains, depth))
 
 
 def _function_of(method: Any) -> types.FunctionType | None:
@@ -89,31 +108,42 @@ def _function_of(method: Any) -> types.FunctionType | None:
 
 
 @functools.cache
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names of globals and attributes in a function and in the functions that it defines."""
-    return tuple(dict.fromkeys(name for part in codes_of(code) for name in part.co_names))
+def _named_in(code: types.CodeType) -> dict[tuple[str, str], tuple[tuple[str, ...], ...]]:
+    """Return the variables that code names, and of each the attributes: ("model", "SCALE") of config.model.SCALE.
+
+    Their keys are ("global" or "cell", name). Functions that are defined in the code belong to it.
+    """
+    found: dict[tuple[str, str], dict[tuple[str, ...], None]] = {}
+    for part in codes_of(code):
+        steps = [step for step in dis.get_instructions(part) if step.opname not in _BETWEEN]
+        for index, step in enumerate(steps):
+            if step.opname in _VARIABLES:
+                following = itertools.takewhile(lambda after: after.opname in _ATTRIBUTES, steps[index + 1 :])
+                chain = tuple(after.argval for after in following)
+                found.setdefault((_VARIABLES[step.opname], step.argval), {})[chain] = None
+    return {variable: tuple(chains) for variable, chains in found.items()}
 
 
-def _state(name: str, value: Any, names: Sequence[str], depth: int) -> Iterator[Hashable]:
-    """Yield a value, what a function reads, and the named attributes of user objects, without properties."""
+def _state(name: str, value: Any, chains: Sequence[tuple[str, ...]], depth: int) -> Iterator[Hashable]:
+    """Yield a value, what a function reads, and the attributes in chains, without running properties."""
     yield name, _told(value)
-    if not depth:
-        return
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, types.FunctionType) and depth:
         yield from read_by(value, depth - 1)
-    elif _has_settings(value):
-        for attribute in names:
-            inner = inspect.getattr_static(value, attribute, MISSING)
-            if inner is not MISSING:
-                yield from _state(attribute, inner, names, depth - 1)
+    for attribute in dict.fromkeys(chain[0] for chain in chains if chain):
+        inner = inspect.getattr_static(value, attribute, MISSING)
+        if inner is not MISSING:
+            yield from _state(attribute, inner, [chain[1:] for chain in chains if chain[:1] == (attribute,)], depth)
 
 
 def _has_settings(value: Any) -> bool:
-    """Return whether a value is a user's module, class or object, whose attributes may be settings."""
-    if isinstance(value, types.ModuleType):
-        return is_users(getattr(value, "__file__", None) or "<>")
-    if isinstance(value, (nn.Module, types.SimpleNamespace, argparse.Namespace)):
+    """Return whether a value is a user's module, class or object, whose attributes may be settings.
+
+    The attributes of others are not: torch.ops gets some when they are first read.
+    """
+    if isinstance(value, _SETTINGS):
         return True
+    if type(value) is types.ModuleType:
+        return is_users(getattr(value, "__file__", None) or "<>")
     kind = value if isinstance(value, type) else type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or is_users(file or "<>")
@@ -122,10 +152,10 @@ def _has_settings(value: Any) -> bool:
 def _told(value: Any, depth: int = _DEPTH) -> Hashable:
     if isinstance(value, PLAIN):
         return type(value), value
-    # Reading a container of another class may fill it.
-    is_container = isinstance(value, _CONTAINERS) and type(value).__module__ in ("builtins", "collections")
-    if not is_container or not depth or len(value) > _LARGEST:
+    # The methods of Python's class, as those of a user's may fill a container that is read.
+    own: Any = next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
+    if own is None or not depth or own.__len__(value) > _LARGEST:
         return _Held(value)
-    items = [part for item in value.items() for part in item] if isinstance(value, dict) else value
-    made = frozenset if isinstance(value, (set, frozenset)) else tuple
+    items = [part for item in dict.items(value) for part in item] if own is dict else own.__iter__(value)
+    made = frozenset if own in (set, frozenset) else tuple
     return type(value), made(_told(item, depth - 1) for item in items)
