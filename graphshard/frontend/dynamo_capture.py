@@ -35,6 +35,7 @@ from torch.torch_version import TorchVersion
 
 from graphshard.errors import GraphBreak
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
+from graphshard.frontend.inputs import without_values
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
@@ -201,11 +202,12 @@ class DynamoTrace:
         """Raise ConstraintViolationError if forward takes a dynamic size for a number, or for a smaller range."""
         self._guard_manager()
 
-    def build_guards(self, keep: Callable[[str, str, Any], bool]) -> tuple[Any, ExtraGuards]:
+    def build_guards(self, keep: Callable[[str, str, Any], bool], device: torch.device) -> tuple[Any, ExtraGuards]:
         """Build the guard manager against the module as it is now.
 
         Args:
             keep: whether to keep a guard, given its source, its kind and, for a key of a dict, the key.
+            device: of the program.
 
         Returns:
             An object with `check(scope)` and `check_verbose(scope)`, and what checks the rest.
@@ -223,11 +225,10 @@ class DynamoTrace:
         _relax(graph)
         with TRACING, dynamo_config.patch(_known(_GUARD_SETTINGS)):
             made = self._guard_manager()
-        module = graph.local_scope["module"]
-        # Guards expect the buffers that a module on the meta device has once it is materialized.
-        if not any(buffer.is_meta for buffer in module.buffers()) and not made.check(graph.local_scope):
-            parts = made.check_verbose(graph.local_scope).verbose_code_parts
-            raise AssertionError(f"a guard fails for the call that was traced: {parts}")
+        with _materialized(graph.local_scope["module"], device):
+            if not made.check(graph.local_scope):
+                parts = made.check_verbose(graph.local_scope).verbose_code_parts
+                raise AssertionError(f"a guard fails for the call that was traced: {parts}")
         values = {"L": graph.local_scope, "G": graph.global_scope}
         sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in _sources_of(guard)]
         # Only guards are made of these. A view among them keeps its base where the garbage collector does not look.
@@ -248,6 +249,21 @@ class DynamoTrace:
         # it they would keep the trace, and the process groups of its tensors.
         del manager.guard_manager
         return made
+
+
+@contextlib.contextmanager
+def _materialized(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give a module on the meta device the buffers that guards expect, which it has when it is called."""
+    materialize = functools.cache(functools.partial(without_values, device=device))
+    buffers = [(owner._buffers, *each) for owner in module.modules() for each in owner._buffers.items()]
+    meta = [(held, name, buffer) for held, name, buffer in buffers if buffer is not None and buffer.is_meta]
+    for held, name, buffer in meta:
+        held[name] = materialize(buffer)
+    try:
+        yield
+    finally:
+        for held, name, buffer in meta:
+            held[name] = buffer
 
 
 def _relax(graph: Any) -> None:

@@ -168,7 +168,8 @@ class TracedGuard:
         self._method = trace.method
         self._root = self._root_now()
         with without_torchs_hooks():
-            self._guards, self._extra = trace.build_guards(functools.partial(_is_kept, module, *_ours(module)))
+            keep = functools.partial(_is_kept, module, *_ours(module))
+            self._guards, self._extra = trace.build_guards(keep, executable.program.device)
         self._branches, self._globals = trace.branches, trace.names
         self._executable = executable
         self._label = users_class(module).__name__

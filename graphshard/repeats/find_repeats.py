@@ -103,7 +103,7 @@ def _key_of(value: Any, depth: int = 0) -> Any:
     elif isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
         found = tuple((inner(name), inner(item)) for name, item in value.items())
     elif type(value) is functools.partial:
-        found = inner(value.func), inner(value.args), inner(value.keywords)
+        found = inner(value.func), inner(value.args), inner(value.keywords), inner(vars(value))
     elif type(value) is types.FunctionType and not vars(value):
         cells = tuple(map(_in_cell, value.__closure__ or ()))
         found = value.__code__, id(value.__globals__), inner((value.__defaults__, value.__kwdefaults__, cells))

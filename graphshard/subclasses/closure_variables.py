@@ -10,17 +10,13 @@ counter of steps, too. Numbers, strings and collections of them are compared by 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dis
 import functools
 import inspect
 import itertools
-import queue
-import sys
 import types
-import weakref
-from collections import ChainMap, UserDict, UserList, deque
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +24,7 @@ import torch
 from torch import nn
 
 from graphshard.ir.subclasses import POST, PRE, identity_of, shard_in
+from graphshard.torch_compat.torch_ops import OpOverloadPacket
 from graphshard.utils.source_lines import MISSING, PLAIN, codes_of, is_users
 
 # How many functions that name each other are looked into, and containers in each other.
@@ -35,11 +32,6 @@ _DEPTH = 3
 # Larger collections are compared by identity.
 _LARGEST = 64
 _CONTAINERS = (list, tuple, deque, set, frozenset, dict)
-# Classes of torch and Python whose objects hold what users set.
-_SETTINGS = (
-    *(torch.Tensor, nn.Module, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap),
-    *(queue.Queue, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
-)
 _VARIABLES = {"LOAD_GLOBAL": "global", "STORE_GLOBAL": "global", "LOAD_DEREF": "cell"}
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
 # What newer versions of Python write between reading a variable and its attribute.
@@ -136,17 +128,10 @@ def _state(name: str, value: Any, chains: Sequence[tuple[str, ...]], depth: int)
 
 
 def _has_settings(value: Any) -> bool:
-    """Return whether a value is a user's module, class or object, whose attributes may be settings.
-
-    The attributes of others are not: torch.ops gets some when they are first read.
-    """
-    if isinstance(value, _SETTINGS):
-        return True
-    if type(value) is types.ModuleType:
-        return is_users(getattr(value, "__file__", None) or "<>")
-    kind = value if isinstance(value, type) else type(value)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or is_users(file or "<>")
+    """Return whether attributes of a value may be settings; torch.ops and operators get some when they are read."""
+    if isinstance(value, types.ModuleType):
+        return type(value) is types.ModuleType and is_users(getattr(value, "__file__", None) or "<>")
+    return not isinstance(value, OpOverloadPacket)
 
 
 def _told(value: Any, depth: int = _DEPTH) -> Hashable:

@@ -18,6 +18,7 @@ STATE = types.SimpleNamespace(factor=1.0, step=0, a=types.SimpleNamespace())
 STATE.a.b = types.SimpleNamespace(c=types.SimpleNamespace(d=types.SimpleNamespace(factor=1.0)))
 STEPS = types.SimpleNamespace(epoch=0, size=8)
 FACTORS = deque([1.0], maxlen=1)
+logaddexp = ops.aten.logaddexp
 step = 0
 
 
@@ -101,11 +102,13 @@ def test_other_attributes_change_at_each_step(mesh: DeviceMesh) -> None:
 
 
 def test_operators_that_are_read_for_the_first_time(mesh: DeviceMesh) -> None:
-    """Torch adds them to torch.ops when they are read, which is not a change of a variable."""
+    """Torch adds them, and their overloads, as attributes when they are read, which is not a change of a variable."""
     vars(ops.aten).pop("logaddexp2", None)
+    vars(logaddexp).pop("default", None)
 
     def factor() -> Any:
-        return ops.aten.logaddexp2(torch.ones(()), torch.ones(()))
+        one = torch.ones(())
+        return ops.aten.logaddexp2(one, one) + logaddexp.default(one, one)
 
     net = _net(mesh, factor)
     for _ in range(2):

@@ -203,6 +203,18 @@ def test_a_joint_program_runs_without_a_forward(mesh: DeviceMesh) -> None:
     assert torch.equal(loss, plain(x))
 
 
+def test_a_program_of_a_model_on_the_meta_device_serves_it_later(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.ones(2, 4)
+    graphshard.compile(model, mesh, backend="eager", example_inputs=(x,))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.zero_()
+    assert torch.equal(model(x), torch.zeros(2, 4))
+    assert len(graphshard.programs(model)) == 1
+
+
 def test_a_submodule_called_directly_sees_a_replaced_forward(mesh: DeviceMesh) -> None:
     ours = compiled(Deep(), mesh)
     x = torch.randn(3, 4)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,6 +20,7 @@ from graphshard.ir.repeats import BlocksDifferError
 from graphshard.options.options import Options
 from graphshard.predict.explanation import Explanation
 from graphshard.predict.study import Study
+from graphshard.repeats.find_repeats import find_repeats
 from tests.distributed.twins import load_example
 
 PROFILE = graphshard.profiling.load_profile("h100")
@@ -189,6 +193,38 @@ def test_programs_of_all_blocks_are_verified() -> None:
 def test_a_block_that_differs(odd: Any) -> None:
     """Seven blocks have no run of six equal ones around the different one in their middle."""
     assert not compare(Stack([*(Block() for _ in range(3)), odd(), *(Block() for _ in range(3))]))
+
+
+def _times(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+    return x * by
+
+
+def _with_attribute(by: float) -> Any:
+    function = functools.partial(_times)
+    vars(function)["by"] = by
+    return function
+
+
+FUNCTIONS: dict[str, Callable[[float], Any]] = {
+    "closure": lambda by: lambda x: x * by,
+    "default": lambda by: lambda x, by=by: x * by,
+    "keyword default": lambda by: lambda x, *, by=by: x * by,
+    "partial": lambda by: functools.partial(_times, by=by),
+    "attribute of a partial": _with_attribute,
+    "global": lambda by: types.FunctionType(_times.__code__, {"by": by}, argdefs=(1.0,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_blocks_that_hold_functions_that_differ(name: str) -> None:
+    def model(factors: list[float]) -> nn.Module:
+        blocks = [Block() for _ in factors]
+        for block, factor in zip(blocks, factors):
+            block.activation = FUNCTIONS[name](factor)
+        return Stack([*blocks])
+
+    assert find_repeats(model([1.0] * 3 + [2.0] + [1.0] * 3)) is None
+    assert name == "global" or find_repeats(model([1.0] * 7)) is not None
 
 
 @pytest.mark.slow
