@@ -47,7 +47,8 @@ from graphshard.options.simulated_mesh import Parallelize, options_for, shape_of
 from graphshard.options.validate import ModelContents, check_examples, check_model
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.schedule.rank_consistent_planner import Share
-from graphshard.store.artifact_file import ArtifactWriter, MeshPrograms
+from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram
+from graphshard.store.artifact_manifest import MeshEntry
 from graphshard.store.fingerprint import describe_options, environment, model_facts
 from graphshard.store.signing import signer_of
 from graphshard.torch_compat.torch_ops import pytree
@@ -163,7 +164,7 @@ def export(
 
         def programs_of(
             made: nn.Module, tracer: Tracer, shape: dict[str, int], share: Share | None = None
-        ) -> MeshPrograms:
+        ) -> tuple[MeshEntry, list[CompiledProgram]]:
             described, item = describe_options(tracer), tracer.spec.mesh
             tracer.compiled = compiled
             costs = Costs(machine, mesh=item, fused=chosen.backend != "eager")
@@ -177,23 +178,23 @@ def export(
             for call in wanted:
                 with in_mode(made, call.training):
                     programs.append(exporter.capture(call))
-            return MeshPrograms(item, shape, described, tracer.spec.params, tuple(programs))
+            return MeshEntry(item, shape, None, described, tracer.spec.params, []), programs
 
         for item in meshes:
             tracer = make_tracer(request_for(contents, MeshAxes(item), chosen, kind))
-            writer.add_mesh(programs_of(model, tracer, item.shape))
+            writer.add_mesh(*programs_of(model, tracer, item.shape))
         for shape in shapes:
             assert parallelize is not None
-            places: list[MeshPrograms] = []
+            places: list[tuple[MeshEntry, list[CompiledProgram]]] = []
             plans: list[dict[str, Any]] = []
             # On axes for models, and on those along which the captured programs communicate.
             count = math.prod(size for name, size in shape.items() if name in (*CONTEXT, *EXPERT, *TENSOR))
-            while len(places) < math.lcm(count, *(each.period for found in places for each in found.programs)):
+            while len(places) < math.lcm(count, *(program.period for _, programs in places for program in programs)):
                 with _tracer_at(model, shape, parallelize, chosen, kind, len(places)) as (made, tracer):
                     places.append(programs_of(made, tracer, shape, _sharing(plans, len(places))))
             differ = any(found != places[0] for found in places)
-            for place, found in enumerate(places if differ else places[:1]):
-                writer.add_mesh(replace(found, place=place if differ else None))
+            for place, (entry, programs) in enumerate(places if differ else places[:1]):
+                writer.add_mesh(replace(entry, place=place if differ else None), programs)
         native = any(region.code == "native" for region in writer.regions.values())
         here = environment(kind, native=native)
     writer.write(target, here, model_facts(model), sign=signer)

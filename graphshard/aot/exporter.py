@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.codec.converter import encode_pass
 from graphshard.codec.program_format import encode_lowered, encode_partitioned, graph_digest
 from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
@@ -165,7 +164,6 @@ class Exporter:
         collectives = (model_collective(node) for phase in program.phases.values() for node in phase.module.graph.nodes)
         axes = [program.mesh.named(each.axis) for each in collectives if each is not None]
         period = math.lcm(*(axis.size * program.mesh.distance(axis) for axis in axes))
-        plan = program.plan.to_json() if program.plan else "null"
         data = self._encoded(program, module)
         backwards: list[_Backward] = []
         prediction, start = "", None
@@ -193,7 +191,6 @@ class Exporter:
             backwards=backwards,
             text=text,
             trace=program.history[0].text,
-            plan=plan,
             prediction=prediction,
             period=period,
         )
@@ -235,9 +232,8 @@ class Exporter:
             observer = Observer(tracer.options.level, None, tuple(partitioned.passes(used, step)), self.show)
             variant = rerun_backward(partitioned, program, used, step, observer)
             self._lower(variant, observer)
-            data = self._encoded(variant, module)
-            data["accumulate"] = encode_pass(step) if step is not None else None
-            return variant.phases["backward"], (BackwardEntry(sorted(used), microbatch), data)
+            entry = BackwardEntry(sorted(used), microbatch, step)
+            return variant.phases["backward"], (entry, self._encoded(variant, module))
 
         names = {ref.row.name: ref.name for ref in tracer.params}
         # Until the last microbatch gradients are not reduced at all, or over shards only.

@@ -31,6 +31,7 @@ from graphshard.options.resolve import device_of, find_axes, request_for
 from graphshard.options.validate import check_model, default_mesh
 from graphshard.runtime.process_groups import neighbors, ranks_of, whole_mesh
 from graphshard.store.artifact_file import Artifact, read_artifact
+from graphshard.store.artifact_manifest import MeshEntry
 from graphshard.store.fingerprint import (
     MODEL_FIELDS,
     check_same_options,
@@ -99,15 +100,13 @@ def load(
     artifact = read_artifact(artifact_path("path", path), verifier_of(trust))
     device = device_of(data)
     with _refusing(artifact, given=bool(options)):
-        index = _check_place(artifact, device, whole, _shape_here(mesh, whole), _rank_in(whole_mesh(data, tensor)))
-        params = artifact.params(index)
-        _check_model(artifact, model, params, whole, experts)
-        stored = artifact.manifest.meshes[index].options
-        wanted = Options(**{**restored_options(stored, model, params), **options})
+        entry = _check_place(artifact, device, whole, _shape_here(mesh, whole), _rank_in(whole_mesh(data, tensor)))
+        _check_model(artifact, model, entry.params, whole, experts)
+        wanted = Options(**{**restored_options(entry.options, model, entry.params), **options})
         tracer = make_tracer(request_for(contents, replace(axes, placements=None), wanted, device))
-        check_same_options(artifact.path, stored, params, tracer, given=options.keys())
+        check_same_options(artifact.path, entry, tracer, given=options.keys())
         runner = make_runner(model, tracer, data)
-        _give_programs(artifact, index, model, runner)
+        _give_programs(artifact, entry, model, runner)
     runner.sealed = True
     shard(model, runner)
     return model
@@ -120,18 +119,17 @@ def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) 
         spec = runner.tracer.spec
         with _refusing(artifact, given=False):
             rank = _rank_in(whole_mesh(runner.mesh, spec.tensor))
-            index = _check_place(artifact, spec.device, spec.mesh, _shape_here(mesh, spec.mesh), rank)
-            params = artifact.params(index)
-            _check_model(artifact, model, params, spec.mesh, spec.experts)
-            check_same_options(artifact.path, artifact.manifest.meshes[index].options, params, runner.tracer)
-            _give_programs(artifact, index, model, runner)
+            entry = _check_place(artifact, spec.device, spec.mesh, _shape_here(mesh, spec.mesh), rank)
+            _check_model(artifact, model, entry.params, spec.mesh, spec.experts)
+            check_same_options(artifact.path, entry, runner.tracer)
+            _give_programs(artifact, entry, model, runner)
     except ArtifactError as error:
         log.warning("compiling instead of loading: %s", error)
 
 
-def _give_programs(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> None:
+def _give_programs(artifact: Artifact, entry: MeshEntry, model: nn.Module, runner: Runner) -> None:
     """Read the programs for a mesh, compare them with the other ranks', and give them to the runner."""
-    library, programs = read_programs(artifact, index, model, runner)
+    library, programs = read_programs(artifact, entry.programs, model, runner)
     groups = _groups_found(programs, runner.groups, whole_mesh(runner.mesh, runner.tracer.spec.tensor))
     runner.groups.update(groups)
     library.check_same(model, runner)
@@ -161,8 +159,8 @@ def artifact_path(name: str, path: Any) -> Path:
     return path_of(name, path, "a file that graphshard.export wrote")
 
 
-def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], rank: int) -> int:
-    """Return the index of the mesh, as it was given, for a rank; raise ArtifactError if machine or mesh differ."""
+def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: dict[str, int], rank: int) -> MeshEntry:
+    """Return the entry of the mesh, as it was given, for a rank; raise ArtifactError if machine or mesh differ."""
     manifest, path = artifact.manifest, artifact.path
     here = environment(device, native=artifact.native)
     # The other facts describe that kind of device.
@@ -182,8 +180,8 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: di
     # The number of ranks to gather again among is an option, compared later.
     wanted = (mesh.grid, mesh.of_experts, list(shape.items()))
     fits = {
-        entry.place: index
-        for index, entry in enumerate(manifest.meshes)
+        entry.place: entry
+        for entry in manifest.meshes
         if (entry.mesh.grid, entry.mesh.of_experts, list(entry.shape.items())) == wanted
     }
     if not fits:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +18,6 @@ from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.gpus import CAPABILITIES, dotted
-from graphshard.ir.plan import Plan
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
@@ -75,17 +73,13 @@ def _check(artifact: Artifact) -> Iterator[str]:
             artifact.gpu_code(key, capability, device)
     compiled = {key: RegionCall(Package()) for key in manifest.regions}
     count = 0
-    for index, mesh in enumerate(manifest.meshes):
-        artifact.params(index)
+    for mesh in manifest.meshes:
         for program in mesh.programs:
             names = (f"{program.file}.json", *map(program.backward_file, program.backwards))
             decoded = [decode_lowered(artifact.archive.json(name), compiled, None, device) for name in names]
             count += len(decoded)
             for name in program.partitioned_files:
                 decode_partitioned(artifact.archive.json(name), decoded[0], Pipeline(), device)
-            plan = artifact.archive.text(f"{program.file}.plan.json")
-            if json.loads(plan) is not None:
-                Plan.from_json(plan)
     yield f"{len(artifact.archive.members)} members"
     yield f"{count} programs for {len(manifest.meshes)} meshes"
     yield f"{len(manifest.regions)} regions"

@@ -193,32 +193,37 @@ def encode_structure(spec: pytree.TreeSpec, what: str = "") -> str:
 
 def decode_structure(text: Any, what: str) -> pytree.TreeSpec:
     """Inverse of `encode_structure`; raise ArtifactError if it has a class that is not registered here."""
-    unknown = sorted(_types(typed(text, str)) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE))
+    unknown = sorted(_types(text) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE))
     if unknown:
         raise ArtifactError(
             f"the {what} hold a {unknown[0]}, which is not registered with torch.utils._pytree in this process. Import "
             "the module that defines it before loading."
         )
-    if "__enum__" in text:
-        raise ArtifactError(f"the structure of the {what} names a class to import. It is not loaded.")
     return pytree.treespec_loads(text)
 
 
 def _describing_structure(text: Any, _: Any) -> pytree.TreeSpec:
     """Return a structure of Python's own classes, or one that stands for it."""
-    with contextlib.suppress(ValueError):
-        if "__enum__" not in typed(text, str) and _types(text) <= _OF_PYTHON:
+    with contextlib.suppress(ArtifactError, ValueError):
+        if _types(text) <= _OF_PYTHON:
             return pytree.treespec_loads(text)
     return pytree.TreeSpec(UnknownOutput, typed(text, str), [])
 
 
-def _types(text: str) -> set[str]:
-    """Return the classes in a structure, by pytree's names."""
+def _types(text: Any) -> set[str]:
+    """Return the classes in a structure, by pytree's names; raise ArtifactError if reading it would import a module."""
+    found = set()
 
-    def within(schema: dict[str, Any]) -> set[str]:
-        return ({schema["type"]} - {None}).union(*map(within, schema["children_spec"]))
+    def check(part: dict[str, Any]) -> None:
+        if "__enum__" in part or part.get("default_factory_module", "builtins") != "builtins":
+            raise ArtifactError("the structure of inputs or outputs names a module to import. It is not loaded.")
+        if "children_spec" in part:
+            found.add(part["type"])
+            if isinstance(part["context"], str):  # JSON within JSON
+                json.loads(part["context"], object_hook=check)
 
-    return within(json.loads(text)[1])
+    json.loads(typed(text, str), object_hook=check)
+    return found - {None}
 
 
 # --- passes and planners -----------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from graphshard.codec.converter import check_phase, decode_structure, encode_structure
 from graphshard.codec.graph_format import Decoder, decode_stack, encode_marks, short_name
@@ -61,39 +59,13 @@ _PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tange
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
-def captured_graph(program: Program) -> Callable[[], ExportedProgram]:
-    """Record a program that no pass has changed, for `Program.exported`, while passes rewrite the graph in place.
-
-    Nodes replace their arguments and never change them, so a list of nodes with their operation, target, arguments and
-    marks at the time is enough: no graph is copied until it is asked for.
-    """
-    ((name, phase),) = program.phases.items()
-    nodes = tuple((n, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in phase.module.graph.nodes)
-    returned = None if program.trace is None else program.trace.returned
-    slots, bare = (phase.inputs, phase.outputs), replace(program, phases={}, trace=None)
-
-    def exported() -> ExportedProgram:
-        graph, known = Graph(), dict[Node, Node]()
-        for node, op, target, args, kwargs, meta in nodes:
-            args, kwargs = map_arg(args, known.__getitem__), map_arg(kwargs, known.__getitem__)
-            known[node] = graph.create_node(op, target, args, kwargs, name=node.name)
-            known[node].meta = dict(meta)
-        return to_exported(replace(bare, phases={name: Phase(GraphModule(nn.Module(), graph), *slots)}), returned)
-
-    return exported
-
-
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-def to_exported(program: Program, returned: pytree.TreeSpec | None = None) -> ExportedProgram:
-    """Return a captured program, before any pass, as torch's; the program stays unchanged.
+def to_exported(program: Program) -> ExportedProgram:
+    """Return a captured program, before any pass, as torch's; raise UnsupportedError if torch has no signature for it.
 
-    Args:
-        returned: structure of the module's output, with the results as its leaves; None for a list of results.
-
-    Raises:
-        UnsupportedError: torch has no signature for an input or output of the program.
+    The program stays unchanged.
     """
     ((name, phase),) = program.phases.items()
     _check_supported(program, phase)
@@ -116,7 +88,7 @@ def to_exported(program: Program, returned: pytree.TreeSpec | None = None) -> Ex
     root = GraphModule(nn.Module(), graph)
     if give_attributes(root):
         root.recompile()
-    root.meta["custom"] = {OURS: {"phase": name, **_facts(program, phase, slots, places, returned)}}
+    root.meta["custom"] = {OURS: {"phase": name, **_facts(program, phase, slots, places)}}
     user = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
     computed = [spec for spec in outputs if "MUTATION" not in spec.kind.name]
     signature = ModuleCallSignature(
@@ -203,13 +175,7 @@ def _state(program: Program, slots: Mapping[Node, Slot]) -> dict[str, torch.Tens
     return state
 
 
-def _facts(
-    program: Program,
-    phase: Phase,
-    slots: Mapping[Node, Slot],
-    places: list[int | None],
-    returned: pytree.TreeSpec | None,
-) -> dict[str, Any]:
+def _facts(program: Program, phase: Phase, slots: Mapping[Node, Slot], places: list[int | None]) -> dict[str, Any]:
     """Return what the signature lacks; `why_not` says why the program cannot be compiled again."""
     communicates = any(axis.role in ("inner", "tensor") for axis in program.mesh.axes)
     problems = {
@@ -218,9 +184,9 @@ def _facts(
         "the model communicates itself": communicates or program.mesh.experts is not None,
     }
     structure = encode_structure(program.out_spec, "outputs")
-    if returned is not None:
+    if program.trace is not None and program.trace.returned is not None:
         with contextlib.suppress(ArtifactError):  # a file names no user classes: a list of results
-            structure = encode_structure(returned, "outputs")
+            structure = encode_structure(program.trace.returned, "outputs")
     return {
         "format": FORMAT,
         "model": program.model,

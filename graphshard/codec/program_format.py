@@ -115,7 +115,7 @@ def _decode(data: dict[str, Any], decoder: Decoder, others: Set[str]) -> Program
 
 
 @contextlib.contextmanager
-def _reading(what: str, kind: type[Exception] = ArtifactError) -> Iterator[None]:
+def reading(what: str, kind: type[Exception] = ArtifactError) -> Iterator[None]:
     """Turn whatever torch raises for odd data into one kind of error that names what was read."""
     try:
         yield
@@ -147,7 +147,7 @@ def program_from_json(text: str) -> Program:
         ArgumentError: the text is not a whole stage in this format, or needs an operator that is not registered.
     """
     data = _load_stage(text)
-    with _reading("not a stage that can", ArgumentError):
+    with reading("not a stage that can", ArgumentError):
         return _decode(data, Decoder(), {"format", "next"})
 
 
@@ -215,10 +215,10 @@ def decode_lowered(
     Raises:
         ArtifactError: it is not such a program, or does not fit the module.
     """
-    with _reading("a program cannot"):
+    with reading("a program cannot"):
         regions = {f"region_{index}": compiled[key] for index, key in enumerate(strings(data["regions"]))}
         decoder = Decoder(callees=frozenset(regions), device=device, module_of=lambda graph: executor(graph, regions))
-        program = _decode({**data, "out_spec": ""}, decoder, {"conditions", "values", "accumulate"})
+        program = _decode({**data, "out_spec": ""}, decoder, {"conditions", "values"})
         for text in strings(data["conditions"]):
             condition(parse_size(text, {size.name: size.value for size in program.sizes}))
         if module is None:
@@ -263,7 +263,7 @@ def encode_region(region: Region) -> dict[str, Any]:
 
 def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Region:
     """Inverse of `encode_region`, for a device; raise ArtifactError if it is none. The key may have a suffix."""
-    with _reading(f"region {key} cannot"):
+    with reading(f"region {key} cannot"):
         decoder = Decoder(device=device)
         decoder.sizes.update(decode_symbols(data["symbols"], decoder.mode))
         region = read({name: value for name, value in data.items() if name != "symbols"}, Region, decoder)
@@ -272,7 +272,7 @@ def decode_region(key: str, data: dict[str, Any], device: torch.device) -> Regio
 
 def decode_gpu_code(name: str, data: dict[str, Any], cubins: Mapping[str, bytes], device: torch.device) -> GpuCode:
     """Return a region's code for GPUs; raise ArtifactError with `name` if it is none. `cubins` are by their names."""
-    with _reading(f"{name} cannot"):
+    with reading(f"{name} cannot"):
         decoder = Decoder(device=device, callees=frozenset(data["kernels"]), cubins=cubins)
         return read(data, GpuCode, decoder)
 
@@ -285,7 +285,7 @@ def encode_partitioned(partitioned: Partitioned, program: Program) -> dict[str, 
 
 def decode_partitioned(data: dict[str, Any], program: Program, pipeline: Pipeline, device: torch.device) -> Partitioned:
     """Inverse of `encode_partitioned`, for the stored program and the pipeline that made it."""
-    with _reading("a backward cannot"):
+    with reading("a backward cannot"):
         env = program.sizes[0].value.node.shape_env if program.sizes else None
         sizes = {size.name: size.value for size in program.sizes}
         decoder = Decoder(mode=new_fake_mode(env), sizes=sizes, device=device)

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,19 +38,17 @@ from graphshard.utils.progress import progress
 log = logging.getLogger(__name__)
 
 
-class CachedProgram(NamedTuple):
-    """A program that an earlier launch compiled, where its other backwards start, and its regions by key."""
-
-    program: Program
-    partitioned: Callable[[], Partitioned] | None
-    compiled: dict[str, RegionCall]
-
-
 class LoweredProgram(NamedTuple):
-    """A program that can be installed, and what makes its other backwards; `of_file` if it is from a file."""
+    """A program that can be installed, and what makes its other backwards.
+
+    Attributes:
+        compiled: its regions by key, if they are not the tracer's yet.
+        of_file: it is from a file that `graphshard.export` wrote.
+    """
 
     program: Program
     make_backward: BackwardFactory | None
+    compiled: Mapping[str, RegionCall] = MappingProxyType({})
     of_file: bool = False
 
 
@@ -71,7 +70,7 @@ class _Found(Exception):
 class ProgramSearch(Protocol):
     """Search for the program that was made of a trace in an earlier launch; it keeps what was lowered instead."""
 
-    def find(self) -> CachedProgram | None: ...
+    def find(self) -> LoweredProgram | None: ...
 
     def keep(self, program: Program, partitioned: Partitioned | None) -> None: ...
 
@@ -91,14 +90,11 @@ class Library(Protocol):
     @property
     def entries(self) -> Collection[str]: ...
 
-    def find(self, runner: Any, module: nn.Module, traced: Program) -> LoweredProgram | None:
+    def find(self, maker: Any, module: nn.Module, traced: Program) -> LoweredProgram | None:
         """Return the program of a trace, before passes, ready to be installed; None if the file has none."""
 
-    def missing(self, runner: Any, call: Signature, traced: Program) -> Exception:
-        """Return the error for a call for which there is no program."""
-
-    def untraceable(self, runner: Any, call: Signature, error: GraphBreak) -> Exception:
-        """Return the error for a call that cannot be traced whole, so that no program can be for it."""
+    def missing(self, maker: Any, call: Signature, traced: Program | GraphBreak) -> Exception:
+        """Return the error for a call for which there is no program, or that cannot be traced whole."""
 
 
 @dataclass(kw_only=True)
@@ -146,7 +142,7 @@ class ProgramCompiler:
                 if self.tracer.options.fullgraph or (self.sealed and error.raised and error.is_own):
                     raise_break(error)
                 if self.library is not None and self.sealed:
-                    raise self.library.untraceable(self, call, error) from error
+                    raise self.library.missing(self, call, error) from error
                 return error
 
     @forget_sources()
@@ -194,7 +190,7 @@ class ProgramCompiler:
                     found.model, found.reason, found.capture = tracer.label, reason.text, number
                     found.trace, found.taken, found.digest = traced.trace, traced.taken, digest
                     tracer.compiled.update(cached.compiled)
-                    raise _Found(self._lowered(found, cached.partitioned))
+                    raise _Found(cached)
 
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
@@ -232,7 +228,7 @@ class ProgramCompiler:
             if search is not None:
                 show("keep")
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
-        return self._lowered(program, partitioned)
+        return LoweredProgram(program, self.backward_factory(program, partitioned))
 
     def _load(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature, traced: Program
@@ -263,9 +259,11 @@ class ProgramCompiler:
         log.log(logging.WARNING if expected else logging.INFO, "compiling instead of loading: %s", missing)
         return None
 
-    def _lowered(self, program: Program, partitioned: Partitioned | Callable[[], Partitioned] | None) -> LoweredProgram:
-        make_backward = None if partitioned is None else functools.partial(self.rerun, program, partitioned)
-        return LoweredProgram(program, make_backward)
+    def backward_factory(
+        self, program: Program, partitioned: Partitioned | Callable[[], Partitioned] | None
+    ) -> BackwardFactory | None:
+        """Return the function that lowers other backwards of a program; None for one without a backward."""
+        return None if partitioned is None else functools.partial(self.rerun, program, partitioned)
 
     @forget_sources()
     @without_dispatch_modes()

@@ -144,7 +144,7 @@ class Runner(ProgramCompiler):
         return installed
 
     def _bind(self, module: nn.Module, made: LoweredProgram) -> Installed:
-        program, make_backward, of_file = made
+        program, make_backward, of_file = made.program, made.make_backward, made.of_file
         tracer = self.tracer
         follows_strides = not of_file and make_backward is not None and tracer.options.backend == "eager"
         bound = BoundProgram(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)

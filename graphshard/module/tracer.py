@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import ExportedProgram
 
-from graphshard.codec.joint_export import captured_graph, joint_program, to_exported
+from graphshard.codec.joint_export import joint_program, to_exported
 from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction
@@ -137,7 +137,7 @@ class Tracer:
             if find is not None:
                 find(program)
             if program.few is None:  # before values are numbered, and before a dump writes the captured program
-                program.keep_captured(captured_graph(program))
+                program.keep_captured(functools.partial(to_exported, program.clone()))
             observer.after(program, "capture", 0, seconds)
             return program
 
@@ -192,7 +192,7 @@ class Tracer:
             again_args, again_kwargs = pytree.tree_unflatten(made, structure)
             program = self._whole(module, again_args, again_kwargs, spec, grad=grad)
             program.model = self.label
-            return to_exported(program, None if program.trace is None else program.trace.returned)
+            return to_exported(program)
 
         return capture_again
 

@@ -1,9 +1,8 @@
 """Files of compiled programs, `.gshard` of `graphshard.export` and `.gscache` of the compile cache: one format.
 
-first line                          `ArtifactManifest`: environment, model, programs by mesh, regions
+first line                          `ArtifactManifest`: environment, model, parameters and programs by mesh, regions
 summary.txt                         for people
-meshes/0.json                       parameter table on that mesh
-programs/0.json  0.txt  0.plan.json   lowered program, its scheduled graph as text, its plan
+programs/0.json  programs/0.txt     lowered program, its scheduled graph as text
 programs/0.trace.txt                traced graph as text, to say how another trace differs
 programs/0.partitioned.json         start of another backward
 programs/0.backward-1.json          backward for gradients through output 1
@@ -36,8 +35,6 @@ from graphshard.cross.gpu_kernels import GpuCode, KernelFacts, check_code
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.gpus import Capability, dotted
-from graphshard.ir.mesh import Mesh
-from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Region
 from graphshard.lower.aoti_package import Package, check_package
 from graphshard.lower.eager import outputs_of
@@ -53,7 +50,6 @@ from graphshard.store.artifact_manifest import (
     ModelFacts,
     ProgramEntry,
     RegionEntry,
-    StoredOptions,
     cubin_file,
     gpu_file,
     library_file,
@@ -84,15 +80,6 @@ class Artifact:
     def later(self) -> list[str]:
         """Keys of the regions that are yet to be compiled."""
         return [key for key, region in self.manifest.regions.items() if region.code == "later"]
-
-    def params(self, index: int) -> ParamTable:
-        """Return the parameter table on a mesh."""
-        try:
-            return read(self.archive.json(f"meshes/{index}.json"), ParamTable)
-        except ArtifactError:
-            raise
-        except Exception as error:  # odd values of many kinds
-            raise ArtifactError(f"{self.path}: meshes/{index}.json is no parameter table ({error!r}).") from error
 
     def package_of(self, key: str) -> bytes:
         """Return the AOTInductor package of a native region."""
@@ -180,7 +167,6 @@ class CompiledProgram:
         backwards: Sequence[tuple[BackwardEntry, Mapping[str, Any]]] = (),
         text: str = "",
         trace: str = "",
-        plan: str = "null",
         prediction: str = "",
         period: int = 1,
     ) -> CompiledProgram:
@@ -189,28 +175,14 @@ class CompiledProgram:
         Args:
             partitioned: start of another backward; None without a backward.
             text, trace: its scheduled and its traced graphs, as they print.
-            plan: as JSON.
         """
         phases, calls, collectives = list(data["phases"]), len(data["region_calls"]), len(data["communication"])
         entries = [backward for backward, _ in backwards]
         found = ProgramEntry("", entry, digests, signature, entries, phases, calls, collectives, prediction)
-        texts = {".txt": text, ".trace.txt": trace, ".plan.json": plan}
-        members = {".json": to_bytes(data), **{ending: content.encode() for ending, content in texts.items()}}
+        members = {".json": to_bytes(data), ".txt": text.encode(), ".trace.txt": trace.encode()}
         members |= {name: to_bytes(partitioned) for name in found.partitioned_files}
         members |= {found.backward_file(backward): to_bytes(content) for backward, content in backwards}
         return cls(found, members, period)
-
-
-@dataclass(frozen=True)
-class MeshPrograms:
-    """The programs for one mesh on their way into a file; see `MeshEntry`."""
-
-    mesh: Mesh
-    shape: Mapping[str, int]
-    options: StoredOptions
-    params: ParamTable
-    programs: tuple[CompiledProgram, ...]
-    place: int | None = None
 
 
 @dataclass
@@ -221,18 +193,14 @@ class ArtifactWriter:
     regions: dict[str, RegionEntry] = field(default_factory=dict)
     meshes: list[MeshEntry] = field(default_factory=list)
 
-    def add_mesh(self, found: MeshPrograms) -> None:
-        """Add the programs for a mesh."""
+    def add_mesh(self, mesh: MeshEntry, programs: Sequence[CompiledProgram]) -> None:
+        """Add a mesh, and its programs."""
         entries = []
-        for number, program in enumerate(found.programs, start=sum(len(mesh.programs) for mesh in self.meshes)):
+        for number, program in enumerate(programs, start=sum(len(mesh.programs) for mesh in self.meshes)):
             file = f"programs/{number}"
             entries.append(replace(program.entry, file=file))
             self.members |= {f"{file}{ending}": content for ending, content in program.members.items()}
-        self.members[f"meshes/{len(self.meshes)}.json"] = to_bytes(write(found.params))
-        size = sum(row.shard_bytes(row.compute_dtype) for row in found.params)
-        self.meshes.append(
-            MeshEntry(found.mesh, dict(found.shape), found.place, found.options, len(found.params), size, entries)
-        )
+        self.meshes.append(replace(mesh, programs=entries))
 
     def add_region(self, key: str, region: Region, code: Package | Kernels, *, otherwise: Code) -> None:
         """Add a region: its operators, and its code, or how it runs otherwise."""

@@ -14,7 +14,10 @@ from graphshard.cross.gpu_kernels import KernelFacts
 from graphshard.frontend.signature import Signature
 from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import ParamTable
 from graphshard.lower.backends import Backend
+from graphshard.passes import AccumulateGradients
+from graphshard.runtime.executable import Variant
 from graphshard.utils.text import format_bytes
 
 # How a region runs, and what the summary says of it.
@@ -71,10 +74,21 @@ class StoredOptions:
 
 @dataclass(frozen=True)
 class BackwardEntry:
-    """A further backward, for gradients through these outputs; `microbatch` is such as "no-sync-first", or ""."""
+    """A further backward, for gradients through these outputs, and for one microbatch of several.
+
+    Attributes:
+        microbatch: name such as "no-sync-first"; "" if gradients are not accumulated.
+        accumulate: how they are.
+    """
 
     outputs: list[str]
     microbatch: str
+    accumulate: AccumulateGradients | None
+
+    @property
+    def variant(self) -> Variant:
+        """The backward that the runtime asks for."""
+        return frozenset(self.outputs), self.accumulate
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class ProgramEntry:
     @property
     def files(self) -> list[str]:
         """All members."""
-        texts = [f"{self.file}{ending}" for ending in (".json", ".txt", ".trace.txt", ".plan.json")]
+        texts = [f"{self.file}{ending}" for ending in (".json", ".txt", ".trace.txt")]
         return [*texts, *self.partitioned_files, *map(self.backward_file, self.backwards)]
 
 
@@ -128,8 +142,7 @@ class MeshEntry:
     shape: dict[str, int]
     place: int | None
     options: StoredOptions
-    num_parameters: int
-    shard_bytes: int
+    params: ParamTable
     programs: list[ProgramEntry]
 
 
@@ -194,8 +207,7 @@ class ArtifactManifest:
         yield "summary.txt"
         if self.cached is not None:
             yield "key.json"
-        for index, mesh in enumerate(self.meshes):
-            yield f"meshes/{index}.json"
+        for mesh in self.meshes:
             for program in mesh.programs:
                 yield from program.files
         for key, region in self.regions.items():
@@ -257,8 +269,8 @@ def summarize(manifest: ArtifactManifest) -> str:
 def _mesh_lines(mesh: MeshEntry) -> Iterator[str]:
     shape = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     at = "" if mesh.place is None else f", place {mesh.place}"
-    shards = format_bytes(mesh.shard_bytes)
-    yield f"mesh       {shape}{at}: {mesh.num_parameters} parameters, {shards} of shards per rank"
+    shards = format_bytes(sum(row.shard_bytes(row.compute_dtype) for row in mesh.params))
+    yield f"mesh       {shape}{at}: {len(mesh.params)} parameters, {shards} of shards per rank"
     for program in mesh.programs:
         inputs = [item for item in write(program.signature)["inputs"] if "shape" in item]
         shapes = ", ".join(f"{item['dtype']}{item['shape']}" for item in inputs)

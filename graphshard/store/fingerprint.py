@@ -38,7 +38,7 @@ from graphshard.module.tracer import Tracer
 from graphshard.passes import MakePlan, OffloadParameters, Pass
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
-from graphshard.store.artifact_manifest import Environment, ModelFacts, StoredOptions
+from graphshard.store.artifact_manifest import Environment, MeshEntry, ModelFacts, StoredOptions
 from graphshard.torch_compat.autograd_state import modes_of_functions
 from graphshard.torch_compat.torch_ops import kernels_in_python
 from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables
@@ -203,21 +203,17 @@ def table_differences(exported: ParamTable, here: ParamTable, names: Mapping[str
                 yield name, row.name, write(value), write(other)
 
 
-def check_same_options(
-    path: Path, stored: StoredOptions, rows: ParamTable, tracer: Tracer, given: Collection[str] | None = None
-) -> None:
+def check_same_options(path: Path, stored: MeshEntry, tracer: Tracer, given: Collection[str] | None = None) -> None:
     """Raise ArtifactError for the first option of a tracer that differs from the export.
 
-    Args:
-        stored, rows: what `describe_options` returned then, and the parameter table.
-        given: names of the options that the caller gave; None compares all.
+    `given` are names of the options that the caller gave; None compares all.
     """
     here = describe_options(tracer)
     by_rows = [name for name, options in FACTS.items() if set(options) <= set(ROWS.values())]
-    refuse(path, differences(stored, here, by_rows))
-    refuse(path, table_differences(rows, tracer.spec.params, ROWS))
+    refuse(path, differences(stored.options, here, by_rows))
+    refuse(path, table_differences(stored.params, tracer.spec.params, ROWS))
     rest = [n for n, options in FACTS.items() if given is None or n not in _DONE or set(options) & set(given)]
-    refuse(path, differences(stored, here, rest))
+    refuse(path, differences(stored.options, here, rest))
 
 
 def restored_options(stored: StoredOptions, model: nn.Module, rows: ParamTable) -> dict[str, Any]:

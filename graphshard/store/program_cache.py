@@ -34,10 +34,10 @@ from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.lower.aoti_package import Package
 from graphshard.lower.regions import RegionCall
-from graphshard.module.program_compiler import CachedProgram, ProgramCompiler
+from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.pipeline.pipeline import Partitioned
-from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram, MeshPrograms, artifact_of, to_bytes
-from graphshard.store.artifact_manifest import CacheLabel
+from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram, artifact_of, to_bytes
+from graphshard.store.artifact_manifest import CacheLabel, MeshEntry
 from graphshard.store.cache_directory import (
     ENDING,
     VARIABLE,
@@ -48,7 +48,7 @@ from graphshard.store.cache_directory import (
     shrink,
 )
 from graphshard.store.fingerprint import describe_options, environment, key_facts, model_facts, why_not_cached
-from graphshard.store.program_library import read_region
+from graphshard.store.program_library import StoredProgram, read_region
 from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch
 
 log = logging.getLogger("graphshard.cache")
@@ -119,7 +119,7 @@ class CacheLookup:
     facts: dict[str, Any]
     path: Path
 
-    def find(self) -> CachedProgram | None:
+    def find(self) -> LoweredProgram | None:
         """Return the program, ready to be installed; None if there is none, and the log says why."""
         start, path, label = time.perf_counter(), self.path, self.maker.tracer.label
         try:
@@ -138,23 +138,22 @@ class CacheLookup:
         log.info("cache: %s found in %s in %.2f s", label, path, time.perf_counter() - start)
         return kept
 
-    def _read(self) -> CachedProgram:
+    def _read(self) -> LoweredProgram:
         maker, artifact = self.maker, artifact_of(read_private(self.path))
         tracer, device = maker.tracer, maker.tracer.spec.device
         ((entry,),) = (mesh.programs for mesh in artifact.manifest.meshes)
-        data = artifact.archive.json(f"{entry.file}.json")
-        compiled = dict(tracer.compiled)
-        for key in data["regions"]:
+        stored, compiled = StoredProgram.of(artifact, entry), dict(tracer.compiled)
+        for key in stored.regions:
             if key not in compiled:
                 compiled[key] = RegionCall(read_region(artifact, key, tracer.options.backend, device)[0])
-        program = decode_lowered(data, compiled, self.module, device)
-        program.model, program.reason = tracer.label, "kept"
+        program = decode_lowered(stored.data, compiled, self.module, device)
         starts = [artifact.archive.members[file] for file in entry.partitioned_files]
 
         def partitioned() -> Partitioned:
             return decode_partitioned(json.loads(starts[0]), program, maker.passes, device)
 
-        return CachedProgram(program, partitioned if starts else None, {key: compiled[key] for key in data["regions"]})
+        make_backward = maker.backward_factory(program, partitioned if starts else None)
+        return LoweredProgram(program, make_backward, {key: compiled[key] for key in stored.regions})
 
     def _difference(self) -> str:
         """Return what differs from the most recently used program of the same model."""
@@ -201,7 +200,7 @@ class CacheLookup:
             data, entry=tracer.name, digests=digests, signature=self.signature, partitioned=start
         )
         mesh, params = tracer.spec.mesh, tracer.current_spec().params
-        writer.add_mesh(MeshPrograms(mesh, mesh.shape, describe_options(tracer), params, (compiled,)))
+        writer.add_mesh(MeshEntry(mesh, mesh.shape, None, describe_options(tracer), params, []), [compiled])
         here = environment(tracer.spec.device, native=True)
         inputs = ", ".join(f"{short_name(each.dtype)}{list(each.shape)}" for each in self.tensors)
         of_call = tracer.label, inputs, str(mesh), tracer.options.backend, here.torch

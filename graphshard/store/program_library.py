@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from graphshard.codec.converter import decode_pass
 from graphshard.codec.graph_format import parse_size, strings
 from graphshard.codec.program_format import decode_lowered, decode_partitioned, graph_digest
 from graphshard.cross.gpu_kernels import GpuRegion
@@ -34,11 +33,10 @@ from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.installed_programs import reason_of
 from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.module.runner import Runner
-from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.rules import Checked, consistent_values, saved_is_returned, wrong_values
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.store.artifact_file import Artifact
-from graphshard.store.artifact_manifest import BackwardEntry, ProgramEntry
+from graphshard.store.artifact_manifest import ProgramEntry
 from graphshard.utils.text import brief
 
 log = logging.getLogger(__name__)
@@ -57,13 +55,24 @@ class StoredProgram:
     data: dict[str, Any]
     backwards: Mapping[Variant, dict[str, Any]]
 
+    @classmethod
+    def of(cls, artifact: Artifact, entry: ProgramEntry) -> StoredProgram:
+        """Return a program of an artifact."""
+        others = {each.variant: artifact.archive.json(entry.backward_file(each)) for each in entry.backwards}
+        return cls(entry, artifact.archive.json(f"{entry.file}.json"), others)
+
+    @property
+    def regions(self) -> list[str]:
+        """Keys of the regions that it calls."""
+        return list(dict.fromkeys(key for data in (self.data, *self.backwards.values()) for key in data["regions"]))
+
 
 @dataclass
 class ProgramLibrary:
     """The programs of a file for one mesh, each selected by the digest of a trace and read for the traced module."""
 
     artifact: Artifact
-    programs: tuple[StoredProgram, ...]
+    programs: Sequence[StoredProgram]
 
     @property
     def entries(self) -> frozenset[str]:
@@ -145,31 +154,22 @@ class ProgramLibrary:
             f"graphshard.Call(..., gradients=[({outputs},)])."
         )
 
-    def missing(self, runner: ProgramCompiler, call: Signature, traced: Program) -> ArtifactError:
-        """Return the error for a call for which there is no program."""
-        found = self.of(runner.tracer.name)
-        alike = [stored for stored in found if stored.entry.signature == call]
-        conditions = dict.fromkeys(text for stored in found for text in stored.data["conditions"])
-        known = f" (programs of dynamic sizes hold where {brief(', '.join(conditions))})" if conditions else ""
-        return self._no_program(
-            *(runner, call, lambda: self._different_trace(traced, alike)),
-            f"{known}. Export it with calls=[graphshard.Call(...)] for such calls too, or use "
-            "graphshard.compile(..., artifact=...), which compiles what the file lacks.",
-        )
-
-    def untraceable(self, runner: ProgramCompiler, call: Signature, error: GraphBreak) -> ArtifactError:
-        """Return the error for a call that cannot be traced whole, so that no program can be for it."""
-        return self._no_program(runner, call, lambda: "it has a graph break", f". {error}")
-
-    def _no_program(
-        self, runner: ProgramCompiler, call: Signature, otherwise: Callable[[], str], remedy: str
-    ) -> ArtifactError:
-        """Return the error for a call; `otherwise` says why there is no program if its signature is one of the file."""
-        found, model = self.of(runner.tracer.name), runner.tracer.name or "the model"
-        why = "it has none at all"
-        if found:
-            why = reason_of(call, [stored.entry.signature for stored in found]).text or otherwise()
-        text = f"{self.artifact.path} has no program for this call of {model}: {why}{remedy}"
+    def missing(self, maker: ProgramCompiler, call: Signature, traced: Program | GraphBreak) -> ArtifactError:
+        """Return the error for a call for which there is no program, or that cannot be traced whole."""
+        found, model = self.of(maker.tracer.name), maker.tracer.name or "the model"
+        why = reason_of(call, [stored.entry.signature for stored in found]).text if found else "it has none at all"
+        if isinstance(traced, GraphBreak):
+            why, remedy = why or "it has a graph break", str(traced)
+        else:
+            why = why or self._different_trace(traced, [stored for stored in found if stored.entry.signature == call])
+            conditions = dict.fromkeys(text for stored in found for text in stored.data["conditions"])
+            if conditions:
+                why += f" (programs of dynamic sizes hold where {brief(', '.join(conditions))})"
+            remedy = (
+                "Export it with calls=[graphshard.Call(...)] for such calls too, or use "
+                "graphshard.compile(..., artifact=...), which compiles what the file lacks."
+            )
+        text = f"{self.artifact.path} has no program for this call of {model}: {why}. {remedy}"
         return ArtifactError(text, field="inputs")
 
     def _different_trace(self, traced: Program, found: Sequence[StoredProgram]) -> str:
@@ -190,52 +190,29 @@ def _decoded(data: dict[str, Any], module: nn.Module, runner: ProgramCompiler) -
 
 
 def read_programs(
-    artifact: Artifact, index: int, model: nn.Module, runner: Runner
+    artifact: Artifact, entries: Sequence[ProgramEntry], model: nn.Module, runner: Runner
 ) -> tuple[ProgramLibrary, list[Program]]:
-    """Read the programs for a mesh, and check them; the regions that they call are added to the runner's."""
-    try:
-        return _read(artifact, index, model, runner)
-    except ArtifactError:
-        raise
-    except Exception as error:  # contents that export did not write
-        raise ArtifactError(f"{artifact.path}: a program cannot be read ({error!r}).") from error
-
-
-def _read(artifact: Artifact, index: int, model: nn.Module, runner: Runner) -> tuple[ProgramLibrary, list[Program]]:
+    """Read programs, and check them; the regions that they call are added to the runner's."""
     tracer, regions, checked = runner.tracer, dict[str, Region | None](), Checked()
-    stored = []
-    for entry in artifact.manifest.meshes[index].programs:
-        data = artifact.archive.json(f"{entry.file}.json")
-        others = [(row, artifact.archive.json(entry.backward_file(row))) for row in entry.backwards]
-        stored.append(StoredProgram(entry, data, {_variant(row, item): item for row, item in others}))
-        for key in {key for item in (data, *(item for _, item in others)) for key in item["regions"]}:
-            if key not in tracer.compiled:
-                if artifact.manifest.regions[key].code == "later":
-                    log.warning(
-                        "%s was exported without code for region %s: compiling it. Run `graphshard finish %s` once on "
-                        "such a machine.",
-                        *(artifact.path, key, artifact.path),
-                    )
-                fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, checked)
-                # Regions with dynamic sizes have the number of their program in their keys.
-                tracer.compiled[key] = RegionCall(fn, _CONDITIONAL if "-" in key else None, kept=True)
-    library, programs = ProgramLibrary(artifact, tuple(stored)), []
-    for found in stored:
-        module = model.get_submodule(found.entry.entry)
-        program = _decoded(found.data, module, runner)
+    library = ProgramLibrary(artifact, [StoredProgram.of(artifact, entry) for entry in entries])
+    for key in {key for stored in library.programs for key in stored.regions} - tracer.compiled.keys():
+        if artifact.manifest.regions[key].code == "later":
+            log.warning(
+                "%s was exported without code for region %s: compiling it. Run `graphshard finish %s` once on such a "
+                "machine.",
+                *(artifact.path, key, artifact.path),
+            )
+        fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, checked)
+        # Regions with dynamic sizes have the number of their program in their keys.
+        tracer.compiled[key] = RegionCall(fn, _CONDITIONAL if "-" in key else None, kept=True)
+    programs = []
+    for stored in library.programs:
+        module = model.get_submodule(stored.entry.entry)
+        program = _decoded(stored.data, module, runner)
         called = {name: regions.get(key) for name, key in program.region_names.items()}
-        check_program(program, found.entry.phases, module, called)
+        check_program(program, stored.entry.phases, module, called)
         programs.append(program)
     return library, programs
-
-
-def _variant(entry: BackwardEntry, data: Mapping[str, Any]) -> Variant:
-    if data["accumulate"] is None:
-        return frozenset(entry.outputs), None
-    step = decode_pass(data["accumulate"]).step
-    if not isinstance(step, AccumulateGradients):
-        raise ArtifactError("a program cannot be read: it accumulates gradients in a way that this version lacks.")
-    return frozenset(entry.outputs), step
 
 
 def read_region(

@@ -201,12 +201,11 @@ def test_microbatches_that_were_not_exported(tmp_path: Path, mesh: DeviceMesh) -
 def test_rejects_an_invalid_accumulation(tmp_path: Path, mesh: DeviceMesh) -> None:
     path = export_blocks(tmp_path / "b.gshard", (2,), accumulate=True)
 
-    def change(_: Any, members: dict[str, bytes]) -> None:
-        name = "programs/0.backward-0-no-sync-first.json"
-        members[name] = members[name].replace(b"AccumulateGradients", b"Partition")
+    def change(facts: dict[str, Any], _: Any) -> None:
+        facts["meshes"][0]["programs"][0]["backwards"][0]["accumulate"] = {"unsynced": 1}
 
     error = load_error(rewritten(path, change), mesh, Blocks(2, 8))
-    assert "it accumulates gradients in a way that this version lacks" in str(error)
+    assert "its manifest is not one of graphshard.export" in str(error)
 
 
 # --- two mesh axes ----------------------------------------------------------------------------------------------
@@ -387,7 +386,7 @@ def test_rejects_forged_contents_with_correct_checksums(net_file: Path, mesh: De
 
     path = rewritten(net_file, change)
     assert re.search("a program cannot be read: .*unknown operator", str(load_error(path, mesh)))
-    for member, forged in (("programs/0.json", b"[]"), ("meshes/0.json", b"7"), ("programs/0.json", b"\x80\x04.")):
+    for member, forged in (("programs/0.json", b"[]"), ("programs/0.json", b"7"), ("programs/0.json", b"\x80\x04.")):
         path = rewritten(net_file, lambda _, members, m=member, f=forged: members.update({m: f}))
         load_error(path, mesh)
     path = rewritten(net_file, lambda facts, _: facts.pop("regions"))

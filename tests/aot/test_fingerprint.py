@@ -25,6 +25,7 @@ from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import Options
 from graphshard.options.resolve import request_for
 from graphshard.options.validate import ModelContents
+from graphshard.store.artifact_manifest import MeshEntry
 from graphshard.store.fingerprint import (
     check_same_options,
     describe_options,
@@ -285,7 +286,8 @@ def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> No
     there = make_tracer(request_for(contents, axes, Options(**again), device))
     assert there.spec.params.rows == here.spec.params.rows
     assert (there.spec.units, there.storage) == (here.spec.units, here.storage)
-    check_same_options(tmp_path, describe_options(here), here.spec.params, there, given=options)
+    entry = MeshEntry(axes.mesh, {"shard": 2}, None, describe_options(here), here.spec.params, [])
+    check_same_options(tmp_path, entry, there, given=options)
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,11 @@ def test_forged_manifests(file: Path, mesh: DeviceMesh, monkeypatch: pytest.Monk
 
 
 # Every nth position of a member is forged.
-STRIDES = {"programs/0.json": 4, "meshes/0.json": 3, "regions": 4, "programs/0.partitioned.json": 40}
+STRIDES = {"programs/0.json": 4, "regions": 4, "programs/0.partitioned.json": 40}
 
 
 @pytest.mark.parametrize("member", STRIDES)
-@pytest.mark.quick_cases("meshes/0.json", "regions")
+@pytest.mark.quick_cases("regions")
 def test_forged_members(file: Path, mesh: DeviceMesh, member: str) -> None:
     names = [name for name in members(file) if name.startswith(member)]
     counts = check(file, mesh, names[0], STRIDES[member])

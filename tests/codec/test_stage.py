@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx import Node
 
 from examples.llama import Llama, LlamaConfig
-from graphshard.codec.converter import UnknownOutput
+from graphshard.codec.converter import UnknownOutput, decode_structure
 from graphshard.codec.program_format import next_pass_of, plan_of, program_from_json, program_to_json
-from graphshard.errors import ArgumentError
+from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program
 from graphshard.ir.program import Program
@@ -483,6 +483,23 @@ def test_an_output_structure_imports_nothing(blocks: list[Saved], spec: dict[str
     assert "this" not in sys.modules
     text = edited(blocks[0].json, "out_spec", value=json.dumps([1, {**spec, "children_spec": []}]))
     assert program_from_json(text).out_spec.type is UnknownOutput
+    assert "this" not in sys.modules
+
+
+ESCAPED = (
+    '[1, {"type": "builtins.dict", "context": "[{\\"__\\\\u0065num__\\": 1, \\"fqn\\": \\"this:s\\"}]",'
+    ' "children_spec": []}]'
+)
+FACTORY = (
+    '[1, {"type": "collections.defaultdict", "context": {"default_factory_module": "this", "default_factory_name": "s",'
+    ' "dict_context": []}, "children_spec": []}]'
+)
+
+
+@pytest.mark.parametrize("text", [ESCAPED, FACTORY], ids=["enum", "factory"])
+def test_the_structure_of_a_lowered_program_imports_nothing(text: str):
+    with pytest.raises(ArtifactError, match="names a module to import"):
+        decode_structure(text, "outputs")
     assert "this" not in sys.modules
 
 

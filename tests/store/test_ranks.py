@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.module import tracer
-from graphshard.module.program_compiler import CachedProgram
+from graphshard.module.program_compiler import LoweredProgram
 from graphshard.runtime import peers
 from graphshard.store.program_cache import CacheLookup
 from tests.distributed.twins import load_example
@@ -85,7 +85,7 @@ def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
 def _train_late(rank: int, world_size: int, cache: str) -> Any:
     find = CacheLookup.find
 
-    def late(search: CacheLookup) -> CachedProgram | None:
+    def late(search: CacheLookup) -> LoweredProgram | None:
         time.sleep(2.0 if rank == 1 else 0.0)
         return find(search)
 
