@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,15 +134,6 @@ def rewritten(path: Path, change: Callable[[dict[str, Any], dict[str, bytes]], N
     copy = path.with_name(f"changed-{path.name}")
     write_archive(copy, facts, members)
     return copy
-
-
-def zipped(members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Return a zip archive of these members."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as archive:
-        for name, data in members.items():
-            archive.writestr(zipfile.ZipInfo(name), data, compression)
-    return buffer.getvalue()
 
 
 if __name__ == "__main__":  # exports in a separate process

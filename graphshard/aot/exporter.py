@@ -28,8 +28,8 @@ from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import runs_as_it_is
+from graphshard.lower.region_store import Package
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.compiled_module import make_tracer
 from graphshard.module.tracer import Tracer

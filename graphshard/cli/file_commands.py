@@ -18,7 +18,7 @@ from graphshard.debug.show import import_all
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.gpus import CAPABILITIES, dotted
-from graphshard.lower.aoti_package import Package
+from graphshard.lower.region_store import Package
 from graphshard.lower.regions import RegionCall
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.store.artifact_file import Artifact, ArtifactWriter, read_artifact

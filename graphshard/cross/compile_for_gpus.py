@@ -11,14 +11,13 @@ the bytes of each kernel: code generation and Triton take most of the time.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import logging
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from graphshard.cross.driver import compiler_stand_in
 from graphshard.cross.gpu_kernels import GpuCode, Kernel, Resources, read_cubin
 from graphshard.ir.gpus import Capability, is_pretended
 from graphshard.ir.program import Region
-from graphshard.lower.aoti_package import Package
 from graphshard.lower.eager import copies_of, num_kernels, outputs_of, runs_as_it_is
-from graphshard.lower.inductor import decompose, known_options, package_all, whole_operators
+from graphshard.lower.inductor import decompose, known_options, whole_operators
 from graphshard.lower.inductor_cache import writable_cache
 from graphshard.lower.inductor_rewrites import sums_as_sizes
-from graphshard.lower.regions import Compiler
+from graphshard.lower.region_store import Package
+from graphshard.lower.regions import Compiled, Compiler
 from graphshard.torch_compat.inductor_compiler import (
     BaseSchedulerNode,
     Dep,
@@ -85,7 +84,14 @@ OPTIONS: dict[str, Any] = {
 
 def compiler_of(capabilities: Sequence[Capability]) -> Compiler:
     """Return a compiler of regions into packages with code for several kinds of GPU."""
-    return functools.partial(package_all, make=functools.partial(package, capabilities=capabilities))
+
+    def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+        with writable_cache():
+            for number, (name, region) in enumerate(regions.items(), start=1):
+                show(f"compile {name}, {number} of {len(regions)}")
+                yield name, package(region, name, capabilities)
+
+    return package_all
 
 
 def package(region: Region, name: str, capabilities: Sequence[Capability]) -> Package:

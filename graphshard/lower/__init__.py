@@ -1,4 +1,4 @@
-"""Lowering of a scheduled graph to callables: operators, Inductor code, or AOTInductor packages.
+"""Lowering of a scheduled graph to callables: operators, or Inductor code.
 
 `regions.py` cuts the graph at its collectives into regions and makes the graph of the executor that calls them.
 `executor.py` reads the lines that run off that graph and prints them, and `line_rewrites.py` changes them for one use.
@@ -31,10 +31,8 @@
   The processor and the size decide, not a measurement, so that ranks and launches agree.
 * **The header of kernels is read, not precompiled**, by the first three compilers that a program starts: to
   precompile it takes as long as to read it four times. A header that is there is used.
-* **A package for each region, called by torch's C++ loader** (`AOTIModelPackageLoader.boxed_run`). So loading a file
-  imports nothing of Inductor, and inputs are freed as they are used up.
-* **Packages come from `compile_fx_inner`, as code in the process does**, not from `aoti_compile_and_package`, whose
-  joint-graph passes and second trace could make other kernels.
+* **Files have the code that a process runs** (`region_store.Kernels`), so it computes the same bits, and loading it
+  imports nothing of Inductor. AOTInductor's packages took three times as long to compile, and no less to load.
 
 Pitfalls:
 
@@ -51,7 +49,5 @@ Pitfalls:
 * A region must be a plain `GraphModule`: a lazy one calls itself again when its code is first made, and hooks of all
   modules, which `CommDebugMode` has, see it twice.
 * Inductor's C++ reductions add a guard such as `s0*s1 <= 4096`: sizes on both sides of it make two programs.
-* AOTInductor takes no numbers as inputs: dynamic sizes are read off its tensors.
-* Most of the time of a package, 10 s of CPU each, goes into the header of the C++ wrapper, not into the kernels.
 * Inductor's CPU code depends on the number of threads.
 """

@@ -1,4 +1,4 @@
-"""Compile regions with Inductor, in this process or as AOTInductor packages.
+"""Compile regions with Inductor, for this process or another one.
 
 Matrix products in float32 are oneDNN's on processors that are not Intel's, for which MKL has slower kernels.
 
@@ -13,13 +13,10 @@ on, and are slower below (`python -m benchmarks.products`). Inductor itself has 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import logging
 import operator
-import os
-import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +27,6 @@ import torch
 from torch.compiler import config as compiler_config
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.torch_version import TorchVersion
 
 from graphshard.ir.graph import WRONG_IN_PYTHON, aten, interpolations
 from graphshard.ir.param_table import memory_order
@@ -38,10 +34,9 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.lower.aoti_package import Package
 from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.batch_compile import TRITON_COMPILER, Batch, load, pending_in
-from graphshard.lower.eager import compile_operators, num_kernels, outputs_of, runs_as_it_is
+from graphshard.lower.eager import compile_operators, outputs_of, runs_as_it_is
 from graphshard.lower.inductor_cache import Claim, Claims, cores_here, place_here, shares_of, writable_cache
 from graphshard.lower.inductor_rewrites import (
     DIMS_ARE_LOST,
@@ -56,7 +51,7 @@ from graphshard.lower.inductor_rewrites import (
     with_dims,
     with_float_inputs,
 )
-from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, store_here, trimmed
+from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, Package, store_here, trimmed
 from graphshard.lower.regions import Boxed, Compiled
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor_compiler import (
@@ -67,10 +62,8 @@ from graphshard.torch_compat.inductor_compiler import (
     V,
     compile_fx_inner,
     extern_kernels,
-    get_cpp_wrapper_config,
     inductor_decompositions,
     lowerings,
-    package_aoti,
     select_decomp_table,
 )
 from graphshard.torch_compat.inductor_settings import inductor_config
@@ -132,8 +125,6 @@ def _suits(node: Node) -> bool:
 
 log = logging.getLogger(__name__)
 
-# Left out of packages. The loader of torch 2.11 finds what it reads by the source of the wrapper; 2.12's was not tried.
-_SOURCES = (".cpp",) if TorchVersion(torch.__version__) >= "2.13" else (".kernel.cpp",)
 # Regions that a rank compiles, and functions that wait for their kernels.
 _Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]
 
@@ -159,7 +150,9 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
             for name in claim.names:
                 show(f"compile {name}, {next(numbers)} of {len(regions)}")
                 kept = store.find(regions[name])  # another rank may have put it there
-                functions[name] = kept.itself if kept is not None else generate(regions[name], name, batch)
+                functions[name] = (
+                    generate(regions[name], name, batch) if kept is None else functools.partial(_same, kept)
+                )
                 check_cancelled()
             batch.submit()
             return claim, functions
@@ -183,6 +176,10 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
         for claim in claims.others():
             yield from finished(*begun(claim))
         store.shrink()
+
+
+def _same(made: Boxed) -> Boxed:
+    return made
 
 
 def generate(region: Region, name: str, batch: Batch) -> Callable[[], Boxed]:
@@ -242,13 +239,14 @@ def _kept_by_inductor(region: Region) -> Iterator[None]:
 def _operators_instead(region: Region, name: str, error: Exception) -> Boxed:
     # The rest of what Inductor says of a size that depends on values is pages long.
     said = str(error).partition("\n\n" if "data-dependent" in str(error) else "\n  target: ")[0]
+    why = f"{type(error).__name__}: {said}"
     warnings.warn(
-        f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. "
-        f"{type(error).__name__}: {said}",
-        stacklevel=2,
+        f"Inductor cannot compile {name} ({region.key}); it runs as plain ATen operators. {why}", stacklevel=2
     )
     log.debug("%s:\n%s", name, region.text, exc_info=error)
-    return compile_operators(region)
+    made: Any = compile_operators(region)
+    made.problem = f"Inductor cannot compile it. {why}"
+    return made
 
 
 def kernels_of(fn: Boxed) -> Kernels | None:
@@ -271,67 +269,24 @@ def kernels_of(fn: Boxed) -> Kernels | None:
     return trimmed(fn.source_code, libraries)
 
 
-def package_all(
-    regions: dict[str, Region], show: Callable[[str], None], make: Callable[[Region, str], Package] | None = None
-) -> Compiled:
-    """Compile each region into a `Package`, which cannot be called; by default with AOTInductor."""
-    with writable_cache():
-        for number, (name, region) in enumerate(regions.items(), start=1):
-            show(f"compile {name}, {number} of {len(regions)}")
-            yield name, (make or package)(region, name)
-
-
-def package(region: Region, name: str) -> Package:
-    """Make a region's AOTInductor package: the same kernels as in this process, called from C++ instead of Python."""
-    if num_kernels(region.module) == 1:
-        return Package(problem="one operator, which nothing can be fused with")
-    with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
-        options: dict[str, Any] = {
-            "fallback_random": True,
-            "cpp_wrapper": True,
-            "aot_inductor.package": True,
-            "aot_inductor.output_path": directory,
-            "aot_inductor.enable_line_tables": False,  # for the few lines around the kernels
-        }
-        try:
-            with (
-                inductor_config.patch(known_options(options)),
-                V.set_aot_compilation(True),
-                inductor_config.patch(get_cpp_wrapper_config()),
-                whole_operators(),
-                products(),
-            ):
-                module, inputs = decompose(_without_sizes(sums_as_sizes(region.module)))
-                compiled: Any = compile_fx_inner(module, inputs, cpp_wrapper=True)
-            path = os.path.join(directory, "region.pt2")
-            package_aoti(path, [file for file in compiled.filename if not str(file).endswith(_SOURCES)])
-            return Package(Path(path).read_bytes())
-        except Exception as error:
-            log.debug("%s:\n%s", name, region.text, exc_info=True)
-            return Package(problem=f"AOTInductor cannot compile it. {type(error).__name__}: {error}")
+def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+    """Compile each region into a `Package`, which cannot be called."""
+    with contextlib.closing(compile_all(regions, show)) as compiled:
+        for name, made in compiled:
+            kernels = kernels_of(made)
+            if kernels is not None:
+                problem = ""
+            elif runs_as_it_is(regions[name].module):
+                problem = "one operator, which nothing can be fused with"
+            else:
+                problem = getattr(made, "problem", "Inductor's code of it is more than kernels")
+            yield name, Package(kernels, problem)
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """Select the options that this release of Inductor has."""
     known = inductor_config.get_config_copy()
     return {name: value for name, value in options.items() if name in known}
-
-
-def _without_sizes(module: GraphModule) -> GraphModule:
-    """Read dynamic sizes off the tensors of a region instead of inputs, which AOTInductor does not take."""
-    graph = copy.deepcopy(module.graph)
-    sizes = size_inputs(graph)
-    tensors = [node for node in graph.find_nodes(op="placeholder") if node not in sizes.values()]
-    dims = {expression(size): (n, dim) for n in tensors for dim, size in enumerate(n.meta["val"].shape)}
-    for symbol, node in sizes.items():
-        if symbol not in dims:
-            raise NotImplementedError(f"the dynamic size {symbol} is no dimension of an input")
-        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-            read = graph.call_function(torch.ops.aten.sym_size.int, dims[symbol])
-        read.meta = dict(node.meta)
-        node.replace_all_uses_with(read)
-        graph.erase_node(node)
-    return GraphModule(module, graph)
 
 
 def _decompositions() -> dict[Any, Any]:

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graphshard.errors import ArtifactError
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import symbols_of
 from graphshard.lower.inductor_rewrites import NEVER_RUN
@@ -58,6 +59,7 @@ EXTERN_KERNELS: Mapping[str, Any] = {
     "bmm": torch.bmm,
     "addmm": torch.addmm,
     "baddbmm": torch.baddbmm,
+    "convolution": torch.convolution,
 }
 _POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 
@@ -68,6 +70,26 @@ class Kernels:
 
     source: str
     libraries: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A region compiled for another process: its code for CPUs, or for each kind of GPU, or why there is none.
+
+    `codes` has `graphshard.cross.gpu_kernels.GpuCode` for each kind of GPU that it was compiled for.
+    """
+
+    kernels: Kernels | None = None
+    problem: str = ""
+    codes: tuple[Any, ...] = ()
+
+    @property
+    def source_code(self) -> str:
+        """Code for GPUs, for people."""
+        return "\n".join(code.text for code in self.codes)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        raise AssertionError("a package is compiled for another process")
 
 
 def trimmed(source: str, libraries: Mapping[str, bytes]) -> Kernels | None:
@@ -97,24 +119,34 @@ def trimmed(source: str, libraries: Mapping[str, bytes]) -> Kernels | None:
 
 
 class KeptRegion:
-    """A region whose code was kept; it is loaded at once, so that damage is found before it is needed.
+    """A region whose code was kept; it is loaded by `load`, or the first call.
 
     `source_code` is shown; by default it is the code that runs, without the code of kernels.
     """
 
     def __init__(self, key: str, kernels: Kernels, source_code: str = "") -> None:
-        self.kernels = kernels
+        self.kernels, self._key = kernels, key
         self.source_code = source_code or kernels.source
-        names: dict[str, Any] = {"extern_kernels": SimpleNamespace(**EXTERN_KERNELS)}
-        names |= {"__name__": f"graphshard_region_{key}", **_loaded(key, kernels.libraries)}
-        exec(compile(kernels.source, f"<region {key}>", "exec"), names)
-        self._call = names["call"]
+        self._call: Any = None
 
     def __call__(self, inputs: list[Any]) -> Any:
+        if self._call is None:
+            self.load()
         return self._call(inputs)
 
-    def itself(self) -> KeptRegion:
-        """Return the region, as code that is generated returns its own."""
+    def load(self) -> KeptRegion:
+        """Load the code; raise ArtifactError if the dynamic loader refuses a library."""
+        names: dict[str, Any] = {"extern_kernels": SimpleNamespace(**EXTERN_KERNELS)}
+        try:
+            names |= {"__name__": f"graphshard_region_{self._key}", **_loaded(self._key, self.kernels.libraries)}
+        except ImportError as error:
+            raise ArtifactError(
+                f"the compiled region {self._key} cannot be loaded here: {str(error).splitlines()[0]}. It needs "
+                "the C++ and OpenMP runtime libraries of the machine that compiled it (libstdc++, libgomp): "
+                "install them, or export again on this machine."
+            ) from error
+        exec(compile(self.kernels.source, f"<region {self._key}>", "exec"), names)
+        self._call = names["call"]
         return self
 
 
@@ -163,7 +195,8 @@ class Store:
             archive = read_private(path)
             members = archive.members
             libraries = {name: members[name] for name in archive.facts["libraries"]}
-            found = KeptRegion(region.key, Kernels(members["code"].decode(), libraries), members["shown"].decode())
+            kernels = Kernels(members["code"].decode(), libraries)
+            found = KeptRegion(region.key, kernels, members["shown"].decode()).load()
         except FileNotFoundError:  # another process has removed it
             return None
         except Exception as error:

@@ -81,11 +81,6 @@ class RegionCall:
         """Code for each kind of GPU that it was compiled for (`graphshard.cross`)."""
         return tuple(getattr(self.fn, "codes", ()))
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether it can be part of a CUDA graph."""
-        return bool(getattr(self.fn, "can_be_captured", True))
-
     def __call__(self, inputs: list[Any]) -> Any:
         return self.fn(inputs)
 

@@ -134,8 +134,7 @@ class ModelGraphs:
         """Compile lines as `Executor.function` does, with their runs of regions captured when they are called."""
 
         def wants(call: CallLine) -> bool:
-            can_be = getattr(executor, call.region).can_be_captured
-            return can_be and can_be_captured(_region(program, call).module, program.device)
+            return can_be_captured(_region(program, call).module, program.device)
 
         choose = functools.partial(self.choose, program)
         lines, runs = take_out_runs(executor.lines if lines is None else lines, wants, choose)

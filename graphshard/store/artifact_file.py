@@ -8,7 +8,6 @@ programs/0.partitioned.json         start of another backward
 programs/0.backward-1.json          backward for gradients through output 1
 programs/0.backward-0-no-sync-first.json   backward for the first of several microbatches
 regions/9f3c....json                operators of a region
-regions/9f3c....pt2                 its AOTInductor package
 regions/9f3c....py  9f3c.../f.so    its Inductor code and the libraries of its kernels
 regions/9f3c....sm_90.json          its code for GPUs of compute capability 9.0
 cubins/1b2c....cubin                kernel of such code, by the hash of its content; regions share them
@@ -36,9 +35,8 @@ from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
 from graphshard.ir.gpus import Capability, dotted
 from graphshard.ir.program import Region
-from graphshard.lower.aoti_package import Package, check_package
 from graphshard.lower.eager import outputs_of
-from graphshard.lower.region_store import Kernels
+from graphshard.lower.region_store import Kernels, Package
 from graphshard.store.artifact_manifest import (
     ArtifactManifest,
     BackwardEntry,
@@ -56,6 +54,7 @@ from graphshard.store.artifact_manifest import (
     summarize,
 )
 from graphshard.utils.archive import Archive, Signer, Verifier, read_archive, write_archive
+from graphshard.utils.text import brief
 
 # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -81,12 +80,9 @@ class Artifact:
         """Keys of the regions that are yet to be compiled."""
         return [key for key, region in self.manifest.regions.items() if region.code == "later"]
 
-    def package_of(self, key: str) -> bytes:
-        """Return the AOTInductor package of a native region."""
-        return self.archive.members[f"regions/{key}.pt2"]
 
     def kernels_of(self, key: str) -> Kernels:
-        """Return Inductor's code of a region."""
+        """Return Inductor's code of a native region."""
         members = self.archive.members
         libraries = {name: members[library_file(key, name)] for name in self.manifest.regions[key].libraries}
         return Kernels(members[f"regions/{key}.py"].decode(), libraries)
@@ -126,9 +122,9 @@ def artifact_of(archive: Archive) -> Artifact:
     try:
         artifact = Artifact(archive, read(dict(archive.facts), ArtifactManifest))
         expected = set(artifact.manifest.members)
-        for key, region in artifact.manifest.regions.items():
-            if region.code == "native":
-                check_package(f"{path}: regions/{key}.pt2", artifact.package_of(key))
+        libraries = (name for region in artifact.manifest.regions.values() for name in region.libraries)
+        if odd := [name for name in libraries if not name.isidentifier()]:
+            raise ArtifactError(f"{path} has a library {brief(odd[0])}, as no region has. It is not loaded.")
     except ArtifactError:
         raise
     except Exception as error:  # a manifest with the right digest and other fields
@@ -202,21 +198,17 @@ class ArtifactWriter:
             self.members |= {f"{file}{ending}": content for ending, content in program.members.items()}
         self.meshes.append(replace(mesh, programs=entries))
 
-    def add_region(self, key: str, region: Region, code: Package | Kernels, *, otherwise: Code) -> None:
+    def add_region(self, key: str, region: Region, code: Package, *, otherwise: Code) -> None:
         """Add a region: its operators, and its code, or how it runs otherwise."""
         self.members[f"regions/{key}.json"] = to_bytes(encode_region(region))
         self.add_code(key, code, otherwise=otherwise)
 
-    def add_code(self, key: str, code: Package | Kernels, *, otherwise: Code = "operators") -> None:
+    def add_code(self, key: str, code: Package, *, otherwise: Code = "operators") -> None:
         """Add the code of a region, in place of what there is."""
-        if isinstance(code, Kernels):
-            self.members[f"regions/{key}.py"] = code.source.encode()
-            self.members |= {library_file(key, name): content for name, content in code.libraries.items()}
-            size = sum(map(len, code.libraries.values()))
-            self.regions[key] = RegionEntry("kernels", "", size, {}, list(code.libraries))
-            return
-        if code.content:
-            self.members[f"regions/{key}.pt2"] = code.content
+        libraries = code.kernels.libraries if code.kernels is not None else {}
+        if code.kernels is not None:
+            self.members[f"regions/{key}.py"] = code.kernels.source.encode()
+            self.members |= {library_file(key, name): content for name, content in libraries.items()}
         gpus: dict[str, list[KernelEntry]] = {}
         for found in code.codes:
             capability = dotted(found.capability)
@@ -229,9 +221,9 @@ class ArtifactWriter:
                 entry = KernelEntry(**facts, cubin=cubin, count=counts[name], bytes=len(kernel.cubin))
                 gpus.setdefault(capability, []).append(entry)
             gpus.setdefault(capability, [])
-        size = len(code.content) + sum(kernel.bytes for kernels in gpus.values() for kernel in kernels)
-        kind: Code = "native" if code.content else "gpu" if code.codes else otherwise
-        self.regions[key] = RegionEntry(kind, code.problem, size, gpus, [])
+        size = sum(map(len, libraries.values())) + sum(kernel.bytes for each in gpus.values() for kernel in each)
+        kind: Code = "native" if code.kernels is not None else "gpu" if code.codes else otherwise
+        self.regions[key] = RegionEntry(kind, code.problem, size, gpus, list(libraries))
 
     def write(
         self,

@@ -21,10 +21,9 @@ from graphshard.runtime.executable import Variant
 from graphshard.utils.text import format_bytes
 
 # How a region runs, and what the summary says of it.
-Code = Literal["native", "kernels", "gpu", "operators", "later"]
+Code = Literal["native", "gpu", "operators", "later"]
 _CODES: dict[Code, str] = {
     "native": "compiled",
-    "kernels": "compiled by Inductor",
     "gpu": "compiled to kernels",
     "operators": "that run as ATen operators",
     "later": "to be compiled on the target, by `graphshard finish` or when they are loaded",
@@ -212,8 +211,8 @@ class ArtifactManifest:
                 yield from program.files
         for key, region in self.regions.items():
             yield f"regions/{key}.json"
-            if region.code in ("native", "kernels"):
-                yield f"regions/{key}.{'pt2' if region.code == 'native' else 'py'}"
+            if region.code == "native":
+                yield f"regions/{key}.py"
             yield from (library_file(key, name) for name in region.libraries)
             for capability, kernels in region.gpus.items():
                 yield gpu_file(key, capability)

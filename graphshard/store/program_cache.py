@@ -32,7 +32,7 @@ from graphshard.codec.program_format import (
 )
 from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
-from graphshard.lower.aoti_package import Package
+from graphshard.lower.region_store import KeptRegion, Package
 from graphshard.lower.regions import RegionCall
 from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.pipeline.pipeline import Partitioned
@@ -145,7 +145,9 @@ class CacheLookup:
         stored, compiled = StoredProgram.of(artifact, entry), dict(tracer.compiled)
         for key in stored.regions:
             if key not in compiled:
-                compiled[key] = RegionCall(read_region(artifact, key, tracer.options.backend, device)[0])
+                fn, _ = read_region(artifact, key, tracer.options.backend, device)
+                # Damage is found before the code is needed.
+                compiled[key] = RegionCall(fn.load() if isinstance(fn, KeptRegion) else fn)
         program = decode_lowered(stored.data, compiled, self.module, device)
         starts = [artifact.archive.members[file] for file in entry.partitioned_files]
 
@@ -194,7 +196,7 @@ class CacheLookup:
                 from graphshard.lower import inductor  # it has compiled the region
 
                 kernels = inductor.kernels_of(fn)
-            writer.add_region(key, region, kernels or Package(), otherwise="later" if generated else "operators")
+            writer.add_region(key, region, Package(kernels), otherwise="later" if generated else "operators")
         digests = [self.facts["graph"]]
         compiled = CompiledProgram.of(
             data, entry=tracer.name, digests=digests, signature=self.signature, partitioned=start

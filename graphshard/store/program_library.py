@@ -25,7 +25,6 @@ from graphshard.errors import ArtifactError, GraphBreak
 from graphshard.frontend.signature import Signature
 from graphshard.ir.printer import describe, number, print_program
 from graphshard.ir.program import Phase, Program, Region
-from graphshard.lower.aoti_package import PackagedRegion
 from graphshard.lower.backends import Backend
 from graphshard.lower.eager import compile_eager, compile_operators
 from graphshard.lower.region_store import KeptRegion
@@ -224,8 +223,6 @@ def read_region(
     """
     code = artifact.manifest.regions[key].code
     if code == "native":
-        return PackagedRegion(key, artifact.package_of(key), device), None
-    if code == "kernels":
         return KeptRegion(key, artifact.kernels_of(key)), None
     if code == "gpu":
         capability = torch.cuda.get_device_capability(device)

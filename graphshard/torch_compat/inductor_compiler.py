@@ -14,7 +14,6 @@ from torch._inductor.ir import MultiOutput, TensorBox
 from torch._inductor.lowering import lowerings
 from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.package import package_aoti
 from torch._inductor.runtime import triton_compat
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 from torch._inductor.select_algorithm import extern_kernels

@@ -35,16 +35,6 @@ def keeps_code() -> bool:
     return bool(settings.fx_graph_cache and not settings.force_disable_caches and not settings.trace.enabled)
 
 
-def load_package(path: Path, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Load the library of an AOTInductor package; the returned function empties its list of inputs.
-
-    Unlike `torch._inductor.aoti_load_package` this does not import the compiler.
-    """
-    index = device.index if device.index is not None else -1
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
-    return loader.boxed_run
-
-
 def data_pointer() -> Any:
     """Return the function that Inductor's C++ kernels read the address of a tensor with."""
     return torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]

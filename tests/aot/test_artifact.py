@@ -21,11 +21,11 @@ from torch.export import Dim
 
 import graphshard
 from graphshard.errors import ArtifactError
-from graphshard.lower.aoti_package import check_package
+from graphshard.lower.region_store import KeptRegion
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.store.artifact_file import read_artifact
 from graphshard.utils.archive import read_archive, write_archive
-from tests.exported import Net, export_net, rewritten, zipped
+from tests.exported import Net, export_net, rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
 
@@ -45,9 +45,7 @@ def load_error(path: Path, mesh: DeviceMesh, model: nn.Module | None = None, **o
     """Return the error of loading a file; check that the model is unchanged and nothing of the file was executed."""
     model = Net() if model is None else model
     before = dict(model.named_parameters())
-    executed = mock.patch(
-        "graphshard.lower.aoti_package.load_package", side_effect=AssertionError("native code is loaded")
-    )
+    executed = mock.patch.object(KeptRegion, "load", side_effect=AssertionError("native code is loaded"))
     with executed, pytest.raises(ArtifactError) as caught:
         graphshard.load(path, model, mesh, **options)
     assert not isinstance(model, graphshard.module.compiled_module.CompiledModule)
@@ -339,6 +337,10 @@ def test_rejects_changed_archives(
         (lambda _, members: members.pop("programs/0.json"), r"has no programs/0\.json"),
         (lambda _, members: members.update({"programs/9.json": b"{}"}), r"has an unexpected programs/9\.json"),
         (lambda _, members: members.update({"../evil": b""}), r"has an unexpected \.\./evil"),
+        (
+            lambda facts, _: next(iter(facts["regions"].values())).update(libraries=["../evil"]),
+            r"has a library '\.\./evil', as no region has",
+        ),
     ],
 )
 def test_rejects_other_members(
@@ -391,20 +393,3 @@ def test_rejects_forged_contents_with_correct_checksums(net_file: Path, mesh: De
         load_error(path, mesh)
     path = rewritten(net_file, lambda facts, _: facts.pop("regions"))
     assert "its manifest is not one of graphshard.export" in str(load_error(path, mesh))
-
-
-def package(**files: bytes) -> bytes:
-    """Build an AOTInductor package with a fake library."""
-    inner = {"data/aotinductor/model/a.wrapper.so": b"\x7fELF", "archive_format": b"pt2", "byteorder": b"little"}
-    return zipped({f"region/{name}": data for name, data in {**inner, **files}.items()})
-
-
-def test_packages_contain_one_library_and_no_pickles() -> None:
-    check_package("p", package())
-    for name in ("data/weights/model.pt", "data/aotinductor/model/x.pkl", "models/model.json", "../a.so", "extra/a.pt"):
-        with pytest.raises(ArtifactError, match="which no package of a region has"):
-            check_package("p", package(**{name: b""}))
-    with pytest.raises(ArtifactError, match="no package of one library"):
-        check_package("p", package(**{"data/aotinductor/model/b.so": b""}))
-    with pytest.raises(ArtifactError, match="is not a package"):
-        check_package("p", b"\x7fELF")

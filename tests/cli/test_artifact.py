@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +16,12 @@ import graphshard
 from graphshard.cli.main import main
 from graphshard.cross.driver import stand_in
 from graphshard.errors import ArgumentError
-from graphshard.lower.aoti_package import Package
+from graphshard.ir.program import Region
 from graphshard.lower.eager import compile_operators
+from graphshard.lower.region_store import KeptRegion, Kernels
+from graphshard.lower.regions import Compiled
 from graphshard.store.artifact_file import read_artifact
-from tests.aot.test_artifact import load_error, package
+from tests.aot.test_artifact import load_error
 from tests.exported import Small, export_net, rewritten
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -47,7 +49,7 @@ def unfinished(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_native() -> Iterator[None]:
-    with mock.patch("graphshard.lower.aoti_package.load_package", side_effect=AssertionError("native code is loaded")):
+    with mock.patch.object(KeptRegion, "load", side_effect=AssertionError("native code is loaded")):
         yield
 
 
@@ -130,12 +132,20 @@ def test_finish_compiles_missing_regions(
     before = read_artifact(unfinished)
     assert not before.native
     assert before.manifest.environment.cpu is None
-    packages = [Package(package()), Package(problem="AOTInductor cannot compile it. NotImplementedError: no")]
-    with mock.patch("graphshard.lower.inductor.package", side_effect=packages * len(before.later)) as compiled:
+    told: list[str] = []
+
+    def compile_every_second(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
+        for number, (key, region) in enumerate(regions.items()):
+            told.append(key)
+            made: Any = compile_operators(region)
+            made.problem = "Inductor cannot compile it. NotImplementedError: no"
+            yield key, made if number % 2 else KeptRegion(key, Kernels("", {"cpp_fused_0": b"library"}))
+
+    with mock.patch("graphshard.lower.inductor.compile_all", compile_every_second):
         text = printed(capsys, "finish", unfinished, "--threads", "3")
-    assert [call.args[0].key for call in compiled.call_args_list] == before.later
+    assert told == before.later
     assert f"compiled {(len(before.later) + 1) // 2} of {len(before.later)} regions\n" in text
-    assert "AOTInductor cannot compile it. NotImplementedError: no" in text
+    assert "Inductor cannot compile it. NotImplementedError: no" in text
     after = read_artifact(unfinished)
     assert after.native
     assert not after.later
@@ -151,7 +161,7 @@ def test_finish_compiles_missing_regions(
 def test_interrupted_finish_keeps_the_file(unfinished: Path) -> None:
     before = unfinished.read_bytes()
     with (
-        mock.patch("graphshard.lower.inductor.package", side_effect=KeyboardInterrupt),
+        mock.patch("graphshard.lower.inductor.generate", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         main(["finish", str(unfinished)])

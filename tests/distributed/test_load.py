@@ -356,4 +356,4 @@ def _accumulate_small(model: nn.Module, rank: int) -> None:
 def test_compiled_regions_run_without_a_compiler(ranks: Ranks, small_file: Path) -> None:
     for world_size in (1, 2):
         codes, *_ = ranks(world_size).run(_train_native, small_file)
-        assert "PackagedRegion" in codes
+        assert "KeptRegion" in codes

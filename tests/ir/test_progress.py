@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.lower import inductor
-from graphshard.lower.region_store import Store
+from graphshard.lower.region_store import Kernels, Store
 from graphshard.lower.regions import Compiler
 from graphshard.module import program_compiler
 from graphshard.utils import progress as module
@@ -145,7 +145,7 @@ def test_inductor_reports_regions_and_their_number(compile_regions: Compiler) ->
     regions: Any = {name: mock.MagicMock(key=name) for name in ("region_0", "region_1")}
     with (
         mock.patch.object(inductor, "generate"),
-        mock.patch.object(inductor, "package"),
+        mock.patch.object(inductor, "kernels_of", return_value=Kernels("")),
         mock.patch.object(inductor, "store_here", return_value=Store(None)),
     ):
         assert [name for name, _ in compile_regions(regions, told.append)] == ["region_0", "region_1"]

@@ -19,7 +19,6 @@ from graphshard.ir.graph import aten, emit
 from graphshard.ir.program import Program, Region
 from graphshard.lower.executor import CallLine, Operator, Return, Take, Variable
 from graphshard.lower.line_rewrites import Run
-from graphshard.lower.regions import RegionCall
 from graphshard.runtime.cuda_graphs import MOST_GRAPHS, GraphedRun, ModelGraphs, can_be_captured
 from tests.graphs import Graphs, on_cpu
 from tests.helpers import Blocks
@@ -263,13 +262,6 @@ def test_arguments(fake_world: FakeWorld) -> None:
         ArgumentError, match=r"cuda_graphs=True: there are none on cpu\. Leave it out, or use a CUDA mesh\."
     ):
         graphshard.compile(Blocks(1), mesh, cuda_graphs=True)
-
-
-def test_packages_are_not_captured() -> None:
-    from graphshard.lower.aoti_package import PackagedRegion
-
-    assert not RegionCall(PackagedRegion("key", b"", torch.device("cuda"))).can_be_captured
-    assert RegionCall(_doubled).can_be_captured
 
 
 def _one_operator(target: Any, *args: Any, val: Any, device: str = "cpu") -> GraphModule:
