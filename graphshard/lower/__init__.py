@@ -29,8 +29,8 @@
   first step on an H100 instead of 15.5.
 * **Large products in float32 are oneDNN's where the processor is not Intel's**, as MKL has slower kernels for those.
   The processor and the size decide, not a measurement, so that ranks and launches agree.
-* **The header of kernels is read, not precompiled**, by the first three compilers that a program starts: to
-  precompile it takes as long as to read it four times. A header that is there is used.
+* **The header of kernels is read, not precompiled**: to precompile it takes as long as to read it four times, and few
+  programs start more compilers.
 * **Files have the code that a process runs** (`region_store.Kernels`), so it computes the same bits, and loading it
   imports nothing of Inductor. AOTInductor's packages took three times as long to compile, and no less to load.
 
@@ -42,8 +42,6 @@ Pitfalls:
   Where a decomposition has other strides than the kernel, a copy is put into the graph (`inductor._pinned`).
 * Inductor's decompositions create tensors: run `make_fx` inside the region's fake mode. Their table depends on
   `config.fallback_random` at the time it is selected.
-* Inductor knows GCC by its name. If it is called `c++`, Inductor precompiles a header where clang would look for it,
-  and silently reads the text each time. The log says so.
 * Settings of torch are per thread: work in another thread runs in a copy of this one's context.
 * A lock of `filelock` is released when the object that took it is freed.
 * A region must be a plain `GraphModule`: a lazy one calls itself again when its code is first made, and hooks of all

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import functools
 import logging
 import re
 import shlex
@@ -43,10 +42,7 @@ from graphshard.torch_compat.inductor_compiler import (
     FxGraphCache,
     TritonBundler,
     async_compile,
-    codecache,
-    get_cpp_compiler,
     get_lock_dir,
-    is_gcc,
     triton_compat,
 )
 from graphshard.torch_compat.torch_ops import replaced
@@ -58,12 +54,9 @@ log = logging.getLogger(__name__)
 # Characters of source that are compiled together: in half a second, as long as the header takes to read. Where no core
 # is left for that next to this thread, four times that.
 _TOGETHER, _TOGETHER_ALONE = 64 << 10, 256 << 10
-# The header of kernels takes 1.3 s of CPU to read, and 5.1 s to precompile: this number of runs do without.
-_RUNS_WITHOUT_HEADER = 3
 
 _MARK = "graphshard-kernel:"
 _DIGITS = 6
-_WARN_OF_HEADER = "-Winvalid-pch"
 _INCLUDE = re.compile(r"^\s*#\s*include\s+[<\"].*$", re.MULTILINE)
 
 
@@ -153,15 +146,12 @@ class Pending:
         return self._load()
 
 
-_READS_TEXT: contextvars.ContextVar[bool] = contextvars.ContextVar("graphshard_reads_text", default=False)
-
-
 class _Checked(CppPythonBindingsCodeCache):
     """Inductor's cache, which removes damaged libraries; they are compiled when they are asked for again."""
 
     @classmethod
     def _get_uncompiled_header(cls, device: str) -> str | None:
-        return None if _READS_TEXT.get() else super()._get_uncompiled_header(device)
+        return None  # to precompile the header takes as long as to read it four times
 
     @classmethod
     def _load_library_inner(cls, path: str, key: str) -> Any:
@@ -180,7 +170,6 @@ class Batch:
         self._compilers, self._pool = Compilers(), ThreadPoolExecutor(threads, "graphshard-compilers")
         self._together = _TOGETHER if threads > 1 else _TOGETHER_ALONE
         self._waiting: list[Pending] = []
-        self._runs = 0
         self.triton = TritonKernels()  # for GPUs
 
     def __enter__(self) -> Batch:
@@ -209,11 +198,7 @@ class Batch:
         kernels, self._waiting = self._waiting, []
         if kernels:
             # Settings of torch are per thread.
-            context = contextvars.copy_context()
-            header_is_there = any(Path(codecache._HEADER_DIR).glob("*.gch"))  # if maybe for other flags
-            context.run(_READS_TEXT.set, self._runs < _RUNS_WITHOUT_HEADER and not header_is_there)
-            self._runs += 1
-            unit = self._pool.submit(context.run, _compile, kernels, self._compilers)
+            unit = self._pool.submit(contextvars.copy_context().run, _compile, kernels, self._compilers)
             for kernel in kernels:
                 kernel.unit = unit
 
@@ -247,41 +232,13 @@ def _compile(kernels: list[Pending], compilers: Compilers) -> None:
 
     for kernel in kernels:
         kernel.prepare(submit)
-    said = compile_together(jobs, compilers)
-    if not _READS_TEXT.get():
-        _check_header(said)
+    compile_together(jobs, compilers)
 
 
 def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-def _check_header(said: str) -> None:
-    """Warn if the compiler does not use the header that Inductor has compiled for it."""
-    why = next((line.strip() for line in said.splitlines() if _WARN_OF_HEADER in line), "")
-    if not why and said and not is_gcc() and "Free Software Foundation" in _version(get_cpp_compiler()):
-        why = "it is GCC, and Inductor does not know that from its name"
-    if why:
-        _warn_of_header(get_cpp_compiler(), why)
-
-
-@functools.cache
-def _warn_of_header(compiler: str, why: str) -> None:
-    log.warning(
-        "%s does not use the header that Inductor has compiled, so that compiling takes about three times as long: %s. "
-        "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++, and remove wrappers.",
-        compiler,
-        why,
-    )
-
-
-@functools.cache
-def _version(compiler: str) -> str:
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30).stdout
-    return ""
 
 
 # --- kernels for GPUs --------------------------------------------------------------------------------------------
@@ -390,8 +347,8 @@ class Compilers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
 
-    def run(self, command: Sequence[str], directory: Path) -> str:
-        """Return the compiler's messages; raises RuntimeError if it fails or is ended."""
+    def run(self, command: Sequence[str], directory: Path) -> None:
+        """Run a compiler; raises RuntimeError with its messages if it fails or is ended."""
         null, pipe = subprocess.DEVNULL, subprocess.PIPE
         with self._lock:
             if self.ended:
@@ -407,7 +364,6 @@ class Compilers:
                 self._running.discard(process)
         if process.returncode:
             raise RuntimeError(f"{command[0]} ended with {process.returncode}: {said[-2000:]}")
-        return said
 
     def end(self) -> None:
         """End the runs, and start no more."""
@@ -417,28 +373,26 @@ class Compilers:
                 process.terminate()  # a compiler removes what it has half written
 
 
-def compile_together(jobs: Iterable[Job], compilers: Compilers) -> str:
-    """Make the libraries of jobs, together where they have the same command; failures are logged. Return messages."""
-    said = []
+def compile_together(jobs: Iterable[Job], compilers: Compilers) -> None:
+    """Make the libraries of jobs, together where they have the same command; failures are logged."""
     groups: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(job.template, []).append(job)
     for template, group in groups.items():
         try:
-            said.append(_compile_group(template, group, compilers))
+            _compile_group(template, group, compilers)
         except (OSError, RuntimeError, UnicodeError) as error:
             log.debug("%d kernels cannot be compiled together: %s", len(group), error)
-    return "\n".join(said)
 
 
-def _compile_group(template: Sequence[str], group: Sequence[Job], compilers: Compilers) -> str:
+def _compile_group(template: Sequence[str], group: Sequence[Job], compilers: Compilers) -> None:
     with tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True) as directory:
         source, target = Path(directory, "kernels.cpp"), Path(directory, "kernels.so")
         source.write_text(joined([job.source for job in group]))
         own = {"SOURCE": str(source), "TARGET": str(target)}
         # Debug lines of the sources would be in every copy.
-        command = [*(own.get(word, word) for word in template), _WARN_OF_HEADER, "-Wl,--strip-debug"]
-        said = compilers.run(command, Path(directory))
+        command = [*(own.get(word, word) for word in template), "-Wl,--strip-debug"]
+        compilers.run(command, Path(directory))
         library = target.read_bytes()
     mark = _marked(0)
     if library.count(mark) != 1:
@@ -446,7 +400,6 @@ def _compile_group(template: Sequence[str], group: Sequence[Job], compilers: Com
     for number, job in enumerate(group):
         with replacing(job.target) as temporary:
             temporary.write_bytes(library.replace(mark, _marked(number)))
-    return f"done\n{said}"
 
 
 def joined(sources: Sequence[Path]) -> str:

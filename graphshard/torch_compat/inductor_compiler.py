@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
-from torch._inductor import async_compile, codecache
+from torch._inductor import async_compile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache, PyCodeCache, get_lock_dir
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config
-from torch._inductor.cpp_builder import get_cpp_compiler, is_gcc
 from torch._inductor.decomposition import decompositions as inductor_decompositions
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import Dep, MemoryDep, WeakDep

@@ -49,14 +49,14 @@ def _inductors() -> Any:
 def test_regions_are_compiled_together(tmp_path: Path) -> None:
     """Code and bits equal separate compilation."""
     regions = regions_from(1000, 3)
-    compile_inductor(regions_from(900, 1)["region_0"], "warm")  # prepares the CPU query and the header
+    compile_inductor(regions_from(900, 1)["region_0"], "warm")  # prepares the CPU query
     with _counted() as runs, _inductors() as inductors:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
     assert inductors.call_count == 0
     batch_compile.CppPythonBindingsCodeCache.cache_clear()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # the fixture restores it
-    with mock.patch.object(batch_compile, "compile_together", return_value=""), _inductors() as inductors:
+    with mock.patch.object(batch_compile, "compile_together"), _inductors() as inductors:
         alone = {name: compile_inductor(region, name) for name, region in regions.items()}
     assert inductors.call_count >= 3
     for name, fn in made.items():
@@ -171,64 +171,6 @@ def test_other_threads_get_kernels_at_once() -> None:
         thread.join()
         assert scopes == []
     torch.testing.assert_close(found[0], (INPUT / 6001).exp().sin())
-
-
-def test_an_unused_header_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    batch_compile._warn_of_header.cache_clear()
-    said = "done\ncc1plus: warning: /tmp/x.h.gch: not used because `-g' is set [-Winvalid-pch]"
-    for _ in range(2):
-        batch_compile._check_header(said)
-    assert caplog.text.count("does not use the header that Inductor has compiled") == 1
-    assert "/tmp/x.h.gch: not used because `-g' is set" in caplog.text
-    assert "Set CXX to a compiler with g++ or clang in its name, such as CXX=g++" in caplog.text
-
-
-def test_reports_gcc_under_another_name(caplog: pytest.LogCaptureFixture) -> None:
-    batch_compile._warn_of_header.cache_clear()
-    gcc = "cxx (Debian 12.2.0) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
-    with (
-        mock.patch.object(batch_compile, "is_gcc", return_value=False),
-        mock.patch.object(batch_compile, "get_cpp_compiler", return_value="/opt/cxx"),
-        mock.patch.object(batch_compile, "_version", return_value=gcc),
-    ):
-        batch_compile._check_header("")  # nothing was compiled
-        assert not caplog.records
-        batch_compile._check_header("done\n")
-    assert "/opt/cxx does not use the header" in caplog.text
-    assert "it is GCC, and Inductor does not know that from its name" in caplog.text
-
-
-@pytest.mark.parametrize("there", [False, True], ids=["no header", "a header"])
-@pytest.mark.slow
-def test_a_header_is_precompiled_for_many_runs_of_compilers(
-    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Precompiling the header takes as long as reading it four times; an existing one is used."""
-    codecache = batch_compile.codecache
-    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
-    for name in ("_TOGETHER", "_TOGETHER_ALONE"):
-        monkeypatch.setattr(batch_compile, name, 0)  # a run for each region
-    first = 6200 if there else 6100
-    if there:
-        (tmp_path / "header.h.gch").touch()
-    header = tmp_path / "header.h"
-    header.write_text("#include <torch/csrc/inductor/cpp_prefix.h>\n")
-    with mock.patch.object(codecache, "_precompile_header", return_value=str(header)) as precompile, _counted() as runs:
-        made = dict(compile_all(regions_from(first, 5), lambda told: None))
-    uses = sorted(str(header) in " ".join(call.args[1]) for call in runs.call_args_list)
-    assert uses == [there, there, there, True, True]
-    assert precompile.call_count == sum(uses)
-    torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(5)])
-
-
-@pytest.mark.slow
-def test_a_used_header_is_not_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_compile, "_RUNS_WITHOUT_HEADER", 0)
-    batch_compile._warn_of_header.cache_clear()
-    with _counted() as runs:
-        dict(compile_all(regions_from(7000, 2), lambda told: None))
-    assert runs.call_count == 1
-    assert not caplog.records
 
 
 @pytest.mark.slow
