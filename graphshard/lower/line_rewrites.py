@@ -80,7 +80,6 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
     values = list(end.values)
     counts = Counter(value for value in values if isinstance(value, Variable))
     chosen = [t for t in taken if isinstance(values[t.place], Variable) and counts[values[t.place]] == 1]
-    lines = _with_early_operators(lines, [values[one.place] for one in chosen])
     body, made = lines[:-1], _makers(lines)
     due: dict[int, list[int]] = {}
     for one, last_read in zip(chosen, _last_reads(lines, chosen)):
@@ -103,24 +102,6 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
 
 def _makers(lines: Sequence[Line]) -> dict[Variable, int]:
     return {name: index for index, line in enumerate(lines) for name in line.results}
-
-
-def _with_early_operators(lines: Sequence[Line], values: Sequence[Variable]) -> list[Line]:
-    """Move the operators that make values from where they are first read to where they can be, as views of a bucket."""
-    made = _makers(lines)
-    early: set[int] = set()
-    left = [made[value] for value in values]
-    while left:
-        index = left.pop()
-        if type(lines[index]) is Operator and index not in early:
-            early.add(index)
-            left += [made[name] for name in lines[index].reads]
-    place = list(range(len(lines)))
-    for index in sorted(early):
-        place[index] = max((place[made[name]] for name in lines[index].reads), default=index)
-    # Each comes after the line that stays at its place.
-    order = sorted(range(len(lines)), key=lambda index: (place[index], index in early))
-    return [lines[index] for index in order]
 
 
 def _last_reads(lines: Sequence[Line], taken: Sequence[Taken]) -> list[int]:

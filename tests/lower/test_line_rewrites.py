@@ -55,14 +55,13 @@ def _order(lines: list[Line]) -> list[str]:
 
 
 def test_views_of_a_bucket_are_handed_over_together() -> None:
-    """They move to the end, before their first use."""
     lines = [
         Take(results=_v("w", "x")),
         _start("r", "x", "reduce 1"),
         _wait("s", "r", "reduce 1"),
-        _call("y", "x"),
         _view("a", "s"),
         _view("b", "s"),
+        _call("y", "x"),
         Return(values=_v("a", "b", "y")),
     ]
     found, groups = hand_over_gradients(lines, [Taken(0, (0,)), Taken(1, ())])
