@@ -32,7 +32,7 @@
 * **The header of kernels is read, not precompiled**: to precompile it takes as long as to read it four times, and few
   programs start more compilers.
 * **Files have the code that a process runs** (`region_store.Kernels`), so it computes the same bits, and loading it
-  imports nothing of Inductor. AOTInductor's packages took three times as long to compile, and no less to load.
+  imports nothing of Inductor. AOTInductor's packages took longer to compile, and as long to load.
 
 Pitfalls:
 

@@ -80,7 +80,6 @@ class Artifact:
         """Keys of the regions that are yet to be compiled."""
         return [key for key, region in self.manifest.regions.items() if region.code == "later"]
 
-
     def kernels_of(self, key: str) -> Kernels:
         """Return Inductor's code of a native region."""
         members = self.archive.members
