@@ -20,7 +20,7 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.collective_regions import Collective, CollectiveRegions, collectives
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, collectives, peak_gathered_bytes
 from graphshard.ir.graph import arrange, with_parts
 from graphshard.ir.operators import UPLOAD
 from graphshard.ir.plan import Event, Plan
@@ -47,6 +47,7 @@ class Reorder(Pass):
             if old != new:
                 arrange(phase, new)
                 moved += sum(a is not b for a, b in zip(old, new))
+        program.gathered_bytes = {name: peak_gathered_bytes(phase)[1] for name, phase in program.phases.items()}
         return moved
 
 

@@ -78,15 +78,6 @@ def instantiate_all_blocks(program: Program) -> Program:
     return instantiate_blocks(program.clone())
 
 
-def instantiate_backward(program: Program) -> Phase:
-    """Return the backward of all blocks; the partitioned program of captured blocks stays unchanged."""
-    phases = {**program.phases, "backward": program.phases["backward"].clone()}
-    forward, backward = _phases_of(replace(program, phases=phases), {})
-    forward.named_outputs()
-    backward.run()
-    return backward.phase
-
-
 def _phases_of(program: Program, saved: dict[str, Member], *, scheduled: bool = False) -> list[_PhaseBlocks]:
     assert program.few is not None
     repeats = program.few.repeats
@@ -314,7 +305,7 @@ class _PhaseBlocks:
         for segment in self.segments:
             self._connect(segment)
         results, slots = [], []
-        for output, group, slot in self.named_outputs(outputs):
+        for output, group, slot in self._named_outputs(outputs):
             at = output.member.group if output.member and group is None else group
             if output.ref is None or at is None or at <= TEMPLATE:
                 results.append(output.value)
@@ -419,11 +410,9 @@ class _PhaseBlocks:
         except BlocksDifferError:  # compared windows do not name blocks that are far away
             return value
 
-    def named_outputs(self, outputs: list[Output] | None = None) -> list[tuple[Output, int | None, Slot]]:
-        """Return outputs with their slots, and the template's again for each missing group; enter what is saved."""
-        found = []
-        entries = [(output, output.member) for output in (self.find() if outputs is None else outputs)]
-        for output, group in _with_copies(entries, self.repeats):
+    def _named_outputs(self, outputs: list[Output]) -> Iterator[tuple[Output, int | None, Slot]]:
+        """Yield outputs with their slots, and the template's again for each missing group; enter what is saved."""
+        for output, group in _with_copies([(output, output.member) for output in outputs], self.repeats):
             slot = output.slot
             if group is not None and output.member is not None:
                 name = self.repeats.name_at(group, slot.name)
@@ -433,8 +422,7 @@ class _PhaseBlocks:
                         name += "_"
                     self.saved[name] = Member(output.member.family, group)
                 slot = slot.named(name)
-            found.append((output, group, slot))
-        return found
+            yield output, group, slot
 
 
 def _with_copies(entries: list[tuple[T, Member | None]], repeats: Repeats) -> Iterator[tuple[T, int | None]]:

@@ -99,14 +99,12 @@ class Plan:
     Attributes:
         buckets: collectives that are launched together.
         events: starts and waits by phase, in the order of execution on every rank.
-        gathered_bytes: peak bytes of gathered parameters, by phase.
         kept: parameters that stay gathered until backward, in addition to the ones that the user keeps.
         prediction: prediction of a planner with a cost model; else None.
     """
 
     buckets: tuple[Bucket, ...] = ()
     events: dict[str, tuple[Event, ...]] = field(default_factory=dict)
-    gathered_bytes: dict[str, int] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     prediction: Prediction | None = None
 

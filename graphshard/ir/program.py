@@ -285,6 +285,7 @@ class Program:
         plan: buckets and events; None until planned.
         communication: one line for each collective, in order; equal on all ranks.
         peak_gathered: units whose gathered parameters are alive at the peak, by phase.
+        gathered_bytes: peak bytes of gathered parameters by phase, in the order of the plan.
         saved: saved and recomputed values by unit; see `saved_table`.
         regions: distinct regions by key; empty until lowered.
         region_calls: keys of the region calls of a step, in order.
@@ -319,6 +320,7 @@ class Program:
     plan: Plan | None = None
     communication: list[str] = field(default_factory=list)
     peak_gathered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    gathered_bytes: dict[str, int] = field(default_factory=dict)
     saved: tuple[UnitMemory, ...] = ()
     regions: dict[str, Region] = field(default_factory=dict)
     region_calls: list[str] = field(default_factory=list)

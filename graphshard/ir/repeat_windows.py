@@ -276,22 +276,6 @@ class RepeatExpansion:
         windows = self._windows(entries, self.all, key)
         return [e for group in self.order for e in self._moved(windows[group], self.all, group, self.few, group)]
 
-    def largest(self, entries: Sequence[tuple[str, int]]) -> int:
-        """Return the largest number of all groups, for names with numbers that grow evenly from group to group.
-
-        Raises:
-            BlocksDifferError: the growth is not the same.
-        """
-        windows = self._windows(entries, self.few, lambda entry: entry[0])
-        self._template({group: [name for name, _ in window] for group, window in windows.items()})
-        numbers = [[number for _, number in windows[group]] for group in self.inner]
-        growth = {b - a for one, other in itertools.pairwise(numbers) for a, b in zip(one, other)}
-        if len(growth) != 1:
-            raise BlocksDifferError("blocks do not add evenly")
-        more = growth.pop() * len(self.missing)
-        behind = self.order[self.order.index(self._gap) :]
-        return max(number + more * (group in behind) for group, window in windows.items() for _, number in window)
-
     def spread(self, values: Sequence[T]) -> list[T]:
         """Expand values by position, which are equal in equal windows, to all groups."""
         begins = [self.begins[group] for group in self.inner]

@@ -33,7 +33,7 @@ from graphshard.frontend.dynamo_capture import TracedFunction
 from graphshard.frontend.graph_breaks import traced_or_break
 from graphshard.frontend.inputs import leaf_key, moved_to, stand_ins, without_values
 from graphshard.frontend.signature import CaptureSpec, Signature, check_alike
-from graphshard.ir.instantiate_blocks import instantiate_backward, match_blocks
+from graphshard.ir.instantiate_blocks import instantiate_all_blocks, match_blocks
 from graphshard.ir.param_table import ParamSpec, ParamTable, Settings
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import BlocksDifferError, Repeats
@@ -247,12 +247,13 @@ class Tracer:
         start = program.clone()
 
         def partitioned() -> Partitioned:
-            return Partitioned(instantiate_backward(start), steps[partition:], frozenset(start.established))
+            backward = instantiate_all_blocks(start).phases["backward"]
+            return Partitioned(backward, steps[partition:], frozenset(start.established))
 
         try:
             for step in steps[partition:plan]:
                 run_pass(step, program, quiet)
-            program = finish_template(program, steps[plan:], observer, Observer.end)
+            program = finish_template(program, steps[plan:], observer)
         except BlocksDifferError as error:
             self._doubt(error)
             return None

@@ -67,6 +67,7 @@ class Observer:
         show: called with the name of each pass before it runs.
         most: number of operators up to which the history has the program's text after each pass; None for any number.
             Checking rules needs the text.
+        summary: the end of all passes writes down what ranks compare, and what is saved and gathered.
     """
 
     level: Level = "ends"
@@ -74,6 +75,7 @@ class Observer:
     passes: tuple[Pass, ...] = ()
     show: Callable[[str], None] = lambda _: None
     most: int | None = None
+    summary: bool = True
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
     _lines: Lines = field(default_factory=Lines, init=False)
     _checked: Checked = field(default_factory=Checked, init=False)
@@ -90,11 +92,13 @@ class Observer:
         self._last = now
 
     def end(self, program: Program) -> None:
-        """Handle the end of all passes: write down what ranks compare."""
+        """Handle the end of all passes."""
         self._lines = Lines()  # do not keep nodes alive
         if self.level != "off":
             verify(program, "the last pass", complete=True, checked=self._checked)
         self._checked = Checked()
+        if not self.summary:
+            return
         program.communication = print_communication(program)
         gathered = {name: units_gathered(phase, program.params) for name, phase in program.phases.items()}
         program.saved = saved_by_unit(program)

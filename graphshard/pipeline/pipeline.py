@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -264,39 +264,36 @@ def rerun_backward(
     return variant
 
 
-def finish_template(
-    planned: Program, passes: Sequence[Pass], observer: Observer, end: Callable[[Observer, Program], None]
-) -> Program:
-    """Run the passes after the plan on few of many equal blocks, and return the program of all, outlined.
+def finish_template(planned: Program, passes: Sequence[Pass], observer: Observer) -> Program:
+    """Run the passes after the plan; of a program of few of many equal blocks, return the program of all, outlined.
 
-    Where they treat blocks differently, they run on all blocks.
-
-    Args:
-        planned: the program of few blocks with the plan of all; it stays as it is.
-        end: called after the passes.
+    Where passes treat blocks differently, they run on all blocks. `planned` stays as it is.
     """
-    assert planned.few is not None
-    program, quiet, num_copies = planned.clone(), replace(observer), len(planned.few.repeats.missing)
-    try:
-        if planned.plan is not None:
-            program.plan = folded_plan(planned.plan, planned)
-        for step in passes:
-            run_pass(step, program, quiet)
-        end(quiet, program)
-        outline(program)
-        start = time.perf_counter()
-        program = instantiate_blocks(program, scheduled=True)
-        program.plan = planned.plan
-        list_calls(program)
-    except BlocksDifferError as error:
-        log.info("passes are of every block: %s", error)
+    if planned.few is None:
+        program = planned.clone()
+    else:
+        num_copies = len(planned.few.repeats.missing)
+        try:
+            program, quiet = planned.clone(), replace(observer)
+            if planned.plan is not None:
+                program.plan = folded_plan(planned.plan, planned)
+            for step in passes:
+                run_pass(step, program, quiet)
+            quiet.end(program)
+            outline(program)
+            start = time.perf_counter()
+            program = instantiate_blocks(program, scheduled=True)
+            program.plan = planned.plan
+            list_calls(program)
+            text = f"the program of all {planned.few.repeats.groups} groups of blocks: see the stage lower\n"
+            observer.note(program, "stamp", num_copies, time.perf_counter() - start, text=text)
+            return program
+        except BlocksDifferError as error:
+            log.info("passes are of every block: %s", error)
         start = time.perf_counter()
         program = instantiate_all_blocks(planned)
         observer.after(program, "stamp", num_copies, time.perf_counter() - start)
-        for step in passes:
-            run_pass(step, program, observer)
-        end(observer, program)
-    else:
-        text = f"the program of all {planned.few.repeats.groups} groups of blocks: see the stage lower\n"
-        observer.note(program, "stamp", num_copies, time.perf_counter() - start, text=text)
+    for step in passes:
+        run_pass(step, program, observer)
+    observer.end(program)
     return program

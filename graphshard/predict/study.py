@@ -64,8 +64,7 @@ from graphshard.predict.step_prediction import bound_of, explained
 from graphshard.predict.symbolic_cost import formulas_of, spread_ranks
 from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
-from graphshard.schedule.build_problem import Settings, build
-from graphshard.schedule.graph_facts import Known, while_unchanged, within_one_plan
+from graphshard.schedule.graph_facts import Known, while_unchanged
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused
@@ -313,23 +312,13 @@ class Study:
         rest = before_plan[len(of_blocks) :]
         for step in of_blocks:
             run_pass(step, program, observer)
-        if program.few is not None:
-            # If possible, keep few blocks until regions are outlined; the model's communication moves among blocks.
-            if not (self.symbols or spec.groups):
-                try:
-                    few_blocks, watching = program.clone(), self._observer(program.mesh)
-                    match_blocks(few_blocks)
-                    for step in rest:
-                        run_pass(step, few_blocks, watching)
-                    with within_one_plan():
-                        build(few_blocks, replace(costs, mesh=few_blocks.mesh), Settings())
-                    return few_blocks
-                except BlocksDifferError as error:
-                    log.info("planned for every block: %s", error)
+        if program.few is not None and (self.symbols or spec.groups):  # the model's communication moves among blocks
             observer.show("stamp")
             program = instantiate_blocks(program)
             if observer.level != "off":
                 verify(program, "the copies of equal blocks")
+        elif program.few is not None:
+            match_blocks(program)
         for step in rest:
             run_pass(step, program, observer)
         return program
@@ -346,28 +335,13 @@ class Study:
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         kept = key, self._machine(costs), schedule
         if kept not in self._scheduled:
-            lowered = self._finished(planned, passes[begin + 1 :], self._observer(mesh))
+            lowered = finish_template(planned, passes[begin + 1 :], self._observer(mesh))
             if self.symbols:
                 spread_ranks(lowered)
             self._showing(mesh)("lower")
             lower(lowered, compiler_for("eager"), {})
             self._scheduled[kept] = lowered
         return replace(self._scheduled[kept], plan=planned.plan)
-
-    def _finished(self, planned: Program, passes: Sequence[Pass], observer: Observer) -> Program:
-        """Run the passes after the plan on a copy; expand a program of few blocks to all."""
-
-        def end(observer: Observer, program: Program) -> None:
-            if observer.level != "off":
-                verify(program, "the last pass", complete=True)
-
-        if planned.few is not None:
-            return finish_template(planned, passes, observer, end)
-        program = planned.clone()
-        for step in passes:
-            run_pass(step, program, observer)
-        end(observer, program)
-        return program
 
     def _showing(self, mesh: Mesh | None = None, machine: str = "") -> Callable[[str], None]:
         """Return a function that reports a phase, and the program of the study that it is about."""
@@ -376,7 +350,9 @@ class Study:
         return lambda phase: self.show(f"{about}: {phase}" if about else phase)
 
     def _observer(self, mesh: Mesh, machine: str = "") -> Observer:
-        return Observer(self.options.verify or "off", show=self._showing(mesh, machine), most=_MOST_PRINTED)
+        return Observer(
+            self.options.verify or "off", show=self._showing(mesh, machine), most=_MOST_PRINTED, summary=False
+        )
 
     def _passes(self, program: Program, costs: Costs) -> tuple[Pass, ...]:
         return pipeline_of(self.options, program.mesh, costs, optimizer_states=self.training.optimizer_states).passes

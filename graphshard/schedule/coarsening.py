@@ -1,20 +1,14 @@
-"""Smaller problems: buckets that may be cut at given places only, and fewer of many equal blocks."""
+"""Smaller problems: buckets that may be cut at given places only."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graphshard.ir.repeats import longest_run
-from graphshard.schedule.problem import Bucketed, Chain, Problem, Transfer
-
-# Blocks that are left in a reduced problem, half of them at either end.
-BLOCKS = 6
-# Most items of a block that are looked for.
-_LONGEST = 64
+from graphshard.schedule.problem import Bucketed, Chain, Transfer
 
 
 @dataclass(frozen=True)
@@ -79,76 +73,3 @@ def _join(transfers: Sequence[Transfer], *, first: bool) -> Transfer:
         num_small=sum(t.num_small for t in transfers),
         small_bytes=sum(t.small_bytes for t in transfers),
     )
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A problem with fewer blocks.
-
-        items    embedding | 0 | 1 | 2 | 3 ... N-4 | N-3 | N-2 | N-1 | head
-        reduced  embedding | 0 | 1 | 2 |             N-3 | N-2 | N-1 | head
-
-    A schedule gains something at the ends over another, and something for each block, as long as its buckets span no
-    more blocks than are left. If it gains g in the reduced problem, which has a share s of the blocks, it gains at most
-    g / s in all. Bytes that are alive belong to the blocks that are left, so a memory limit is as tight.
-
-    Attributes:
-        share: of the blocks that are left, in the chain that has the least of them.
-        gone: by chain how many are left out.
-    """
-
-    problem: Problem
-    share: float
-    gone: dict[str, int]
-
-
-def reduced(problem: Problem) -> Reduced | None:
-    """Return the problem with fewer blocks; None if it has too few, or a choice what stays gathered."""
-    if problem.keepable:
-        return None
-    found = [_reduced(chain) for chain in problem.chains if chain.gathers or chain.reductions]
-    gone = {chain.name: blocks for chain, blocks in found if blocks}
-    if not gone:
-        return None
-    share = min(BLOCKS / (BLOCKS + blocks) for blocks in gone.values())
-    return Reduced(replace(problem, chains=tuple(chain for chain, _ in found)), share, gone)
-
-
-def _reduced(chain: Chain) -> tuple[Chain, int]:
-    """Return a chain with fewer blocks, and how many are gone."""
-    first, length, blocks = longest_run(_facts(chain), longest=_LONGEST)
-    if blocks < 2 * BLOCKS or chain.fixed:
-        return chain, 0
-    start, gone = first + BLOCKS // 2 * length, (blocks - BLOCKS) * length
-    end = start + gone
-
-    def moved(position: int) -> int:
-        return position - gone if position >= end else position
-
-    # What a block that is gone reads last of the one before it, the next block that is left reads instead.
-    last = len(chain.seconds) - gone - 1
-    gathers = [replace(g, at=moved(g.at), last=moved(g.last)) for g in chain.gathers if not start <= g.at < end]
-    made = replace(
-        chain,
-        seconds=(*chain.seconds[:start], *chain.seconds[end:]),
-        base=(*chain.base[:start], *chain.base[end:]),
-        gathers=tuple(replace(g, last=max(g.at, min(g.last, last))) for g in gathers),
-        reductions=tuple(replace(r, at=moved(r.at)) for r in chain.reductions if not start < r.at <= end),
-    )
-    return made, blocks - BLOCKS
-
-
-def _facts(chain: Chain) -> list[Hashable]:
-    """Return what is to be equal of each item: its seconds, and what it waits for and releases."""
-    gathers: list[list[Hashable]] = [[] for _ in chain.seconds]
-    reductions: list[list[Hashable]] = [[] for _ in chain.seconds]
-    for gather in chain.gathers:
-        gathers[gather.at].append((_without_place(gather), gather.last - gather.at))
-    for reduction in chain.reductions:
-        reductions[reduction.at - 1].append(_without_place(reduction))
-    return [(seconds, tuple(a), tuple(b)) for seconds, a, b in zip(chain.seconds, gathers, reductions)]
-
-
-def _without_place(transfer: Transfer) -> Transfer:
-    start = None if transfer.start is None else 0
-    return replace(transfer, name="", group="", at=0, last=0, start=start)

@@ -15,16 +15,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar, last_use
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar
 from graphshard.ir.graph import fake
 from graphshard.ir.plan import Bucket, Event, Plan
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
-from graphshard.schedule.template_schedule import planned_in_short, unfolded_plan, unfolding_of
+from graphshard.schedule.template_schedule import planned_in_short, unfolded_plan
 from graphshard.utils.argument_validation import check_count, check_texts
 from graphshard.utils.text import brief
 
@@ -88,7 +88,6 @@ class PlanByUnit:
             events[name] = tuple(_place(found, at, len(layout.compute), prefetch, self.reductions_under_way))
             buckets += found
         plan = Plan(tuple(buckets), events)
-        plan = replace(plan, gathered_bytes=gathered_of(plan, program))
         return plan if program.few is None else unfolded_plan(plan, program)
 
     def _prefetch(self, program: Program, phase: str, found: list[Bucket]) -> Prefetch:
@@ -234,38 +233,6 @@ def _continue(under_way: list[list[str]], at: int, held: Collection[str] = (), k
         events += [Event("start", name, at) for name in names[:1]]
     under_way[:] = [names for names in under_way if names]
     return events
-
-
-def gathered_of(plan: Plan, program: Program) -> dict[str, int]:
-    """Return by phase the most bytes of gathered parameters alive at once: from each start to the last compute's read.
-
-    Raises:
-        BlocksDifferError: of few of many equal blocks, as these differ.
-    """
-    result = {}
-    for name, events in plan.events.items():
-        phase = program.phases[name]
-        layout = layout_of(phase)
-        position = {**layout.index, phase.module.graph.output_node(): len(layout.compute)}
-        of_row = {(c.kind, c.axis, c.params[0]): c for c in collectives_of(phase)}
-        gathers = {bucket.name: bucket for bucket in plan.buckets if bucket.phase == name and bucket.kind == "gather"}
-        alive: list[tuple[int, int]] = []
-        found: list[tuple[str, int]] = []
-        for event in events:
-            if event.action == "start" and event.bucket in gathers:
-                bucket = gathers[event.bucket]
-                waits = {member: of_row["gather", bucket.axis, member].waits for member in bucket.members}
-                ends = {member: max(event.at, last_use(each, layout, position)) for member, each in waits.items()}
-                last_packed = max((ends[member] for member in bucket.packed), default=0)
-                ends.update(dict.fromkeys(bucket.packed, last_packed))
-                alive = [(end, size) for end, size in alive if end >= event.at]
-                alive += [(end, program.params[member].sent_bytes("gather")) for member, end in ends.items()]
-                found.append((event.bucket, sum(size for _, size in alive)))
-        if program.few is not None and found:
-            result[name] = replace(unfolding_of(program, name), begins={}).largest(found)
-        else:
-            result[name] = max((size for _, size in found), default=0)
-    return result
 
 
 def next_boundary(position: int, boundaries: Iterable[int]) -> int:

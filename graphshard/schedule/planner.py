@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, InfeasibleError
 from graphshard.ir.collective_regions import is_scalar
-from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, CollectiveKind, Event, Plan, Prediction
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import BlocksDifferError
@@ -21,18 +20,14 @@ from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import Built, Constraints, PhaseMap, Settings, build
-from graphshard.schedule.coarsening import reduced
-from graphshard.schedule.fsdp2_order import PlanByUnit, gathered_of, plan_scalars
+from graphshard.schedule.fsdp2_order import PlanByUnit, plan_scalars
 from graphshard.schedule.graph_facts import collectives_of, within_one_plan
 from graphshard.schedule.problem import Chain, Placement, Problem, Schedule
 from graphshard.schedule.solver import STEPS, Solution, Solver, fsdp2_solution, smallest_of
-from graphshard.schedule.template_schedule import folded_plan, planned_in_short
+from graphshard.schedule.template_schedule import planned_in_short
 
 log = logging.getLogger(__name__)
 
-# Up to this multiple of the bound, a search of few blocks says whether one of all pays. Where latencies take longer
-# than that, buckets of many blocks may gain what few blocks do not show.
-_CLOSE = 1.1
 # More than FSDP2's order takes by so much is no difference that predictions show (they are within 5 %). Where the peak
 # leaves no room for buckets that are a little larger, steps that wait for the link are up to a quarter longer.
 _ABOUT = 1.01
@@ -108,15 +103,7 @@ class PlanByCost:
         settings = here._settings(program)
         search = here._worthwhile if self.worth or self.worth_seconds else here._shortest
         found = search(program, settings)
-        if program.bound is not None:
-            found = _above(found, program.bound)
-        if program.few is None:
-            return found
-        try:
-            gathered = gathered_of(folded_plan(found, program), program)
-        except BlocksDifferError:
-            gathered = gathered_of(found, instantiate_all_blocks(program))
-        return replace(found, gathered_bytes=gathered)
+        return found if program.bound is None else _above(found, program.bound)
 
     def _on(self, program: Program) -> PlanByCost:
         # Which ranks share a node is the program's mesh to say.
@@ -186,9 +173,8 @@ class PlanByCost:
         predicted = _predicted(best)
         # Without a limit it is about what FSDP2's order takes.
         limit = self._limit if self.memory_limit is not None else _ABOUT * predicted.peak_bytes
-        problems, first = {attempt: each.problem for attempt, each in built.items()}, predicted.step_seconds
         bound_by_units, stopped = predicted.lower_bound, False
-        bound = min(bound_by_units, lower_bound(problems[settings], limit=limit))
+        bound = min(bound_by_units, lower_bound(built[settings].problem, limit=limit))
         fits = predicted.peak_bytes <= limit
         change = self.worth_seconds * len(program.all_params.units)
         refused: list[InfeasibleError] = []
@@ -199,9 +185,6 @@ class PlanByCost:
                 break
             solver = Solver(limit, exact_kept=0, steps=self.steps, below=below)
             try:
-                close = fits and seconds <= _CLOSE * bound
-                if close and not _may_gain(problems[attempt], problems[by_units], first - below, solver):
-                    continue
                 found = self._planned(program, built[attempt], attempt, solver)
             except InfeasibleError as error:
                 refused.append(error)
@@ -255,8 +238,7 @@ class PlanByCost:
                 scalars, of_scalars = plan_scalars(program, chain.name, [event.at for event in placed])
                 buckets += [*made, *scalars]
                 events[chain.name] = tuple(heapq.merge(placed, of_scalars, key=lambda event: event.at))
-        plan = Plan(tuple(buckets), events)
-        return plan if program.few is not None else replace(plan, gathered_bytes=gathered_of(plan, program))
+        return Plan(tuple(buckets), events)
 
 
 def _predicted(plan: Plan) -> Prediction:
@@ -269,19 +251,6 @@ def _above(plan: Plan, bound: float, *, stopped: bool | None = None) -> Plan:
     given = _predicted(plan)
     stopped = given.stopped if stopped is None else stopped
     return replace(plan, prediction=replace(given, lower_bound=min(bound, given.step_seconds), stopped=stopped))
-
-
-def _may_gain(problem: Problem, by_units: Problem, seconds: float, solver: Solver) -> bool:
-    """Return whether a search may gain these seconds over FSDP2's order, as far as a problem with fewer blocks says.
-
-    Args:
-        by_units: the problem in which units travel together.
-    """
-    short, ahead = reduced(problem), reduced(by_units)
-    if short is None or ahead is None or short.gone != ahead.gone:
-        return True
-    below = fsdp2_solution(ahead.problem).step_seconds - short.share * seconds
-    return replace(solver, below=below)(short.problem).step_seconds < below
 
 
 def _to_buckets(

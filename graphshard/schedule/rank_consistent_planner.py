@@ -39,7 +39,7 @@ from graphshard.passes import MakePlan, Pass
 from graphshard.passes.keep_gathered import keep_gathered
 from graphshard.schedule.axis_links import model_collectives
 from graphshard.schedule.build_problem import Left, host_copies, seconds_between
-from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, gathered_of, last_input
+from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, last_input
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.problem import Action, Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
@@ -222,15 +222,13 @@ def outline(program: Program, kept: Sequence[str] = ()) -> dict[str, tuple[int, 
     found = {}
     for name, phase in _keeping(program, kept).phases.items():
         layout = layout_of(phase)
-        at = {
-            (c.kind, c.axis, c.params[0]): (first_use if c.kind == "gather" else last_input)([c], layout)
-            for c in collectives_of(phase)
-        }
-        end = len(layout.compute)
+        at, end = [], len(layout.compute)
+        for c in collectives_of(phase):
+            position = (first_use if c.kind == "gather" else last_input)([c], layout)
+            at.append(Event("start", f"{c.kind} {c.axis} {c.params[0]}", position))
         if program.few is not None:
             at, end = unfolded_positions(at, end, program, name)
-        positions = {f"{kind} {axis} {param}": position for (kind, axis, param), position in at.items()}
-        found[name] = end, positions | _own_positions(layout)
+        found[name] = end, {event.bucket: event.at for event in at} | _own_positions(layout)
     return found
 
 
@@ -253,20 +251,16 @@ def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
     """
     wanted = outline(program, plan.kept)
     if {name: tuple(part) for name, part in made_for.items()} == wanted:
-        if program.few is not None:
-            return plan
-        moved = plan  # what is kept from forward to backward may differ: it is not among the positions
-    else:
-        events = {}
-        for name, given in plan.events.items():
-            placed = _fit_events(given, plan, made_for[name], wanted[name])
-            if placed is None:
-                return None
-            events[name] = placed
-        if program.few is not None:
-            raise BlocksDifferError("ranks have graphs of other sizes")
-        moved = replace(plan, events=events)
-    return replace(moved, gathered_bytes=gathered_of(moved, _keeping(program, plan.kept)))
+        return plan
+    events = {}
+    for name, given in plan.events.items():
+        placed = _fit_events(given, plan, made_for[name], wanted[name])
+        if placed is None:
+            return None
+        events[name] = placed
+    if program.few is not None:
+        raise BlocksDifferError("ranks have graphs of other sizes")
+    return replace(plan, events=events)
 
 
 def _fit_events(

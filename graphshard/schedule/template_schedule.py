@@ -20,7 +20,7 @@ from graphshard.ir.instantiate_blocks import instantiate_all_blocks
 from graphshard.ir.plan import Bucket, CollectiveKind, Event, Plan
 from graphshard.ir.program import LASTING, Planner, Program
 from graphshard.ir.repeat_windows import RepeatExpansion, in_order, named_groups, window_starts
-from graphshard.ir.repeats import TEMPLATE, BlocksDifferError
+from graphshard.ir.repeats import BlocksDifferError
 from graphshard.schedule.graph_facts import layout_of
 from graphshard.schedule.problem import Chain, Transfer
 
@@ -134,30 +134,14 @@ def _bytes_of_group(program: Program, phase_name: str, among: RepeatExpansion) -
     return total
 
 
-Of = tuple[CollectiveKind, str, str]
-
-
-def unfolded_positions(at: dict[Of, int], end: int, program: Program, phase_name: str) -> tuple[dict[Of, int], int]:
+def unfolded_positions(at: Sequence[Event], end: int, program: Program, phase_name: str) -> tuple[list[Event], int]:
     """Return where collectives are needed or ready among the compute of all blocks, and its end.
-
-    Args:
-        at: the same of few blocks, by kind, axis and first parameter.
 
     Raises:
         BlocksDifferError: windows of blocks differ.
     """
-    assert program.few is not None
-    among, repeats = unfolding_of(program, phase_name), program.few.repeats
-    found: dict[Of, int] = {}
-    for (kind, axis, param), position in at.items():
-        group = repeats.group_of(param)
-        if group in (None, 0, repeats.groups - 1):
-            found[kind, axis, param] = among.place(position)
-            continue
-        offset = position - among.begins[group]
-        groups = [group, *(repeats.missing if group == TEMPLATE else ())]
-        found |= {(kind, axis, repeats.name_at(g, param)): among.begin(g) + offset for g in groups}
-    return found, among.place(end)
+    among = unfolding_of(program, phase_name)
+    return among.unfold(sorted(at, key=lambda event: event.at)), among.place(end)
 
 
 # --- plans -------------------------------------------------------------------------------------------------------

@@ -152,7 +152,6 @@ def test_no_pass_runs_on_all_blocks(block: type[Block], options: dict[str, Any])
         mock.patch("graphshard.predict.study.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.schedule.template_schedule.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.pipeline.pipeline.instantiate_all_blocks", side_effect=refused),
-        mock.patch("graphshard.schedule.planner.instantiate_all_blocks", side_effect=refused),
         mock.patch("graphshard.predict.study.instantiate_blocks", side_effect=refused),
     ):
         assert compare(Stack([block() for _ in range(9)]), **options)
@@ -174,14 +173,14 @@ def test_programs_of_all_blocks_are_verified() -> None:
     """Programs of all blocks are built if the passes after planning do not support few blocks."""
     verified: list[bool] = []
 
-    def verify(program: Program, after: str, *, complete: bool = False) -> None:
+    def verify(program: Program, after: str, *, complete: bool = False, **_: Any) -> None:
         if complete:
             verified.append(program.few is not None)
 
     inputs = (torch.zeros(2, 4, dtype=torch.long),)
     study = Study(Stack([Block() for _ in range(7)]), inputs, None, Options(verify="each"))
     with (
-        mock.patch("graphshard.predict.study.verify", side_effect=verify),
+        mock.patch("graphshard.pipeline.instrumentation.verify", side_effect=verify),
         mock.patch("graphshard.pipeline.pipeline.instantiate_blocks", side_effect=BlocksDifferError("blocks differ")),
     ):
         study.explain((8,), PROFILE, "isolated")
