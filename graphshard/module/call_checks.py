@@ -409,8 +409,8 @@ class SharedMemoryCheck:
 
 
 def _has_memory(value: object) -> TypeGuard[torch.Tensor]:
-    plain = type(value) in (torch.Tensor, nn.Parameter)
-    return plain and value.layout is torch.strided and not value.is_meta and value.numel() > 0  # type: ignore[attr-defined]
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_dense and not value.is_meta and value.numel() > 0  # type: ignore[attr-defined]
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

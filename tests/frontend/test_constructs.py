@@ -126,6 +126,22 @@ class WritesViewOfBuffer(WritesInput):
         return (self.seen[:] if step % 2 else batch(step),)
 
 
+class Tagged(Tensor):
+    """A tensor of a class of the user."""
+
+
+class WritesPartOfInput(Base):
+    """The inputs share memory in odd steps."""
+
+    def inputs(self, step: int) -> tuple[Any, ...]:
+        rows = torch.cat([batch(step), batch(step)])
+        return rows[:3], (rows[1:4] if step % 2 else rows[3:]).as_subclass(Tagged)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return super().forward(x + y)
+
+
 class HoldsViewOfBuffer(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -331,6 +347,7 @@ ERRORS = {
     SetsData: "sets `.data` of a tensor that it is given",
     HoldsParameter: "reads the parameter linear.weight from a list, dict or closure",
     WritesViewOfBuffer: "args[0] and seen of WritesViewOfBuffer share memory, and forward writes to args[0]",
+    WritesPartOfInput: "args[0] and args[1] of WritesPartOfInput share memory, and forward writes to args[0]",
     HoldsViewOfBuffer: "HoldsViewOfBuffer.view and seen of HoldsViewOfBuffer share memory, and forward writes to "
     "HoldsViewOfBuffer.view",
 }
@@ -363,7 +380,9 @@ def test_matches_eager_mode(mesh: DeviceMesh, net: type[Net]) -> None:
 
 
 @pytest.mark.parametrize("net", ERRORS, ids=lambda net: net.__name__)
-@pytest.mark.quick_cases("AsksLeaf", "SetsData", "HoldsParameter", "WritesViewOfBuffer", "HoldsViewOfBuffer")
+@pytest.mark.quick_cases(
+    "AsksLeaf", "SetsData", "HoldsParameter", "WritesViewOfBuffer", "WritesPartOfInput", "HoldsViewOfBuffer"
+)
 def test_errors_name_the_remedy(mesh: DeviceMesh, net: type[Net]) -> None:
     found = verdict(net, mesh)
     assert found.startswith("error: ")
