@@ -29,6 +29,7 @@ from graphshard.module.compiled_module import (
     shard,
 )
 from graphshard.module.fully_shard import shard_unit
+from graphshard.module.tracer import ModuleCall
 from graphshard.options.mesh_axes import DataParallelMeshDims
 from graphshard.options.options import (
     CompileArguments,
@@ -163,7 +164,7 @@ def compile(
         leaves = tracer.on_device(leaves, structure)
         signature = tracer.signature(model)
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        made = runner.build_or_break(model, args, kwargs, signature)
+        made = runner.build_or_break(ModuleCall(model, args, kwargs, signature.grad), signature)
         if isinstance(made, GraphBreak):
             runner.split.expect(made, signature, model)
         else:

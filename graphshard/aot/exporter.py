@@ -32,7 +32,7 @@ from graphshard.lower.eager import runs_as_it_is
 from graphshard.lower.region_store import Package
 from graphshard.lower.regions import Compiled, Compiler, lower
 from graphshard.module.compiled_module import make_tracer
-from graphshard.module.tracer import Tracer
+from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import Options
 from graphshard.options.resolve import request_for
@@ -136,6 +136,7 @@ class Exporter:
         # A trace knows that a tensor on the meta device has no values.
         leaves = [was if isinstance(was, torch.Tensor) and was.is_meta else leaf for was, leaf in zip(given, leaves)]
         call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
+        module_call = ModuleCall(module, call_args, call_kwargs, call.grad)
         self.show("capture")
         digests: list[str] = []
         recorder = self.recorder(f"{tracer.label}-{self._count}")
@@ -146,14 +147,15 @@ class Exporter:
         # Sizes of other calls would be symbols in a trace that comes after theirs.
         try:
             program, partitioned = replace(tracer).trace(
-                *(module, call_args, call_kwargs, observer, "exported"),
-                grad=call.grad,
+                module_call,
+                observer,
+                "exported",
                 passes=passes,
                 find=lambda traced: digests.append(graph_digest(traced)),
             )
         except GraphBreak as error:
             raise_break(error)
-        few = tracer.trace_alone(module, call_args, call_kwargs, grad=call.grad, few=True)
+        few = tracer.trace_alone(module_call, few=True)
         if few is not None and len(few.taken) == len(program.taken):  # no block has separate inputs
             digests.append(graph_digest(few))
         program.capture = self._count
@@ -368,7 +370,7 @@ def export_pt2(
     with in_mode(model, False), torch.no_grad():
         observer = Observer(tracer.options.level, None, tracer.pipeline.passes)
         try:
-            program, _ = tracer.trace(model, call_args, call_kwargs, observer, "exported", grad=False)
+            program, _ = tracer.trace(ModuleCall(model, call_args, call_kwargs, False), observer, "exported")
         except GraphBreak as error:
             raise_break(error)
         dynamic = _shapes_for_args(model, args, kwargs, tracer.options.dynamic_shapes)

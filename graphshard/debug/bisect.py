@@ -31,6 +31,7 @@ from graphshard.lower.executor import Executor
 from graphshard.lower.regions import Boxed, RegionCall, lower, reshape_views
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
+from graphshard.module.tracer import ModuleCall
 from graphshard.options.validate import check_examples
 from graphshard.pipeline.instrumentation import Observer
 from graphshard.runtime.process_groups import bind_groups, shard_index
@@ -133,9 +134,8 @@ def bisect(
     leaves = runner.tracer.on_device(leaves, structure)
     snapshots = _Snapshots("off")
     call_args, call_kwargs = pytree.tree_unflatten(leaves, structure)
-    program, _ = runner.tracer.trace(
-        model, call_args, call_kwargs, snapshots, "bisect", grad=torch.is_grad_enabled(), passes=runner.passes
-    )
+    call = ModuleCall(model, call_args, call_kwargs, torch.is_grad_enabled())
+    program, _ = runner.tracer.trace(call, snapshots, "bisect", passes=runner.passes)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     stage_runner = _StageRunner(runner, model, tensors, program)
     stages, before = [], None

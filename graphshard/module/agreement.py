@@ -128,33 +128,24 @@ class Agreement:
             yield
             return
 
-        def agree(error: GraphBreak, most: int) -> None:
-            """Make a graph break the same on all ranks, which split the module alike."""
-            error.differentiates = most == _DIFFERENTIATES
-            if most > _RAISED:
-                error.raised = ""
-
-        def hear(most: int) -> None:
-            if most:
-                raised = "an exception" if most == _RAISED else ""
-                found = GraphBreak(
-                    "forward",
-                    "Another rank cannot trace it.",
-                    "The log of that rank names the line.",
-                    raised=raised,
-                    is_own=True,
-                )
-                agree(found, most)
-                raise found
-
+        error: GraphBreak | None = None
         try:
-            with self.peers.listening(hear):
-                yield
-        except GraphBreak as error:
+            yield
+        except GraphBreak as found:
+            error = found
+        own = _WHOLE
+        if error is not None:
             own = _DIFFERENTIATES if error.differentiates else _RAISED if error.raised else _BROKEN
-            agree(error, self.peers.most(own))
-            raise
-        hear(self.peers.most(_WHOLE))
+        most = self.peers.most(own)
+        if most == _WHOLE:
+            return
+        if error is None:
+            text = "Another rank cannot trace it.", "The log of that rank names the line."
+            error = GraphBreak("forward", *text, raised="an exception", is_own=True)
+        error.differentiates = most == _DIFFERENTIATES
+        if most > _RAISED:
+            error.raised = ""
+        raise error
 
 
 def agreed_text(program: Program) -> str:

@@ -25,7 +25,7 @@ from graphshard.lower.regions import RegionCall, lower
 from graphshard.module.agreement import Agreement
 from graphshard.module.call_checks import check_same_modules
 from graphshard.module.installed_programs import Installed, InstalledPrograms, Reason
-from graphshard.module.tracer import Tracer
+from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.options.resolve import check_activation
 from graphshard.pipeline.instrumentation import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
@@ -125,40 +125,32 @@ class ProgramCompiler:
         """The tracer's, with a planner that plans alike on all ranks."""
         return self.agreement.pipeline(self.tracer.pipeline)
 
-    def build_or_break(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature
-    ) -> LoweredProgram | GraphBreak | EqualProgram:
+    def build_or_break(self, call: ModuleCall, signature: Signature) -> LoweredProgram | GraphBreak | EqualProgram:
         """Trace, shard, schedule and lower a program; the module stays as it is.
 
         A graph break is returned: other ranks have it, too, and split the module as this one does. A program of an
         earlier call that computes the same is returned with this call's trace.
         """
-        call = self.tracer.signature(module, *pytree.tree_flatten((args, kwargs)))
-        reason = self.executables.reason(call)
+        of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
+        reason = self.executables.reason(of_inputs)
         with self.agreement.together(self.tracer.label, reason.text):
             try:
-                return self._build(module, args, kwargs, signature, call, reason)
+                return self._build(call, signature, of_inputs, reason)
             except GraphBreak as error:
                 if self.tracer.options.fullgraph or (self.sealed and error.raised and error.is_own):
                     raise_break(error)
                 if self.library is not None and self.sealed:
-                    raise self.library.missing(self, call, error) from error
+                    raise self.library.missing(self, of_inputs, error) from error
                 return error
 
     @forget_sources()
     @without_dispatch_modes()
     def _build(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        signature: Signature,
-        call: Signature,
-        reason: Reason,
+        self, call: ModuleCall, signature: Signature, of_inputs: Signature, reason: Reason
     ) -> LoweredProgram | EqualProgram:
         tracer, number = self.tracer, self.executables.added
         self.unsharded.shown.hide()
-        check_same_modules(module, tracer.params)
+        check_same_modules(call.module, tracer.params)
         if not tracer.name:
             check_activation(tracer.options, tracer.label, tracer.spec.units)
         self.executables.log_capture(tracer.label, reason)
@@ -175,13 +167,14 @@ class ProgramCompiler:
                 # Compilation may have relied on further conditions on sizes, which guards of this trace lack.
                 if equal is not None and conditions_of(equal.executable.program) <= conditions_of(traced):
                     raise _Found(EqualProgram(equal, traced))
-                stored = self._load(module, args, kwargs, call, traced) if self.library is not None else None
+                stored = self._load(call, of_inputs, traced) if self.library is not None else None
                 if stored is not None:
                     stored.program.model, stored.program.capture = tracer.label, number
                     raise _Found(stored)
                 if self.cache and recorder is None:
-                    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                    search = self.cache.search(self, module, signature, tensors, traced)
+                    leaves = pytree.tree_leaves((call.args, call.kwargs))
+                    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                    search = self.cache.search(self, call.module, signature, tensors, traced)
                     show("look for it in the cache")
                 cached = search.find() if search is not None else None
                 if self.agreement.all_have(cached.program if cached is not None else None):
@@ -197,12 +190,9 @@ class ProgramCompiler:
             observer = Observer(tracer.options.level, recorder, tracer.pipeline.passes, show)
             try:
                 program, partitioned = tracer.trace(
-                    module,
-                    args,
-                    kwargs,
+                    call,
                     observer,
                     reason.text,
-                    grad=signature.grad,
                     number=number,
                     passes=self.passes,
                     # With fullgraph a break is the error of this rank, which the others are told.
@@ -215,7 +205,7 @@ class ProgramCompiler:
                 if isinstance(made, EqualProgram):
                     log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
                 else:
-                    made.program.keep_captured(tracer.recapture(module, args, kwargs, grad=signature.grad))
+                    made.program.keep_captured(tracer.recapture(call))
                 return made
             program.digest = digest
             show("compare with the other ranks")
@@ -230,9 +220,7 @@ class ProgramCompiler:
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
         return LoweredProgram(program, self.backward_factory(program, partitioned))
 
-    def _load(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature, traced: Program
-    ) -> LoweredProgram | None:
+    def _load(self, call: ModuleCall, of_inputs: Signature, traced: Program) -> LoweredProgram | None:
         """Return the program of the file for a trace; None, and a warning, if it is to be compiled.
 
         Where numbers or sizes are symbols because they have changed, the file may have a program for these very ones.
@@ -241,18 +229,18 @@ class ProgramCompiler:
             ArtifactError: there is none, and nothing is to be compiled.
         """
         assert self.library is not None
-        stored = self.library.find(self, module, traced)
+        stored = self.library.find(self, call.module, traced)
         if stored is None and (traced.sizes or self.executables.added):
-            alone = self.tracer.trace_alone(module, args, kwargs, grad=call.grad)
+            alone = self.tracer.trace_alone(call)
             assert alone is not None
             traced = alone
-            stored = self.library.find(self, module, alone)
+            stored = self.library.find(self, call.module, alone)
         if self.agreement.all_load(None if stored is None else stored.program):
             return stored
         if self.sealed and stored is not None:  # the other ranks have another one, or none
             self.agreement.check(stored.program)
             return stored
-        missing = self.library.missing(self, call, traced)
+        missing = self.library.missing(self, of_inputs, traced)
         if self.sealed:
             raise missing
         expected = self.tracer.name in self.library.entries

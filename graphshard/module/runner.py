@@ -31,7 +31,7 @@ from graphshard.module.call_checks import (
 from graphshard.module.installed_programs import Installed, InstalledPrograms
 from graphshard.module.program_compiler import EqualProgram, LoweredProgram, ProgramCompiler
 from graphshard.module.split_module import SplitModule, SplitState, as_written
-from graphshard.module.tracer import Tracer, entry_name
+from graphshard.module.tracer import ModuleCall, Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
@@ -112,9 +112,10 @@ class Runner(ProgramCompiler):
         if found is None:
             if self.split.covers(signature):
                 return self.split.call(module, args, kwargs)
-            made = self.build_or_break(module, args, kwargs, signature)
+            call = ModuleCall(module, args, kwargs, signature.grad)
+            made = self.build_or_break(call, signature)
             if isinstance(made, GraphBreak):
-                return self.split.begin(made, signature, module, args, kwargs)
+                return self.split.begin(made, signature, call)
             found = self.install(module, signature, made)
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back

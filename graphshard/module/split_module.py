@@ -29,7 +29,7 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.ir.units import Precision, modules_of, unit_of
-from graphshard.module.tracer import Tracer
+from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
 from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import users_class
@@ -168,9 +168,7 @@ class SplitModule:
         if not error.raised:
             self._remember(error, signature, module)
 
-    def begin(
-        self, error: GraphBreak, signature: Signature, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def begin(self, error: GraphBreak, signature: Signature, call: ModuleCall) -> Any:
         """Run the first call that has a graph break, and remember it.
 
         If forward itself raises, the next call is traced again.
@@ -178,10 +176,10 @@ class SplitModule:
         if self.tracer.spec.forward_class is ParameterHolder:
             raise error
         if not error.raised:
-            self._remember(error, signature, module)
-            return self.call(module, args, kwargs)
-        result = self.call(module, args, kwargs)
-        self._remember(error, signature, module)
+            self._remember(error, signature, call.module)
+        result = self.call(call.module, call.args, call.kwargs)
+        if error.raised:
+            self._remember(error, signature, call.module)
         return result
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

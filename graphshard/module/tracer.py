@@ -1,7 +1,5 @@
 """From calls of a module to programs: what is captured, under which options. There need be no process group.
 
-`export` has a tracer alone; `Runner` has one, and runs what it makes.
-
 Of many equal blocks a few are captured, and stand for all (`graphshard/ir/repeats.py`):
 
     capture 0 1 N-3 N-2 N-1 -> passes up to the partition -> plan of all -> other passes -> regions -> stamp
@@ -19,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -66,15 +64,21 @@ VARIABLE = "GRAPHSHARD_EVERY_BLOCK"
 _NO_INPUTS = pytree.tree_structure(())
 
 
+class ModuleCall(NamedTuple):
+    """A call of a module with inputs that are where the model is; `grad` if it is to be differentiated."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad: bool
+
+
 @dataclass
 class Tracer:
     """Captures programs of a module, of a submodule or of another method, and runs the passes over them.
 
     Attributes:
-        spec: parameters, units, mesh and device.
-        params: the module's parameters, with their rows of the table.
         options: of the user; `max_captures` is for the module, and for each entry.
-        pipeline: the passes that the options make.
         storage: where shards are kept between steps.
         name: of the submodule or method; "" for the model itself.
         compiled: compiled regions by key, shared by all programs of a model and its copies.
@@ -102,13 +106,10 @@ class Tracer:
     @collector_paused()
     def trace(
         self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: ModuleCall,
         observer: Observer,
         reason: str,
         *,
-        grad: bool,
         number: int = 0,
         passes: Pipeline | None = None,
         watching: Watching = contextlib.nullcontext,
@@ -119,7 +120,6 @@ class Tracer:
 
         Args:
             reason: why, for the log and the dump.
-            grad: whether the call is to be differentiated.
             number: how many programs were captured before.
             passes: to run instead of the tracer's.
             watching: is around each capture.
@@ -141,19 +141,17 @@ class Tracer:
             observer.after(program, "capture", 0, seconds)
             return program
 
-        repeats = self._repeats(module, spec) if few and grad and not self._every_block else None
+        repeats = self._repeats(call, spec) if few and not self._every_block else None
         if repeats is not None:
-            make = functools.partial(self._trace_template, module, args, kwargs, spec, repeats)
+            make = functools.partial(self._trace_template, call, spec, repeats)
             found = self._of_template(functools.partial(capture, make), steps, observer)
             if found is not None:
-                found[0].keep_captured(self.recapture(module, args, kwargs, grad=grad))
+                found[0].keep_captured(self.recapture(call))
                 return found
-        program = capture(functools.partial(self._whole, module, args, kwargs, spec, grad=grad), observer)
+        program = capture(functools.partial(self._whole, call, spec), observer)
         return program, run_pipeline(steps, program, observer)
 
-    def trace_alone(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool, few: bool = False
-    ) -> Program | None:
+    def trace_alone(self, call: ModuleCall, *, few: bool = False) -> Program | None:
         """Trace a call as if it were the first one, so that no number or size is a symbol because it has changed.
 
         Args:
@@ -161,71 +159,63 @@ class Tracer:
         """
         alone, spec = replace(self), self.current_spec()
         if not few:
-            program = alone._whole(module, args, kwargs, spec, grad=grad)
+            program = alone._whole(call, spec)
         else:
-            repeats = self._repeats(module, spec) if grad else None
+            repeats = self._repeats(call, spec)
             if repeats is None:
                 return None
             try:
-                program = alone._trace_template(module, args, kwargs, spec, repeats)
+                program = alone._trace_template(call, spec, repeats)
             except (BlocksDifferError, GraphshardError) as error:
                 log.info("%s: every block is traced: %s", self.label, error)
                 return None
         program.model = self.label
         return program
 
-    def recapture(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool
-    ) -> Callable[[], ExportedProgram]:
+    def recapture(self, call: ModuleCall) -> Callable[[], ExportedProgram]:
         """Return a function that captures every block for `Program.exported`, of a program that was made otherwise."""
-        spec, modes = self.current_spec(), [part.training for part in module.modules()]
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        spec, modes = self.current_spec(), [part.training for part in call.module.modules()]
+        leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
         leaves = [without_values(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
         def capture_again() -> ExportedProgram:
-            if modes != [part.training for part in module.modules()]:
+            if modes != [part.training for part in call.module.modules()]:
                 raise ArgumentError(
                     f"exported: {self.label} is in another mode (train() or eval()) than at the call that the program "
                     "is for. Set it back."
                 )
-            made = self.on_device(stand_ins(leaves), structure)
-            again_args, again_kwargs = pytree.tree_unflatten(made, structure)
-            program = self._whole(module, again_args, again_kwargs, spec, grad=grad)
+            args, kwargs = pytree.tree_unflatten(self.on_device(stand_ins(leaves), structure), structure)
+            program = self._whole(call._replace(args=args, kwargs=kwargs), spec)
             program.model = self.label
             return to_exported(program)
 
         return capture_again
 
-    def _whole(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, *, grad: bool
-    ) -> Program:
+    def _whole(self, call: ModuleCall, spec: CaptureSpec) -> Program:
         """Capture every block."""
-        program = joint_program(module, args, kwargs, spec.params, spec.mesh, spec.device, grad=grad)
-        if program is None:
-            classes = functools.partial(self.class_of, module, not self.name)
-            trace = functools.partial(capture_call, module, args, kwargs, spec, self.traced, classes, grad=grad)
-            program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
-        return program
+        program = joint_program(*call[:3], spec.params, spec.mesh, spec.device, grad=call.grad)
+        return self._captured(call, spec) if program is None else program
 
-    def _repeats(self, module: nn.Module, spec: CaptureSpec) -> Repeats | None:
+    def _captured(self, call: ModuleCall, spec: CaptureSpec, repeats: Repeats | None = None) -> Program:
+        classes = functools.partial(self.class_of, call.module, not self.name)
+        trace = functools.partial(capture_call, *call[:3], spec, self.traced, classes, grad=call.grad, repeats=repeats)
+        return traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+
+    def _repeats(self, call: ModuleCall, spec: CaptureSpec) -> Repeats | None:
         """Return equal blocks of which a few are enough; None if there are none, or options are for the whole model."""
         communicates = any((spec.tensor, spec.whole, spec.experts, spec.extended))
-        if self.name or communicates or not self.options.is_local or os.environ.get(VARIABLE) == "1":
+        if self.name or not call.grad or communicates or not self.options.is_local or os.environ.get(VARIABLE) == "1":
             return None
-        return find_repeats(module)
+        return find_repeats(call.module)
 
-    def _trace_template(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spec: CaptureSpec, repeats: Repeats
-    ) -> Program:
+    def _trace_template(self, call: ModuleCall, spec: CaptureSpec, repeats: Repeats) -> Program:
         """Trace a few of equal blocks; the program's parameters are theirs and the rest of the model's.
 
         Raises:
             BlocksDifferError: they do not stand for all. Inside a trace, Dynamo makes other errors of it.
         """
         check_alike(spec, repeats)
-        few: dict[str, Any] = {"class_of": functools.partial(self.class_of, module, True), "repeats": repeats}
-        trace = functools.partial(capture_call, module, args, kwargs, spec, self.traced, grad=True, **few)
-        program = traced_or_break(f"{spec.forward_class.__name__}.{spec.method}", trace)
+        program = self._captured(call, spec, repeats)
         if program.checks or program.sizes:
             raise BlocksDifferError("forward depends on numbers")
         return program

@@ -1,8 +1,4 @@
-"""The ranks that run a model together: rendezvous in the store for what they agree on, and the steps that they make.
-
-A rank that waits for others, in a rendezvous or in a collective, checks again and again if they can still come
-(`health_monitor.py`).
-"""
+"""The ranks that run a model together: rendezvous in the store for what they agree on, and the steps that they make."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,8 +36,6 @@ from graphshard.torch_compat.dtensor import rendezvous_store
 from graphshard.utils.progress import cancelled_by
 
 log = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 CHECK, PATIENCE = "GRAPHSHARD_CHECK", "GRAPHSHARD_PATIENCE"
 # Beginning of what a rank does while it compiles, which others wait for longer.
@@ -69,17 +63,8 @@ _known: weakref.WeakKeyDictionary[dist.Store, dict[tuple[int, ...], Peers]] = we
 
 # Called with the seconds that a rank has waited; raises to end the wait.
 Look = Callable[[float], None]
-
 # Describes how a text differs from the first rank's, given that rank, its text, and the other text.
 Tell = Callable[[int, str, str], str]
-
-
-class End(NamedTuple):
-    """Result of a rendezvous: all texts are the same, or one rank differs or failed, and how."""
-
-    how: Literal["same", "differ", "failed"]
-    rank: int = -1
-    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,19 +72,14 @@ class Rendezvous:
     """Rendezvous of ranks in a store: compare a text, share a text, find the largest number.
 
         rank 0                "first": 0 and the hash of its text      the text itself
-        ranks that agree      one more in the counter "in"             the last one sets "end" to "same"
-        rank 5                "odd": 5 and another hash                compares texts, sets "end" to "differ" and how
+        ranks that agree      one more in the counter "in"             the last one sets "end" to ""
+        rank 5                "odd": 5 and another hash                compares texts, sets "end" to how they differ
         a rank that leaves    sets "failed" and why
 
     All ranks wait for the same key, so all know the result at once. A hash for each rank and one text travel, and the
     text is read once if there is a difference: O(N) bytes for N ranks, and a few requests for each.
 
-    An occasion, such as a new program, may have several. A rank that fails fails all of them.
-
-    Attributes:
-        occasion: a name that is the same on every rank.
-        number: of the rendezvous within the occasion.
-        size: number of ranks that are expected.
+    An occasion, such as a new program, may have several: `number` counts them. A rank that fails fails all of them.
     """
 
     store: dist.Store
@@ -113,10 +93,6 @@ class Rendezvous:
         """Prefix of its keys."""
         return f"{self.occasion}.{self.number}"
 
-    @property
-    def _failed(self) -> str:
-        return f"{self.occasion} failed"
-
     def join(self, text: str, tell: Tell, look: Look) -> None:
         """Come with a text."""
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -126,39 +102,39 @@ class Rendezvous:
             self.store.set(f"{self.name} text", text)
         if first.endswith(digest):
             if self.store.add(f"{self.name} in", 1) == self.size:
-                self._end(End("same"))
+                self._set_once("end", json.dumps(""))
         elif self._set_once("odd", mine) == mine:
-            found = self._wait_for("text", look)
-            if found.endswith("text"):
-                theirs = self.store.get(found).decode()
-                self._end(End("differ", self.rank, tell(int(first.partition(" ")[0]), theirs, text)))
+            theirs = self._wait_for("text", look)
+            self._set_once("end", json.dumps(tell(int(first.partition(" ")[0]), theirs, text)))
 
     def first_rank(self) -> int:
         """Return the rank that came first, -1 before one has."""
         key = f"{self.name} first"
         return int(self.store.get(key).split()[0]) if self.store.check([key]) else -1
 
-    def end(self, look: Look) -> End:
-        """Wait for the result."""
-        return self._read(self._wait_for("end", look))
+    def end(self, look: Look) -> str:
+        """Wait until all ranks have come; return how the text of one differs, "" if all are the same."""
+        return str(json.loads(self._wait_for("end", look)))
 
     def fail(self, rank: int, message: str) -> None:
         """Tell the ranks that wait that a rank, this one or another, does not come."""
-        self.store.set(self._failed, json.dumps(["failed", rank, message]))
+        self.store.set(f"{self.occasion} failed", json.dumps([rank, message]))
 
-    def failure(self) -> End | None:
+    def failure(self) -> PeerError | None:
         """Return why a rank does not come, if one has failed; does not wait."""
-        return self._read(self._failed) if self.store.check([self._failed]) else None
+        if not self.store.check([f"{self.occasion} failed"]):
+            return None
+        rank, message = json.loads(self.store.get(f"{self.occasion} failed"))
+        return PeerError(message, rank=rank)
 
     def give(self, text: str) -> None:
         """Leave a text for the other ranks."""
         self.store.set(f"{self.name} given", text)
 
-    def take(self, look: Look) -> str | End:
-        """Wait for the text that another rank gives, or for a failure."""
+    def take(self, look: Look) -> str:
+        """Wait for the text that another rank gives."""
         self._set_once("first", f"{self.rank} waits")
-        found = self._wait_for("given", look)
-        return self.store.get(found).decode() if found.endswith("given") else self._read(found)
+        return self._wait_for("given", look)
 
     def raise_to(self, number: int) -> None:
         """Leave a number for the other ranks, unless a larger one is there."""
@@ -169,31 +145,23 @@ class Rendezvous:
             seen = found
 
     def most(self) -> int:
-        """Return the largest number that ranks have left so far, 0 before one has."""
-        key = f"{self.name} most"
-        return int(self.store.get(key)) if self.store.check([key]) else 0
+        """Return the largest number that ranks have left."""
+        return int(self.store.get(f"{self.name} most"))
 
     def _wait_for(self, key: str, look: Look) -> str:
-        """Wait in short slices for a key or a failure, as long as `look` does not raise; return the key found."""
-        keys = f"{self.name} {key}", self._failed
+        """Wait in short slices, as long as `look` does not raise, for a key; raise PeerError if a rank fails."""
         start, pause = time.monotonic(), _SHORTEST_PAUSE
-        while True:
-            for found in keys:
-                if self.store.check([found]):
-                    return found
+        while not self.store.check([f"{self.name} {key}"]):
+            if (error := self.failure()) is not None:
+                raise error
             look(time.monotonic() - start)
             time.sleep(pause)
             pause = min(2 * pause, max(_LONGEST_PAUSE, self.size / _LOOKS_A_SECOND))
-
-    def _read(self, key: str) -> End:
-        return End(*json.loads(self.store.get(key)))
+        return self.store.get(f"{self.name} {key}").decode()
 
     def _set_once(self, key: str, value: str) -> str:
         """Set a key unless it is set; return its value."""
         return self.store.compare_set(f"{self.name} {key}", "", value).decode()
-
-    def _end(self, end: End) -> None:
-        self._set_once("end", json.dumps(end))
 
 
 def _settings() -> tuple[bool, float]:
@@ -248,7 +216,6 @@ class Peers:
         self._attempt = self._met = 0
         self._asked = 0.0
         self._failure_seen = ("", 0.0)
-        self._hear: Callable[[int], None] | None = None
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=10))
         self.monitor = HealthMonitor(ranks, self.rank, dist.PrefixStore(prefix, own)).start(store)
@@ -271,15 +238,6 @@ class Peers:
         finally:
             self.monitor.doing = before
 
-    @contextlib.contextmanager
-    def listening(self, hear: Callable[[int], None]) -> Iterator[None]:
-        """While a long block runs, call `hear` with the largest number that other ranks have left, 0 before one has."""
-        self._hear = hear
-        try:
-            yield
-        finally:
-            self._hear = None
-
     def _still_wanted(self) -> None:
         """Raise PeerError if another rank has failed to make the program that this rank makes, or has ended."""
         now = time.monotonic()
@@ -289,14 +247,12 @@ class Peers:
         # Outside of the trace that asks. If the store is gone, the next rendezvous says so.
         with without_dispatch_modes(), contextlib.suppress(dist.DistError):
             meeting = self._next()
-            if (end := meeting.failure()) is not None:
+            if (error := meeting.failure()) is not None:
                 if self._failure_seen[0] != meeting.name:
                     self._failure_seen = meeting.name, now
                 if now < self._failure_seen[1] + _FAILS_ALIKE:
                     return
-                raise PeerError(end.message, rank=end.rank)
-            if self._hear is not None:
-                self._hear(meeting.most())
+                raise error
             self.monitor.check_meeting(self.monitor.number + 1)
             following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
             if not self._store.check([str(following)]):
@@ -309,13 +265,12 @@ class Peers:
             DivergenceError: one has come with another text; `tell` says how it differs.
             PeerError: one has failed, or does not come.
         """
-        end = self._meet(self._next(), text, tell)
-        if end.how == "differ":
-            raise DivergenceError(end.message)
+        if differ := self._meet(self._next(), text, tell):
+            raise DivergenceError(differ)
 
     def unanimous(self, text: str) -> bool:
         """Wait until all ranks have come with a text, and return whether all have the same; raises PeerError."""
-        return self._meet(self._next(), text).how == "same"
+        return not self._meet(self._next(), text)
 
     def share(self, make: Callable[[], str]) -> str:
         """Return what the first rank makes, on all ranks; raises PeerError."""
@@ -325,10 +280,7 @@ class Peers:
             made = make()
             meeting.give(made)
             return made
-        taken = self._wait(meeting, meeting.take)
-        if isinstance(taken, End):
-            raise PeerError(taken.message, rank=taken.rank)
-        return taken
+        return self._wait(meeting, meeting.take)
 
     def most(self, number: int) -> int:
         """Return the largest number that a rank has come with, on all ranks; raises PeerError."""
@@ -349,18 +301,18 @@ class Peers:
         occasion = f"{self.monitor.number + 1}.{self._attempt}"
         return Rendezvous(self._store, occasion, self._met, self.rank, len(self.ranks))
 
-    def _meet(self, meeting: Rendezvous, text: str, tell: Tell = lambda *_: "", step: int | None = None) -> End:
-        def meet(look: Look) -> End:
+    def _meet(self, meeting: Rendezvous, text: str, tell: Tell = lambda *_: "differs", step: int | None = None) -> str:
+        """Wait until all ranks have come with a text; return how one differs, "" if all are the same."""
+
+        def meet(look: Look) -> str:
             meeting.join(text, tell, look)
             return meeting.end(look)
 
-        end = self._wait(meeting, meet, step)
-        if end.how == "failed":
-            raise PeerError(end.message, rank=end.rank)
+        differ = self._wait(meeting, meet, step)
         self._met += step is None
-        return end
+        return differ
 
-    def _wait(self, meeting: Rendezvous, act: Callable[[Look], ResultT], step: int | None = None) -> ResultT:
+    def _wait(self, meeting: Rendezvous, act: Callable[[Look], str], step: int | None = None) -> str:
         """Run `act` with the function that ends its wait at a rendezvous.
 
         Only the rank that came first asks who is missing, and tells the others: if all asked, a big job would keep the
@@ -379,15 +331,14 @@ class Peers:
             looked = waited
             if self.rank != meeting.first_rank():
                 return
-            for rank in self.ranks:
-                status = read_status(self._store, rank)
-                came = status is not None and (
-                    status.meeting == meeting.name if step is None else status.number >= step
-                )
-                if rank != self.rank and not came:
-                    break
-            else:
-                return
+            known = ((rank, read_status(self._store, rank)) for rank in self.ranks if rank != self.rank)
+            missing = (
+                (rank, status)
+                for rank, status in known
+                if status is None or (status.meeting != meeting.name if step is None else status.number < step)
+            )
+            # If none is missing, one does not meet before its steps, because GRAPHSHARD_CHECK is not set there.
+            rank, status = next(missing, (self.rank, self.monitor.status()))
             if status is None:
                 self._check_not_gone(rank, meeting)
             text = f"rank {self.rank} {self.monitor.doing} and has waited {waited:.0f} s for rank {rank}: "
@@ -448,9 +399,8 @@ class Peers:
             return differ
 
         meeting = Rendezvous(self._store, f"step {number}", 0, self.rank, len(self.ranks))
-        end = self._meet(meeting, f"{label}\n{text}", tell, number)
-        if end.how == "differ":
-            raise DivergenceError(end.message)
+        if differ := self._meet(meeting, f"{label}\n{text}", tell, number):
+            raise DivergenceError(differ)
         if self.rank == self.ranks[0] and number > 1:
             before = replace(meeting, occasion=f"step {number - 1}")
             for key in ("first", "text", "in", "end"):  # all other ranks have left it

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor, ProcessIdentity, RankStatus
 
 # The first registered function runs last at exit.
-SCRIPT = """
+START = """
 import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name]))
 import torch.distributed as dist
@@ -20,17 +20,34 @@ from graphshard.torch_compat.dtensor import rendezvous_store
 from graphshard.runtime.peers import Peers
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+"""
+ENDS = """
 peers = Peers((0, 1), rendezvous_store(), False, 600.0)
 print([thread.name for thread in threading.enumerate() if "graphshard" in thread.name])
 dist.destroy_process_group()
+"""
+MEETS_ALONE = """
+import json, zlib
+from graphshard.runtime.health_monitor import ProcessIdentity, RankStatus, StepRecord
+peers = Peers((0, 1), rendezvous_store(), True, 0.6)
+steps = (StepRecord(1, zlib.crc32(b"gather"), "forward"),)
+peers._store.set("1", json.dumps(RankStatus(1, ProcessIdentity.this(), steps)))
+with peers.step("forward", "gather"):
+    pass
 """
 
 
 def test_no_thread_remains_at_interpreter_exit() -> None:
     """Also right after the process group is destroyed: a C++ thread would abort the process."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", START + ENDS], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["['graphshard watch']", "[]"], done.stderr
     assert done.returncode == 0
+
+
+def test_a_rank_that_meets_alone_gives_up() -> None:
+    """GRAPHSHARD_CHECK is set on this rank only, and the other one has started the step."""
+    done = subprocess.run([sys.executable, "-c", START + MEETS_ALONE], capture_output=True, text=True, timeout=300)
+    assert "PeerError: rank 0 runs forward and has waited 1 s for rank 0" in done.stderr
 
 
 @pytest.fixture
