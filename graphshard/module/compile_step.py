@@ -4,8 +4,8 @@
     loss = step(tokens, targets)
 
 Updates run inside the backward, each after the reduction of its gradient and the last line that reads its shard, on
-plain tensors. Shards on the host are updated there, by another thread. Where that cannot be, backward accumulates
-gradients as usual, and updates follow it, with the same bits.
+plain tensors. Shards on the host are updated there, by another thread. Where that cannot be, as with clipping, backward
+accumulates gradients as usual, and updates follow it, with the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.runtime.optimizer_updates import ELEMENTWISE, Clipping, Updates, is_elementwise, is_whole, placed_alike
+from graphshard.runtime.optimizer_updates import ELEMENTWISE, Updates, is_elementwise, is_whole
 from graphshard.runtime.shards import shard_of
 from graphshard.runtime.step_overlap import Arrival, GatherPrefetch, GradientConsumer
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
@@ -112,8 +112,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
         self._by_shards = is_elementwise(self._optimizer)
-        self._clipping = Clipping(self._clip_norm) if self._clip_norm is not None else None
-        self._consumer = GradientConsumer(self._clipping.take if self._clipping is not None else self._update)
+        self._consumer = GradientConsumer(self._update)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; return the loss, or for several microbatches a tensor of their losses."""
@@ -180,24 +179,11 @@ class CompiledStep:
         self._prefetch = programs.pop().prefetch() if len(programs) == 1 else None
         if self._prefetch is not None:
             self._prefetch.begin()
-        try:
-            try:
-                self._scaled(loss).backward()
-            finally:
-                self._consumer.thread.finish()
-            self.updated_in_backward = self._consumer.ran
-            if self._clipping is not None and self._consumer.ran:
-                if any(param.grad is not None for param in self._model.parameters()):  # it was not given all
-                    self._clipping.give_back()
-                    self.updated_in_backward = False
-                else:
-                    self.grad_norm, groups = self._clipping.end(self._model.parameters(), self._is_late)
-                    for group in groups:
-                        self._update(group)
-        finally:
-            accumulation.consumer = None
-            if self._clipping is not None:
-                self._clipping.forget()
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, accumulation, "consumer", None)
+            stack.callback(self._consumer.thread.finish)
+            self._scaled(loss).backward()
+        self.updated_in_backward = self._consumer.ran
         if self.updated_in_backward:
             self._update_rest()
         else:
@@ -224,17 +210,14 @@ class CompiledStep:
     def _taken(self, loss: torch.Tensor) -> set[str]:
         """Return names of parameters that are updated as gradients arrive; none if that would not be exact."""
         params = [(ref.name, ref.param) for ref in self._model._graphshard.tracer.params]
-        if not self._by_shards or self._scaler is not None:
+        if not self._by_shards or self._scaler is not None or self._clip_norm is not None:
             return set()
         for _, param in params:  # a gradient may also be added to another one, or read by hooks
             hooks = param._backward_hooks or param._post_accumulate_grad_hooks
             if hooks or param.grad is not None or is_extended(param):
                 return set()
         trained = self._model._graphshard.accumulation.trained_by_one_call(loss)
-        taken = {name: param for name, param in params if name in trained and param in self._updates}
-        if taken and self._clipping is not None and (taken.keys() != trained or not placed_alike(list(taken.values()))):
-            return set()
-        return set(taken)
+        return {name for name, param in params if name in trained and param in self._updates}
 
     def _separate(self) -> None:
         """Clip and update after the backward, by gradients that were accumulated."""

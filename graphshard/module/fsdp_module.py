@@ -10,7 +10,7 @@ A choice holds from the next call of the model on. A unit keeps its forward and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitRef:
-    """Place of a module in a compiled model.
-
-    Attributes:
-        path: of the module in the model.
-        name: of its unit, which may have several modules.
-    """
+    """Place of a module in a compiled model: its path, and the name of its unit, which may have several modules."""
 
     runner: Runner
     path: str
@@ -52,6 +47,18 @@ class UnitRef:
         prefix = f"{self.path}." if self.path else ""
         units = self.runner.tracer.spec.params.units
         return {self.name, *(unit for unit in units if any(name.startswith(prefix) for name in modules_of(unit)))}
+
+
+def _refusal(method: str, why: str) -> Callable[..., NoReturn]:
+    """Return a method of FSDP2 that raises UnsupportedError."""
+
+    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(f"{method} is not supported by graphshard. {why}")
+
+    return refuse
+
+
+_NO_BUFFERS = "Large tensors are sent from where they are, so there are no buffers of their own to allocate."
 
 
 class GraphshardFSDPModule(FSDPModule, BoundaryModule):
@@ -82,13 +89,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         `param.grad` stays None and the sums take the memory of full gradients, in the dtype they are reduced in.
 
         Args:
-            requires_gradient_sync: True reduces, with what was added up before, over replicas, too; call
-                `set_requires_all_reduce(False)` after it, as in FSDP2.
-            recurse: False changes this module's own unit only, and not those inside, as in FSDP2.
+            requires_gradient_sync: True reduces over replicas, too; call `set_requires_all_reduce(False)` after it.
+            recurse: False changes this module's own unit only.
             units: change these units only, by patterns of names within this module such as "layers.*"; "" is its own.
-
-        Raises:
-            ArgumentError: a pattern matches no unit.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         chosen, accumulation = self._params_of(recurse, units), self._graphshard_unit.runner.accumulation
@@ -125,10 +128,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Reduce gradients that backwards have added up, where no later backward is to do it; all ranks call it.
 
         Parameters for which `set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)` still holds are
-        left out. Parameters that stayed gathered for microbatches are freed.
-
-        Args:
-            async_op: return a handle, whose `wait()` returns at once.
+        left out. Parameters that stayed gathered for microbatches are freed. With `async_op` it returns a handle.
 
         Raises:
             UnsupportedError: no program trains all of these parameters, as when some were frozen since.
@@ -139,11 +139,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         return UnshardHandle(runner.unsharded, ()) if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Forget the gradients that were accumulated and not reduced, after a step that was abandoned.
-
-        Raises:
-            ArgumentError: this is a unit of the model, and not the model.
-        """
+        """Forget the gradients that were accumulated and not reduced, after a step that was abandoned."""
         if self._graphshard_unit.path:
             raise ArgumentError(f"reset_iter_state: {self._graphshard_unit.path} is a unit. Call it on the model.")
         self._graphshard_unit.runner.accumulation.sums.clear()
@@ -153,11 +149,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True, *, units: Sequence[str] | None = None
     ) -> None:
-        """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`.
-
-        Raises:
-            ArgumentError: the value is not a bool, or a pattern matches no unit.
-        """
+        """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`."""
         check_bool("reshard_after_forward", reshard_after_forward)
         self._graphshard_unit.runner.change(self._params_of(recurse, units), reshard=reshard_after_forward)
 
@@ -201,7 +193,6 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Choose the units whose gathers start in forward when this one's parameters have arrived.
 
         Raises:
-            ArgumentError: a module is not a unit of this model.
             UnsupportedError: a planner in `passes`, or a memory limit, makes the plan.
         """
         self._prefetch("forward", modules)
@@ -224,13 +215,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         unit.runner.prefetch(direction, unit.name, tuple(names))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let gradients of several units be reduced at once; 1 until this is called.
+        """Let gradients of several units be reduced at once, which takes their memory; 1 until this is called.
 
-        More of them overlap with the backward of more units, and take their memory. Of several choices the largest
-        counts.
-
-        Raises:
-            ArgumentError: it is not a positive int.
+        Of several choices the largest counts.
         """
         check_count("max_input_buffers", max_input_buffers)
         check_bool("recurse", recurse)
@@ -248,13 +235,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         unit.runner.separate_reductions(unit.inside(recurse=recurse), enable=enable)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next call wait for an event, such as the end of the optimizer's step on another stream.
-
-        Gathers start after what the current stream was given before in any case.
-
-        Raises:
-            ArgumentError: it is not an event.
-        """
+        """Let the next call wait for an event, such as the end of the optimizer's step on another stream."""
         if not callable(getattr(event, "wait", None)):
             raise ArgumentError(f"event must be a torch.Event, got {brief(event)}.")
         self._graphshard_unit.runner.event = event
@@ -268,7 +249,6 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         It is called for each tensor that travels: once for all small parameters of the unit, once for each larger one.
 
         Raises:
-            ArgumentError: it has no `allocate`, or cannot be called.
             UnsupportedError: a planner in `passes`, or a memory limit, decides what travels together; so below.
         """
         chosen = UserCollectives(gathers={self._graphshard_unit.name: _checked(comm)})
@@ -287,9 +267,6 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
 
         Args:
             stream: where it is called, on CUDA; not with replicas.
-
-        Raises:
-            ArgumentError: it cannot be called, or there is a stream and there are replicas.
         """
         unit = self._graphshard_unit
         check_function("hook", hook, "lambda gradient: ...")
@@ -299,34 +276,25 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
 
     # --- settings of FSDP2 without effect ------------------------------------------------------------------------
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: every backward waits for its reductions."""
-
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Do nothing, as every backward finishes by itself; a method of torch 2.15."""
         check_bool("enabled", enabled)
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Do nothing: backward gathers only what it reads."""
+    def set_is_last_backward(self, *_: Any, **__: Any) -> None:
+        """Do nothing: every backward waits for its reductions, and gathers only what it reads.
 
-    def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
-        """Do nothing: every rank runs the same reductions, whichever parameters a step uses."""
+        Every rank runs the same reductions, whichever parameters a step uses, and no gather is on the compute stream.
+        """
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: gathers never use the stream of the compute."""
-
-    def set_keep_unsharded_storage(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        instead = "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches."
-        raise UnsupportedError(f"set_keep_unsharded_storage is not supported by graphshard. {instead}")
-
-    def set_allocate_memory_from_process_group_for_comm(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        raise UnsupportedError(_NO_BUFFERS.format("set_allocate_memory_from_process_group_for_comm"))
-
-    def set_symm_mem_for_comm(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        raise UnsupportedError(_NO_BUFFERS.format("set_symm_mem_for_comm"))
+    set_unshard_in_backward = set_reduce_scatter_unused_params = _set_unshard_async_op = set_is_last_backward
+    set_keep_unsharded_storage = _refusal(
+        "set_keep_unsharded_storage",
+        "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches.",
+    )
+    set_allocate_memory_from_process_group_for_comm = _refusal(
+        "set_allocate_memory_from_process_group_for_comm", _NO_BUFFERS
+    )
+    set_symm_mem_for_comm = _refusal("set_symm_mem_for_comm", _NO_BUFFERS)
 
     # --- nn.Module -----------------------------------------------------------------------------------------------
 
@@ -362,12 +330,6 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
             return copy.deepcopy(self, memo)
         finally:
             object.__setattr__(self, "__class__", cls)
-
-
-_NO_BUFFERS = (
-    "{} is not supported by graphshard. Large tensors are sent from where they are, so there are no buffers of their "
-    "own to allocate."
-)
 
 
 def _mark(marked: set[str], names: set[str], on: bool) -> None:
@@ -408,8 +370,7 @@ def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:
 class _State:
     """Stand-in for FSDP2's state of a module, for torch's functions that ask for it.
 
-    Stages of `torch.distributed.pipelining` ask for the state of each unit, whose gradients they let it reduce after
-    the last microbatch. Here all units have one state, and one group of parameters.
+    Stages of `torch.distributed.pipelining` let the state of each unit reduce gradients after the last microbatch.
     """
 
     def __init__(self, unit: UnitRef) -> None:

@@ -13,29 +13,23 @@ leaves the choice to torch. On other devices it needs the number of the step the
 
 Other optimizers need only gradients, but more of a parameter than a shard's elements, or DTensors: `is_whole`. Muon
 multiplies whole matrices, and torchao keeps states of few bits in DTensors.
-
-`Clipping` clips gradients, which arrive one after the other, by their total norm. The norm of a shard is computed when
-its gradient arrives, while others are reduced. One all-reduce of one number for each parameter makes the total, with
-the sums and in the order of `torch.nn.utils.get_total_norm`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from graphshard.ir.subclasses import shard_in
 from graphshard.runtime.step_overlap import Arrival
-from graphshard.torch_compat.dtensor import dtensor_of, sharded_like
-from graphshard.torch_compat.torch_ops import foreach_mul, foreach_norm
+from graphshard.torch_compat.dtensor import sharded_like
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
 # Where torchao has the step of its optimizers with states of eight and four bits, and in float8.
@@ -143,75 +137,3 @@ def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> b
             elif value.dtype is not dtype or not value.is_contiguous():
                 return False
     return True
-
-
-def placed_alike(params: Sequence[nn.Parameter]) -> bool:
-    """Return whether parameters are DTensors of the same mesh, placements, dtype and device."""
-    first = params[0]
-    if not isinstance(first, DTensor):
-        return False
-    like = (first.device_mesh, first.placements, first.dtype, first.device)
-    return all(isinstance(p, DTensor) and (p.device_mesh, p.placements, p.dtype, p.device) == like for p in params)
-
-
-class Clipping:
-    """Gradients of one step, kept until their total norm is known, which is clipped to `max_norm`."""
-
-    def __init__(self, max_norm: float) -> None:
-        self._max_norm = max_norm
-        self._norms: dict[nn.Parameter, torch.Tensor] = {}
-        self._groups: list[list[Arrival]] = []
-        self._placed: tuple[Placement, ...] = ()
-        self._placements: tuple[Placement, ...] | None = None
-
-    @torch.no_grad()
-    def take(self, arrivals: list[Arrival]) -> None:
-        """Keep gradients, and compute the norms of these shards of them."""
-        grads = [grad for _, grad in arrivals]
-        self._norms.update(zip((param for param, _ in arrivals), foreach_norm(grads, 2.0)))
-        self._groups.append(arrivals)
-
-    @torch.no_grad()
-    def end(
-        self, params: Iterable[nn.Parameter], is_late: Callable[[list[Arrival]], bool] = bool
-    ) -> tuple[torch.Tensor, Iterable[list[Arrival]]]:
-        """Return the total norm, and the clipped gradients in the groups in which they arrived.
-
-        Args:
-            params: in the order in which norms are added up.
-            is_late: whether a group comes after the groups for which this is False.
-        """
-        chosen = [param for param in params if param in self._norms]
-        if not chosen:  # all are added up without communication
-            return torch.tensor(0.0), []
-        first = chosen[0]
-        assert isinstance(first, DTensor)
-        if self._placements is None or self._placed != first.placements:
-            self._placed = first.placements
-            # Partial on each rank that has a part of the gradient.
-            norm = torch.linalg.vector_norm(sharded_like(first._local_tensor, first), 2.0)
-            assert isinstance(norm, DTensor)
-            self._placements = norm.placements
-        stacked = torch.stack([self._norms[param] for param in chosen])
-        norms = dtensor_of(stacked, first.device_mesh, self._placements, stacked.shape, stacked.stride())
-        total = torch.linalg.vector_norm(norms, 2.0).full_tensor()
-        factor = torch.clamp(self._max_norm / (total + 1e-6), max=1.0)
-        groups = sorted(self._groups, key=is_late)
-        self.forget()
-        return total, (_scaled(group, factor) for group in groups)
-
-    def give_back(self) -> None:
-        """Let parameters have the gradients that were kept, as backward would."""
-        for param, grad in (arrival for group in self._groups for arrival in group):
-            param.grad = sharded_like(grad, param) if isinstance(param, DTensor) else grad
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what is left of a backward that failed."""
-        self._groups = []
-        self._norms.clear()
-
-
-def _scaled(arrivals: list[Arrival], factor: torch.Tensor) -> list[Arrival]:
-    scaled = foreach_mul([grad for _, grad in arrivals], factor)
-    return [Arrival(param, grad) for (param, _), grad in zip(arrivals, scaled)]

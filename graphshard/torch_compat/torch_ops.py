@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 assert_async = torch._assert_async
-foreach_copy_, foreach_mul, foreach_norm = torch._foreach_copy_, torch._foreach_mul, torch._foreach_norm
+foreach_copy_ = torch._foreach_copy_
 make_subclass = torch.Tensor._make_subclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # The function that graphs of Dynamo call.
