@@ -1,8 +1,4 @@
-"""Agreement of the ranks of one model on its plans, its parameters and its collectives.
-
-Ranks must run the same collectives in the same order. Programs that differ are found before they run: ranks compare
-hashes of what their programs communicate in the rendezvous store (`runtime/peers.py`).
-"""
+"""Agreement of the ranks of one model on its plans, its parameters and its collectives, before programs run."""
 
 from __future__ import annotations
 
@@ -79,11 +75,7 @@ class Agreement:
         return self._pipeline
 
     def check(self, program: Program) -> bool:
-        """Raise `DivergenceError` if another rank communicates otherwise.
-
-        Returns:
-            False if the same was seen before, so that other ranks were not asked.
-        """
+        """Raise DivergenceError if another rank communicates otherwise; return False if no rank needed to be asked."""
         text, everyone = agreed_text(program), self._others
         if (self.peers is None and everyone is None) or text in self._known:
             return False

@@ -150,11 +150,7 @@ _ROOT_HOOKS = re.compile(r"^L\['module'\]\.(__dict__\[')?_(forward|backward)_(pr
 
 
 class TracedGuard:
-    """Dynamo's guards and bytecode of a traced program.
-
-    Attributes:
-        moved: a forward was replaced, or put back, since the last call.
-    """
+    """Dynamo's guards and bytecode of a traced program; `moved` if a forward was replaced since the last call."""
 
     def __init__(self, program: Program, module: nn.Module, executable: Executable) -> None:
         trace = program.trace
@@ -220,13 +216,9 @@ class TracedGuard:
 
 
 class JointGuard:
-    """Guard of the one program of a joint program's module, which was not traced: inputs are like the captured ones.
+    """Guard of the one program of a joint program's module, which was not traced: inputs are like the captured ones."""
 
-    Attributes:
-        moved: always false, as the module has no forward that could be replaced.
-    """
-
-    moved = False
+    moved = False  # the module has no forward that could be replaced
 
     def __init__(self, program: Program, module: nn.Module, executable: Executable) -> None:
         exported = joint_of(module)
@@ -342,10 +334,8 @@ class _ReadTensor(NamedTuple):
 class SharedMemoryCheck:
     """Check in each call that inputs and buffers that forward writes to share no memory with others.
 
-    A program reads everything before it writes. A tensor that is given twice is one in the program, too.
-
-    Args:
-        names: of the program's inputs, as expressions that read them.
+    A program reads everything before it writes. A tensor that is given twice is one in the program, too. `names` are
+    expressions that read the program's inputs.
     """
 
     def __init__(self, program: Program, module: nn.Module, names: Sequence[str]) -> None:
@@ -360,12 +350,7 @@ class SharedMemoryCheck:
         self._buffers: dict[int, list[_ReadTensor]] = {}
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check the inputs of a call.
-
-        Raises:
-            InputError: one shares memory with another one or a buffer, and forward writes to one of the two.
-            UnsupportedError: forward writes a buffer, in a region of torch.utils.checkpoint.
-        """
+        """Check the inputs of a call; in a region of torch.utils.checkpoint forward may not write a buffer."""
         if not self._written:
             return
         if self._written_buffer is not None and is_in_checkpoint():

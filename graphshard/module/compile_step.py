@@ -95,7 +95,7 @@ class CompiledStep:
 
     Attributes:
         grad_norm: the total norm of the last step's gradients before they were clipped; None without `clip_norm`.
-        updated_in_backward: whether the last step's updates ran inside the backward, as most do.
+        updated_in_backward: whether the last step's updates ran inside the backward.
     """
 
     _model: CompiledModule
@@ -247,12 +247,7 @@ class CompiledStep:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Check that an optimizer can be run shard by shard.
-
-    Raises:
-        ArgumentError: it is not an optimizer, or has parameters that are not the model's.
-        UnsupportedError: its step is unknown, was replaced, or needs more than gradients, or there are hooks.
-    """
+    """Check that an optimizer of the model's parameters can be run shard by shard."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
     name = type(optimizer).__name__
@@ -275,12 +270,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
     """Check what may have changed since: hooks, options of groups, parameters.
 
-    Args:
-        known: parameters of the model that are at hand; to walk all of its modules takes longer.
-
-    Raises:
-        ArgumentError: a parameter is not the model's.
-        UnsupportedError: there are hooks, or an option that needs the separate step.
+    Parameters of the model that are at hand are `known`; to walk all of its modules takes longer.
     """
     name = type(optimizer).__name__
     hooks = (

@@ -88,11 +88,7 @@ def compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def class_of(root: nn.Module, is_model: bool, module: nn.Module) -> type:
-    """Return the class that a trace gives its root, or a module of a unit, before the model is compiled.
-
-    Args:
-        is_model: the root is the model, and not a submodule that is called directly.
-    """
+    """Return the class that a trace gives its root, or a module of a unit, before the model is compiled."""
     if isinstance(module, GraphshardFSDPModule) or (module is root and not is_model):
         return type(module)
     return compiled_class(type(module)) if module is root else unit_class(type(module), GraphshardFSDPModule)

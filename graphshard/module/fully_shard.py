@@ -62,11 +62,7 @@ class ModuleGroup(nn.ModuleList):
 
 @dataclass(frozen=True)
 class ShardedPart:
-    """A part of a model that an earlier call has sharded.
-
-    Attributes:
-        units: names in the model of the modules of each unit, by the name of the unit in the part.
-    """
+    """A part of a model that an earlier call has sharded: the modules of its units, by their names in the part."""
 
     runner: Runner
     units: dict[str, list[str]] = field(default_factory=dict)
@@ -98,12 +94,7 @@ def shard_unit(
     recorder: Callable[[str], Recorder | None],
     cache: Cache | None,
 ) -> None:
-    """Shard modules as one unit, with what was sharded inside as further units.
-
-    Raises:
-        ArgumentError: an argument does not fit the modules; nothing was changed.
-        UnsupportedError: units inside are on different other meshes, or one is kept on another device.
-    """
+    """Shard modules as one unit, with what was sharded inside as further units; nothing is changed if that fails."""
     by_name = experts_by_name(mesh, dp_mesh_dims)
     mesh, given = data_and_tensor(mesh, dp_mesh_dims)
     inner = {id(part) for module in modules for part in module.modules() if part is not module}

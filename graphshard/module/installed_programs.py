@@ -62,7 +62,7 @@ class Installed:
     """A program that is bound to a module, and its guards.
 
     Attributes:
-        loaded: the program is from a file, and stays, whatever the limit of programs.
+        loaded: the program is from a file, and is not evicted.
         call: signature, with all inputs, of the call that it was captured for.
         used: number of its last call among the calls of all programs.
     """
@@ -136,11 +136,8 @@ class InstalledPrograms:
     def evict(self, most: int, accumulated: Collection[str], label: str) -> list[Installed]:
         """Remove the least recently used programs over `most`; the most recent one, and programs of files, stay.
 
-        A call that is still to be differentiated holds its program, so its backward runs as before.
-
-        Args:
-            accumulated: parameters whose gradients earlier microbatches have accumulated. The only program that
-                reduces some of these stays until that is done.
+        A call that is still to be differentiated holds its program, so its backward runs as before. The only program
+        that reduces some of the parameters whose gradients microbatches have `accumulated` stays until that is done.
         """
         candidates = [installed for installed in self._by_age if not installed.loaded]
         excess, evicted = len(candidates) - most, list[Installed]()

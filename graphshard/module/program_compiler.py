@@ -71,7 +71,6 @@ class ProgramSearch(Protocol):
     """Search for the program that was made of a trace in an earlier launch; it keeps what was lowered instead."""
 
     def find(self) -> LoweredProgram | None: ...
-
     def keep(self, program: Program, partitioned: Partitioned | None) -> None: ...
 
 
@@ -103,9 +102,6 @@ class ProgramCompiler:
 
     Attributes:
         recorder: returns what records a program, by its name; None for one that is not recorded.
-        unsharded: parameters that are gathered by hand; none is shown while a program is captured.
-        cache: programs of earlier launches; None keeps none.
-        library: programs of a file; None if there is no file.
         sealed: a call for which the file has no program is an error.
     """
 
@@ -126,11 +122,7 @@ class ProgramCompiler:
         return self.agreement.pipeline(self.tracer.pipeline)
 
     def build_or_break(self, call: ModuleCall, signature: Signature) -> LoweredProgram | GraphBreak | EqualProgram:
-        """Trace, shard, schedule and lower a program; the module stays as it is.
-
-        A graph break is returned: other ranks have it, too, and split the module as this one does. A program of an
-        earlier call that computes the same is returned with this call's trace.
-        """
+        """Trace, shard, schedule and lower a program; return the graph break if all ranks are to split the module."""
         of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
         reason = self.executables.reason(of_inputs)
         with self.agreement.together(self.tracer.label, reason.text):

@@ -61,8 +61,6 @@ class Runner(ProgramCompiler):
         prefetched: units that are gathered when another one has arrived, by direction and that one's name.
         reductions_under_way: how many units' gradients may be reduced at once, as chosen for units.
         event: that the next call waits for before it gathers.
-        replaying: CUDA graphs of regions; None for none.
-        path: of the module in the model.
         model_runner: of the whole model; None for the model's own.
     """
 
@@ -243,8 +241,8 @@ class Runner(ProgramCompiler):
 
         Parameters with `fsdp_pre_all_gather` are gathered by programs only.
         """
-        chosen = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
-        chosen = [ref for ref in chosen if not is_extended(ref.param)]
+        sharded = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
+        chosen = [ref for ref in sharded if not is_extended(ref.param)]
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}
@@ -299,11 +297,7 @@ class Runner(ProgramCompiler):
         return whole_mesh(self.mesh, self.tracer.spec.tensor)
 
     def finish(self) -> None:
-        """Reduce accumulated gradients, unless the user has asked to leave them.
-
-        Raises:
-            UnsupportedError: no program has all of them; nothing was reduced.
-        """
+        """Reduce accumulated gradients, unless the user has asked to leave them."""
         state = self.accumulation
         unreduced = state.unsynced | state.unreplicated
         left = {

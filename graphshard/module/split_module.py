@@ -119,11 +119,7 @@ class _Recomputation:
 
 
 class SplitModule:
-    """Calls of one module, or of one entry, that Python runs.
-
-    Args:
-        runner: the `Runner` of the module.
-    """
+    """Calls of one module, or of one entry, that Python runs; `runner` is its `Runner`."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.path = runner, runner.path
@@ -159,20 +155,14 @@ class SplitModule:
         return signature in self._breaks or self.is_forced
 
     def expect(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
-        """Remember a graph break before the first call.
-
-        What a statement of forward raises is left to that call: Dynamo may be wrong about it.
-        """
+        """Remember a graph break before the first call; what a statement of forward raises is left to that call."""
         if error.raised and not error.is_own:
             raise error
         if not error.raised:
             self._remember(error, signature, module)
 
     def begin(self, error: GraphBreak, signature: Signature, call: ModuleCall) -> Any:
-        """Run the first call that has a graph break, and remember it.
-
-        If forward itself raises, the next call is traced again.
-        """
+        """Run the first call that has a graph break, and remember it unless forward itself raises."""
         if self.tracer.spec.forward_class is ParameterHolder:
             raise error
         if not error.raised:
@@ -250,13 +240,7 @@ class SplitModule:
 
     @contextlib.contextmanager
     def holding(self, opened: OpenModule) -> Iterator[None]:
-        """Let modules hold the full parameters of the module's own unit while Python runs it.
-
-        They are results of a program, whose backward reduces their gradients. Autograd keeps them until then.
-
-        Raises:
-            UnsupportedError: forward wrote to one, which the shards do not see.
-        """
+        """Let modules hold the full parameters of the module's own unit, which autograd keeps, while Python runs it."""
         full = opened.full
         if full:
             self.runner.unsharded.shown.hide()

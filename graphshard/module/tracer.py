@@ -116,12 +116,10 @@ class Tracer:
         few: bool = False,
         find: Callable[[Program], None] | None = None,
     ) -> Traced:
-        """Capture a program and run the passes.
+        """Capture a program and run the passes, or other ones.
 
         Args:
-            reason: why, for the log and the dump.
             number: how many programs were captured before.
-            passes: to run instead of the tracer's.
             watching: is around each capture.
             few: of many equal blocks a few may be captured.
             find: called with the traced program, before passes.
@@ -154,8 +152,7 @@ class Tracer:
     def trace_alone(self, call: ModuleCall, *, few: bool = False) -> Program | None:
         """Trace a call as if it were the first one, so that no number or size is a symbol because it has changed.
 
-        Args:
-            few: trace a few of many equal blocks; return None if there are none, or if they are called differently.
+        With `few` trace a few of many equal blocks; return None if there are none, or if they are called differently.
         """
         alone, spec = replace(self), self.current_spec()
         if not few:
@@ -327,11 +324,9 @@ class Tracer:
         structure: pytree.TreeSpec = _NO_INPUTS,
         params: Sequence[nn.Parameter] | None = None,
     ) -> Signature:
-        """Return the signature of a call.
+        """Return the signature of a call; programs are found by the one without inputs, which guards test.
 
-        Args:
-            leaves: of the inputs; none for the signature that programs are found by, as guards test inputs.
-            params: the parameters as they are now, if they are at hand: finding one takes longer than reading it.
+        Parameters as they are now are passed if they are at hand: finding one takes longer than reading it.
         """
         device_type = self.spec.device.type
         params = [ref.param for ref in self.params] if params is None else params

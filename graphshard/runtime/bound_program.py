@@ -43,10 +43,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 class BoundProgram:
     """Code of a program's phases, and of its backwards for other tangents and microbatches.
 
-    Args:
-        program: lowered; names of process groups replace the names of axes in its executors.
-        groups: names of the process groups by the names of the axes.
-        graphs: CUDA graphs of regions; None for none.
+    Names of process groups, by the names of the axes in `groups`, replace those in the executors of the program.
 
     Attributes:
         others: programs that are a backward alone, by the code of that.
@@ -135,17 +132,7 @@ def profiling() -> bool:
 
 
 class SlotValues:
-    """Values of the slots of a program.
-
-    Args:
-        program: lowered and bound.
-        module: the module that owns the buffers.
-        experts: where parameters are that lie otherwise on the ranks.
-
-    Attributes:
-        params: by their names in the program.
-        names: in the model, by the names in the program.
-    """
+    """Values of the slots of a program: parameters, and their names in the model, by their names in the program."""
 
     def __init__(
         self,

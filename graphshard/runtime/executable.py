@@ -51,7 +51,7 @@ class Executable:
         names: of the outputs that are computed, tensors and dynamic sizes; the others are constants.
         names_in_model: names of the parameters in the model by their names in the program.
         trained: parameters that backward computes gradients of, by their names in the model.
-        differentiated: kinds of what backward computes gradients of, in their order: "param" or "input".
+        differentiated: whether these are of a "param" or an "input", for each gradient that backward computes.
     """
 
     def __init__(
@@ -190,9 +190,7 @@ class Executable:
     ) -> list[torch.Tensor | None]:
         """Run the backward executor for the given tangents; `saved` is emptied.
 
-        Args:
-            fates: what becomes of each gradient; by default it is accumulated.
-            deferred: names in the model of parameters whose gradients another call's backward returns.
+        The gradients of parameters that are `deferred`, by their names in the model, another call's backward returns.
         """
         variant = frozenset(tangents), self._microbatches(fates, deferred)
         strides = self._strides(tangents)
@@ -240,10 +238,7 @@ class Executable:
         ]
 
     def reduce_left(self) -> None:
-        """Reduce gradients that backwards have added up, without another backward of the model.
-
-        Autograd adds the gradients to the present ones, and runs the hooks that run then.
-        """
+        """Reduce gradients that backwards have added up; autograd adds them to the present ones, and runs hooks."""
         with torch.enable_grad():
             _LeftGradients.apply(self, *(ref.param for ref in self.trained.values())).backward()
 
@@ -362,14 +357,8 @@ class _LeftGradients(torch.autograd.Function):
 def _check_backward(program: Program, given: Collection[str], hooked: Collection[str]) -> None:
     """Check that the operators of the program would compute the same gradients as its backward.
 
-    One node of autograd computes the gradients of a call, and there is no graph in it.
-
-    Args:
-        given: outputs that have gradients.
-        hooked: outputs with hooks, or that retain their gradients.
-
-    Raises:
-        UnsupportedError: gradients are to be differentiated, or checked, or flow past a hook.
+    One node of autograd computes the gradients of a call: they cannot be differentiated, or be checked inside. Outputs
+    that are `given` have gradients; those that are `hooked` have hooks, past which no gradient may flow.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(

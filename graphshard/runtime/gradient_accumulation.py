@@ -94,8 +94,8 @@ class Accumulation:
     def trained_by_one_call(self, loss: torch.Tensor) -> frozenset[str]:
         """Return names of parameters all of whose gradient comes from the only call that a loss goes through.
 
-        None if the loss goes through several calls of the model, or through a custom function, which may hide some
-        (a reentrant checkpoint), or if it reads one of the parameters directly.
+        There are none if the loss goes through several calls, or a custom function, which may hide some (a reentrant
+        checkpoint), or if it reads one of the parameters directly.
         """
         found: Any = None
         seen: set[Any] = set()
@@ -125,11 +125,7 @@ class Accumulation:
         return frozenset() if reads_parameter else frozenset(trained)
 
     def step(self, names: Mapping[str, str], deferred: Collection[str] = ()) -> AccumulateGradients | None:
-        """Return what the next backward does about these parameters; None only reduces their gradients.
-
-        Args:
-            deferred: names in the model that another call's part of this backward reduces.
-        """
+        """Return what the next backward does about these parameters; another call's part of it reduces `deferred`."""
         if not (self.unsynced or self.unreplicated or self.sums or deferred):
             return None
         left = [{each.name for each in self.sums if each.kind == kind} for kind in LEFT]

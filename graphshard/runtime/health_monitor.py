@@ -1,11 +1,8 @@
 """Status that each rank publishes in the rendezvous store, and the thread that publishes it and watches the next rank.
 
-Each rank watches one other, so the cost for a rank does not grow with their number. All ranks read what one finds.
-
-    rank 0 --watches--> rank 1 --watches--> rank 2 --watches--> rank 0
-
-A process that has ended is noticed at once on the same machine. On another machine it counts as dead when its status
-has not changed for a minute, as a thread may wait that long for Python's lock.
+Each rank watches one other, so the cost for a rank does not grow with their number. All ranks read what one finds. On
+another machine a process counts as dead when its status has not changed for a minute, as a thread may wait that long
+for Python's lock.
 """
 
 from __future__ import annotations
@@ -56,10 +53,7 @@ SAME_CALLS = (
 
 
 class StepRecord(NamedTuple):
-    """A forward or backward with collectives that a rank has begun, such as the one labeled "forward of Llama".
-
-    The digest is of this step and all before it: equal on all ranks that run the same.
-    """
+    """A forward or backward with collectives that a rank has begun; the digest is of it and all steps before it."""
 
     number: int
     digest: int
@@ -147,10 +141,7 @@ def _status_of(text: bytes) -> RankStatus:
 
 
 class Finding(NamedTuple):
-    """Reason why ranks cannot go on, or not beyond a step: one has ended and said so, has died, or differs.
-
-    `step` is the first one that cannot complete.
-    """
+    """Reason why ranks cannot complete a step: one has ended and said so, has died, or differs."""
 
     how: Literal["ended", "died", "differs"]
     rank: int
@@ -205,16 +196,13 @@ def pause_of(num_ranks: int) -> float:
 class HealthMonitor:
     """Progress of one rank among the ranks of a mesh, and what is found out about the others.
 
-    Args:
-        ranks: in the order of the mesh.
-        store: a separate connection, as a wait blocks the connection it is made on.
+    Its connection to the store is a separate one, as a wait blocks the connection it is made on.
 
     Attributes:
         groups: names of the process groups in which the rank may wait; closed when other ranks cannot come.
         number: steps that it has begun.
         doing: "" while the user's program runs.
         meeting: name of the rendezvous at which it waits.
-        finding: why ranks cannot go on; None as long as they can.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: dist.Store) -> None:

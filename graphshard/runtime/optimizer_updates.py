@@ -60,11 +60,9 @@ def _plain(cls: type, name: str) -> Callable[..., Any]:
 
 
 class Updates:
-    """The steps of an optimizer, group by group and shard by shard.
+    """The steps of an elementwise optimizer, group by group and shard by shard.
 
-    Args:
-        optimizer: one that `is_elementwise`.
-        fuses: take torch's fused kernel where the optimizer leaves that to torch.
+    With `fuses` torch's fused kernel is taken where the optimizer leaves that to torch.
     """
 
     def __init__(self, optimizer: Optimizer, *, fuses: bool = False) -> None:

@@ -175,13 +175,9 @@ def _settings() -> tuple[bool, float]:
 
 
 def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
-    """Return the ranks of a mesh, None for a single or fake one. All ranks of the mesh call this in the same order.
+    """Return the ranks of a mesh that communicate in some process groups, None for a single or fake one.
 
-    Args:
-        groups: names of the process groups that they communicate in.
-
-    Raises:
-        ArgumentError: GRAPHSHARD_CHECK or GRAPHSHARD_PATIENCE is wrong.
+    All ranks of the mesh call this in the same order.
     """
     settings = _settings()
     if mesh.size() == 1 or is_fake(mesh):
@@ -195,16 +191,7 @@ def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
 
 
 class Peers:
-    """The ranks of a mesh.
-
-    Args:
-        ranks: in the order of the mesh.
-        store: of their process group.
-        checks_steps, patience: see `_settings`.
-
-    Attributes:
-        monitor: progress of this rank, and findings about the others.
-    """
+    """The ranks of a mesh, in its order."""
 
     def __init__(self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
@@ -259,12 +246,7 @@ class Peers:
                 self._check_not_gone(following, meeting)
 
     def agree(self, text: str, tell: Tell) -> None:
-        """Wait until all ranks have come with the same text.
-
-        Raises:
-            DivergenceError: one has come with another text; `tell` says how it differs.
-            PeerError: one has failed, or does not come.
-        """
+        """Wait until all ranks have come with the same text; raise DivergenceError or PeerError if one does not."""
         if differ := self._meet(self._next(), text, tell):
             raise DivergenceError(differ)
 

@@ -50,13 +50,8 @@ def shard_module(
 ) -> None:
     """Replace every parameter by its shard, and move the buffers to the device, in place.
 
-    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device.
-
-    Args:
-        mesh: the data axes.
-        tensor: the tensor axis, if there is one.
-        experts: meshes of the parameters of experts.
-        known: parameters that are shards already, and stay: what is replicated does not look like one.
+    All shards are made before the first parameter is replaced. Meta tensors stay on the meta device. Parameters that
+    are `known` are shards already, and stay: what is replicated does not look like one.
     """
     shards = {}
     for row in table:
@@ -189,11 +184,7 @@ class ParamRef:
         return ((self.owner, self.attribute), *self.tied)
 
     def checked(self) -> nn.Parameter:
-        """Return the present parameter.
-
-        Raises:
-            ParameterError: it was removed, untied, or replaced by something that is not a shard of it.
-        """
+        """Return the present parameter, which must still be a shard of the one at `compile`."""
         param = shard_of(self.owner._parameters.get(self.attribute))
         if param is None:
             raise ParameterError(
@@ -225,11 +216,7 @@ class ParamRef:
 
 
 def param_refs(module: nn.Module, table: ParamTable, names: Mapping[str, str] | None = None) -> Iterator[ParamRef]:
-    """Yield references to the parameters of a table in its order.
-
-    Args:
-        names: in the model, by the table's names; by default they are the same.
-    """
+    """Yield references to the parameters of a table in its order; `names` are those in the model, if they differ."""
     for row in table:
         (owner, attribute), *tied = (place_of(module, name) for name in row.names)
         yield ParamRef(row, owner, attribute, names[row.name] if names is not None else row.name, tuple(tied))

@@ -89,8 +89,8 @@ class GradientConsumer:
     Attributes:
         take: is called with gradients that have arrived together.
         params: names in the model of the parameters whose gradients are taken.
-        ran: whether a backward has run that handed them over.
-        at_the_end: whether that backward has started its last collective.
+        ran: a backward has run that handed them over.
+        at_the_end: that backward has started its last collective.
         thread: takes gradients that are on their way to the host; finish it after the backward.
     """
 
@@ -287,11 +287,7 @@ class GatherPrefetch:
             gather.begin()
 
     def holds(self) -> bool:
-        """Return whether this forward would gather what is under way, as far as torch knows of writes.
-
-        Raises:
-            ParameterError: it would not, and torch does not know.
-        """
+        """Return whether this forward would gather what is under way; raise ParameterError if torch missed a write."""
         under_way = [(gather, gather.under_way) for gather in self._gathers if gather.under_way is not None]
         if any(one.written != gather.written() for gather, one in under_way):
             return False

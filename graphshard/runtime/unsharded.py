@@ -163,12 +163,7 @@ def _after(value: torch.Tensor, steps: Steps) -> torch.Tensor:
 def start_gathering(
     params: Iterable[tuple[ParamSpec, nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, Gathering]:
-    """Start to gather parameters, in their compute dtypes; one launch for each axis and dtype that travels.
-
-    Args:
-        groups: names of the process groups by the names of the axes.
-        device: that gathers; shards that are offloaded are copied there first.
-    """
+    """Start to gather parameters on a device, in their compute dtypes: one launch for each axis and dtype sent."""
     params = list(params)
     shards = copied_to([padded_shard(param, row) for row, param in params], device)
     sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamSpec, torch.Tensor]]] = {}
@@ -255,11 +250,7 @@ class Shown:
                 shown.data = shown._nothing
 
     def hide_left(self, names: Iterable[str]) -> None:
-        """Let modules hold the shards of what forwards have left.
-
-        Raises:
-            UnsupportedError: what was shown was written to.
-        """
+        """Let modules hold the shards of what forwards have left, which must not have been written to."""
         if not self._left:
             return
         names = self._left.intersection(names)
@@ -374,11 +365,7 @@ class WholeParameter(ShownParameter):
 
 
 def _shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamSpec, path: str) -> nn.Parameter:
-    """Make a parameter that is split over the tensor axis the DTensor that it was before it was sharded.
-
-    Raises:
-        UnsupportedError: the mesh that it was on is not found.
-    """
+    """Make a parameter that is split over the tensor axis the DTensor that it was before it was sharded."""
     assert row.split is not None
     assert isinstance(shard, DTensor)
     shape, mesh = torch.Size(row.split.shape), axes_around(shard.device_mesh, row.split.found_on)
