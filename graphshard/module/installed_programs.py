@@ -59,24 +59,23 @@ class Reason:
 
 @dataclass(eq=False)
 class Installed:
-    """A program that is bound to a module, and its guards.
+    """A program that is bound to a module, the signature of its calls, and its guards.
 
     Attributes:
         loaded: the program is from a file, and is not evicted.
         call: signature, with all inputs, of the call that it was captured for.
-        used: number of its last call among the calls of all programs.
     """
 
+    signature: Signature
     executable: Executable
     guard: TracedGuard | JointGuard
     loaded: bool = False
     call: Signature | None = None
-    used: int = 0
 
 
 @dataclass
 class InstalledPrograms:
-    """Bound programs by the signature they were captured for, the most recently used first.
+    """Bound programs, the most recently used first.
 
     Attributes:
         added: the number of programs so far, including evicted ones.
@@ -84,54 +83,38 @@ class InstalledPrograms:
         captured: signature, with all inputs, of the last call that a program was captured for.
     """
 
-    known: dict[Signature, list[Installed]] = field(default_factory=dict)
+    programs: list[Installed] = field(default_factory=list)
     added: int = 0
     changes: list[str] = field(default_factory=list)
     captured: Signature | None = None
-    _calls: int = 0
     _recaptures: int = 0
     _last: Reason = field(default_factory=lambda: Reason(""))
     _remedies: set[str] = field(default_factory=set)
     _warned_of_limit: bool = False
 
-    def __len__(self) -> int:
-        return sum(map(len, self.known.values()))
-
-    @property
-    def _by_age(self) -> list[Installed]:
-        """Programs, the least recently used first."""
-        return sorted(itertools.chain.from_iterable(self.known.values()), key=lambda installed: installed.used)
-
-    def add(self, signature: Signature, installed: Installed) -> None:
+    def add(self, installed: Installed) -> None:
         """Add a program, which is the most recently used one."""
         self.added += 1
-        installed.call = self.captured or signature
-        self.known.setdefault(signature, []).append(installed)
-        self._use(installed, self.known[signature])
+        installed.call = self.captured or installed.signature
+        self.programs.insert(0, installed)
 
     def find(self, signature: Signature, scope: Mapping[str, Any]) -> Installed | None:
         """Return the program for a call."""
         self.changes = []
-        programs = self.known.get(signature, [])
-        for installed in programs:
-            change = installed.guard.change(scope)
-            if not change:
-                self._use(installed, programs)
-                return installed
-            self.changes.append(change)
+        for place, installed in enumerate(self.programs):
+            if installed.signature == signature:
+                change = installed.guard.change(scope)
+                if not change:
+                    if place:
+                        self.programs.insert(0, self.programs.pop(place))
+                    return installed
+                self.changes.append(change)
         return None
 
     def with_digest(self, signature: Signature, digest: str) -> Installed | None:
         """Return a program for calls with a signature whose trace had a digest."""
-        known = self.known.get(signature, ())
+        known = (one for one in self.programs if one.signature == signature)
         return next((one for one in known if one.executable.program.digest == digest), None)
-
-    def _use(self, installed: Installed, programs: list[Installed]) -> None:
-        self._calls += 1
-        installed.used = self._calls
-        if programs[0] is not installed:
-            programs.remove(installed)
-            programs.insert(0, installed)
 
     def evict(self, most: int, accumulated: Collection[str], label: str) -> list[Installed]:
         """Remove the least recently used programs over `most`; the most recent one, and programs of files, stay.
@@ -139,18 +122,17 @@ class InstalledPrograms:
         A call that is still to be differentiated holds its program, so its backward runs as before. The only program
         that reduces some of the parameters whose gradients microbatches have `accumulated` stays until that is done.
         """
-        candidates = [installed for installed in self._by_age if not installed.loaded]
-        excess, evicted = len(candidates) - most, list[Installed]()
-        for installed in candidates[:-1]:
+        candidates = [installed for installed in self.programs if not installed.loaded]
+        evicted: list[Installed] = []
+        for installed in reversed(candidates[1:]):
             needed = installed.executable.trained.keys() & accumulated
-            others = (other for other in self._by_age if other is not installed and other not in evicted)
+            others = (other for other in self.programs if other is not installed and other not in evicted)
             replaced = not needed or any(needed <= other.executable.trained.keys() for other in others)
-            if len(evicted) < excess and replaced:
+            if len(evicted) < len(candidates) - most and replaced:
                 evicted.append(installed)
         if not evicted:
             return []
-        kept = {key: [one for one in programs if one not in evicted] for key, programs in self.known.items()}
-        self.known = {key: programs for key, programs in kept.items() if programs}
+        self.programs = [installed for installed in self.programs if installed not in evicted]
         for installed in evicted:
             log.info("evicted %s, the least recently used program", installed.executable.program.title)
         if not self._warned_of_limit:
@@ -179,9 +161,9 @@ class InstalledPrograms:
     def reason(self, call: Signature) -> Reason:
         """Return why a call needs another program: how it differs from the nearest one."""
         self.captured = call
-        if not self.known:
+        if not self.programs:
             return Reason("first call", first=True)
-        before = [installed.call for installed in reversed(self._by_age) if installed.call is not None]
+        before = [installed.call for installed in self.programs if installed.call is not None]
         if not self.changes:
             return reason_of(call, before)
         change = self.changes[0]

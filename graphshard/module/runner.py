@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,16 +132,16 @@ class Runner(ProgramCompiler):
         if isinstance(made, EqualProgram):
             guard = guard_of(made.traced, module, made.installed.executable)
             # If it is of a file, that program stays, and the one with this guard may be evicted.
-            installed = replace(made.installed, guard=guard, used=0, loaded=False)
+            installed = replace(made.installed, guard=guard, loaded=False)
         else:
             self.agreement.check(made.program)
-            installed = self._bind(module, made)
+            installed = self._bind(module, signature, made)
             self.programs.append(made.program)
-        self.executables.add(signature, installed)
+        self.executables.add(installed)
         self._evict()
         return installed
 
-    def _bind(self, module: nn.Module, made: LoweredProgram) -> Installed:
+    def _bind(self, module: nn.Module, signature: Signature, made: LoweredProgram) -> Installed:
         program, make_backward, of_file = made.program, made.make_backward, made.of_file
         tracer = self.tracer
         follows_strides = not of_file and make_backward is not None and tracer.options.backend == "eager"
@@ -151,7 +150,7 @@ class Runner(ProgramCompiler):
         executable = Executable(
             bound, values, make_backward, self.accumulation, follows_strides=follows_strides, defers=not of_file
         )
-        return Installed(executable, guard_of(program, module, executable), of_file)
+        return Installed(signature, executable, guard_of(program, module, executable), of_file)
 
     def _evict(self) -> None:
         """Evict programs over `max_captures`, with regions and CUDA graphs that no other program uses."""
@@ -159,7 +158,7 @@ class Runner(ProgramCompiler):
         evicted = self.executables.evict(most, self.accumulation.may_be_left(), label)
         if not evicted:
             return
-        used = [one.executable for known in self.executables.known.values() for one in known]
+        used = [one.executable for one in self.executables.programs]
         unused = [one.executable for one in evicted if one.executable not in used]  # equal traces share one
         gone = [program for executable in unused for program in executable.programs]
         self.programs[:] = [program for program in self.programs if not any(program is other for other in gone)]
@@ -307,8 +306,8 @@ class Runner(ProgramCompiler):
         }
         chosen = []
         for runner in (self, *self.entries.values()):
-            programs = itertools.chain.from_iterable(reversed(runner.executables.known.values()))
-            trained = [(installed.executable, left & installed.executable.trained.keys()) for installed in programs]
+            executables = [installed.executable for installed in runner.executables.programs]
+            trained = [(executable, left & executable.trained.keys()) for executable in executables]
             executable, names = max(trained, key=lambda pair: len(pair[1]), default=(None, set()))
             if executable is not None and names:
                 chosen.append(executable)

@@ -46,8 +46,8 @@ def _compiled(mesh: DeviceMesh, most: int, **options: Any) -> Any:
 
 def _rows(model: Any) -> list[int]:
     """Return the batch sizes of the model's programs."""
-    known = _runner(model).executables.known.values()
-    rows = {one.executable.program.title: one.call.inputs[0][0][0] for ones in known for one in ones if one.call}
+    known = _runner(model).executables.programs
+    rows = {one.executable.program.title: one.call.inputs[0][0][0] for one in known if one.call}
     return [rows[program.title] for program in graphshard.programs(model)]
 
 
@@ -65,7 +65,7 @@ def test_evicts_the_least_recently_used(mesh: DeviceMesh) -> None:
     for rows in (2, 3, 4, 2, 5):
         model(_x(rows))
     assert _rows(model) == [2, 4, 5]
-    assert len(_runner(model).executables) == 3
+    assert len(_runner(model).executables.programs) == 3
     titles = [program.title for program in graphshard.programs(model)]
     assert titles == ["Net-0", "Net-2", "Net-3"]  # numbers are not reused
     model(_x(3))
@@ -79,7 +79,7 @@ def test_evicts_programs_of_one_signature(mesh: DeviceMesh) -> None:
         model.flag = flag
         model(_x(2))
     runner = _runner(model)
-    assert len(graphshard.programs(model)) == len(runner.executables) <= 2
+    assert len(graphshard.programs(model)) == len(runner.executables.programs) <= 2
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_memory_of_an_evicted_program_is_freed(mesh: DeviceMesh) -> None:
     model = _compiled(mesh, 1)
     model(_x(2)).backward()
     runner = _runner(model)
-    (installed,) = (one for programs in runner.executables.known.values() for one in programs)
+    (installed,) = runner.executables.programs
     program = weakref.ref(installed.executable.program)
     forward = weakref.ref(installed.executable.program.phases["forward"].module)
     executable, regions = weakref.ref(installed.executable), [*map(weakref.ref, runner.tracer.compiled.values())]

@@ -94,7 +94,7 @@ def bound(
             setting(model, number == 2)
         model(torch.ones(3, 8)).sum().backward()
     (program,) = graphshard.programs(model)
-    ((installed,),) = model._graphshard.executables.known.values()
+    (installed,) = model._graphshard.executables.programs
     backwards = list(installed.executable._backwards.values())
     return [Bound(program, phase) for phase in (program.phases["forward"], *backwards)]
 
