@@ -251,12 +251,12 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         Raises:
             UnsupportedError: a planner in `passes`, or a memory limit, decides what travels together; so below.
         """
-        chosen = UserCollectives(gathers={self._graphshard_unit.name: _checked(comm)})
+        chosen = UserCollectives({("gather", self._graphshard_unit.name): _checked(comm)})
         self._graphshard_unit.runner.customize("set_custom_all_gather", chosen)
 
     def set_custom_reduce_scatter(self, comm: Comm) -> None:
         """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
-        chosen = UserCollectives(reductions={self._graphshard_unit.name: _checked(comm)})
+        chosen = UserCollectives({("reduce", self._graphshard_unit.name): _checked(comm)})
         self._graphshard_unit.runner.customize("set_custom_reduce_scatter", chosen)
 
     def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
@@ -272,7 +272,8 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         check_function("hook", hook, "lambda gradient: ...")
         if stream is not None and unit.runner.tracer.spec.mesh.replicate is not None:
             raise ArgumentError(f"stream={brief(stream)}: with replicas the hook runs where their all-reduce does.")
-        unit.runner.customize("set_all_reduce_hook", UserCollectives(hooks={unit.name: UserObject(_on(stream, hook))}))
+        chosen = UserCollectives({("hook", unit.name): UserObject(_on(stream, hook))})
+        unit.runner.customize("set_all_reduce_hook", chosen)
 
     # --- settings of FSDP2 without effect ------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -350,15 +350,15 @@ class Runner(ProgramCompiler):
         self.replan(planned_by_unit(self._pipeline(name), name, reductions_under_way=most))
         self.reductions_under_way = chosen
 
-    def customize(self, setter: str, chosen: UserCollectives) -> None:
-        """Let the user run collectives of units; each bucket is then of one unit."""
+    def customize(self, setter: str, chosen: UserCollectives, names: Mapping[str, str] | None = None) -> None:
+        """Let the user run collectives of units, which may have other names here; each bucket is then of one unit."""
         if self.tracer.spec.experts is not None:
             raise UnsupportedError(
                 f"{setter}: parameters of this model lie on two meshes, as those of experts do, and units have "
                 "collectives in two process groups. Leave it out."
             )
         self.replan(planned_by_unit(self._pipeline(setter), setter))
-        self.custom.update(chosen)
+        self.custom.update(chosen, names)
 
     def separate_reductions(self, units: Collection[str], *, enable: bool) -> None:
         """Reduce gradients of units in a separate process group, or in the all-gathers' group.
@@ -385,5 +385,5 @@ class Runner(ProgramCompiler):
             self.prefetch(direction, names[unit], tuple(names[name] for name in following))
         for unit, most in old.reductions_under_way.items():
             self.limit_reductions([names[unit]], most)
-        if old.custom:
-            self.customize("fully_shard", old.custom.renamed(names))
+        if old.custom != UserCollectives(group=old.custom.group):
+            self.customize("fully_shard", old.custom, names)

@@ -34,7 +34,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,38 +86,27 @@ class UserObject:
 _in_use: weakref.WeakValueDictionary[int, UserObject] = weakref.WeakValueDictionary()
 
 
+# "hook" is called with a reduced gradient, before it is divided or cast.
+UserChoice = Literal["gather", "reduce", "hook"]
+
+
 @dataclass
 class UserCollectives:
-    """Choices of the user by units' names, shared by all programs of a model.
+    """Choices of the user by kind and unit's name, shared by all programs of a model.
 
     Attributes:
-        hooks: called with a reduced gradient, before it is divided or cast.
         separate: units whose gradients are reduced in `group`, "" until it is made.
     """
 
-    gathers: dict[str, UserObject] = field(default_factory=dict)
-    reductions: dict[str, UserObject] = field(default_factory=dict)
-    hooks: dict[str, UserObject] = field(default_factory=dict)
+    chosen: dict[tuple[UserChoice, str], UserObject] = field(default_factory=dict)
     separate: set[str] = field(default_factory=set)
     group: str = ""
 
-    def renamed(self, names: Mapping[str, str]) -> UserCollectives:
-        """Return the choices for units with other names."""
-        chosen = (self.gathers, self.reductions, self.hooks)
-        gathers, reductions, hooks = ({names[unit]: value for unit, value in each.items()} for each in chosen)
-        return UserCollectives(gathers, reductions, hooks, {names[unit] for unit in self.separate}, self.group)
-
-    def update(self, other: UserCollectives) -> None:
-        """Add the choices of another model or part."""
-        self.gathers.update(other.gathers)
-        self.reductions.update(other.reductions)
-        self.hooks.update(other.hooks)
-        self.separate |= other.separate
+    def update(self, other: UserCollectives, names: Mapping[str, str] | None = None) -> None:
+        """Add the choices of another model or part, in which units may have other names."""
+        self.chosen.update({(kind, names[unit] if names else unit): of for (kind, unit), of in other.chosen.items()})
+        self.separate |= {names[unit] if names else unit for unit in other.separate}
         self.group = self.group or other.group
-
-    def __bool__(self) -> bool:
-        """Return whether anything was chosen."""
-        return bool(self.gathers or self.reductions or self.hooks or self.separate)
 
     def bind(self, phase: Phase, mesh: Mesh) -> None:
         """Change an executor whose collectives have the names of their process groups."""
@@ -126,7 +115,7 @@ class UserCollectives:
         launches = [(node, node.meta["unit"]) for node in graph.nodes if is_collective(node) and "unit" in node.meta]
         for wait in [node for node in graph.nodes if node.target is WAIT]:
             launch = launch_of(wait)
-            hook = self.hooks.get(launch.meta.get("unit", "(several)")) if is_reduction(launch) else None
+            hook = self.chosen.get(("hook", launch.meta.get("unit", "(several)"))) if is_reduction(launch) else None
             if hook is not None and kind_of(launch) in (last, "all_reduce"):
                 with graph.inserting_after(wait):
                     seen = graph.call_function(hooked, kwargs={"hook": hook.number})
@@ -136,9 +125,9 @@ class UserCollectives:
         for node, unit in launches:
             if node.target in REDUCES and unit in self.separate:
                 node.args = (*node.args[:-1], self.group)
-            chosen = self.gathers if node.target in GATHERS else self.reductions if node.target in REDUCES else {}
-            if unit in chosen:
-                launch_by(node, _BY_USER[node.target], comm=chosen[unit].number)
+            kind: UserChoice = "gather" if node.target in GATHERS else "reduce"
+            if node.target in _BY_USER and (kind, unit) in self.chosen:
+                launch_by(node, _BY_USER[node.target], comm=self.chosen[kind, unit].number)
 
 
 def launch_by(node: Node, target: Any, **kwargs: Any) -> None:

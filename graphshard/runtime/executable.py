@@ -155,7 +155,7 @@ class Executable:
 
     def prefetch(self) -> GatherPrefetch | None:
         """Return the gathers at the head of forward, so that they can be started before; None if there are none."""
-        if self.program.offloaded or self._bound.collectives.gathers:
+        if self.program.offloaded or any(kind == "gather" for kind, _ in self._bound.collectives.chosen):
             return None
         if self._prefetch is None:
             self._prefetch = GatherPrefetch(self._bound, self._forward, self._values)

@@ -6,9 +6,10 @@ from graphshard.runtime.collective_launches import UserCollectives, UserObject
 
 
 def test_a_copy_is_independent() -> None:
-    first = UserCollectives(gathers={"a": UserObject(print)}, separate={"a"}, group="7")
+    first = UserCollectives({("gather", "a"): UserObject(print)}, separate={"a"}, group="7")
     second = UserCollectives()
     second.update(first)
     assert second == first
-    second.update(UserCollectives(gathers={"b": UserObject(print)}, hooks={"b": UserObject(print)}, separate={"b"}))
-    assert (list(first.gathers), first.hooks, first.separate) == (["a"], {}, {"a"})
+    chosen = {("gather", "b"): UserObject(print), ("hook", "b"): UserObject(print)}
+    second.update(UserCollectives(chosen, separate={"b"}))  # type: ignore[arg-type]
+    assert (list(first.chosen), first.separate) == ([("gather", "a")], {"a"})
