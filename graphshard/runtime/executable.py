@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.errors import UnsupportedError
@@ -239,8 +238,12 @@ class Executable:
 
     def reduce_left(self) -> None:
         """Reduce gradients that backwards have added up; autograd adds them to the present ones, and runs hooks."""
-        with torch.enable_grad():
-            _LeftGradients.apply(self, *(ref.param for ref in self.trained.values())).backward()
+        sizes: dict[Slot, Any] = {Slot("size", size.name): 0 for size in self.program.sizes}  # not read
+        with torch.no_grad():
+            grads = self.backward(sizes, {})
+        found = [(ref.param, grad) for ref, grad in zip(self._wrt, grads) if ref is not None and grad is not None]
+        found = [(param, grad) for param, grad in found if param.requires_grad]
+        torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])
 
     def _microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
         """Return what is done about microbatches; nothing in a backward that asks for no parameter's gradient."""
@@ -331,24 +334,6 @@ class _Call(torch.autograd.Function):
 
 def _is_hooked(result: torch.Tensor | None) -> bool:
     return result is not None and (bool(result._backward_hooks) or result.retains_grad)
-
-
-class _LeftGradients(torch.autograd.Function):
-    """A call whose gradients are what earlier backwards left."""
-
-    @staticmethod
-    def forward(ctx: Any, executable: Executable, *params: torch.Tensor) -> torch.Tensor:
-        ctx.executable = executable
-        return torch.zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        executable: Executable = ctx.executable
-        sizes: dict[Slot, Any] = {Slot("size", size.name): 0 for size in executable.program.sizes}  # not read
-        grads = executable.backward(sizes, {})
-        of_params = (of == "param" for of in executable.differentiated)
-        return (None, *(grad for grad, own in zip(grads, of_params, strict=True) if own))
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
