@@ -14,7 +14,8 @@ from graphshard.errors import GraphBreak
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.peers import MAKES, Peers
+from graphshard.runtime.health_monitor import MAKES
+from graphshard.runtime.peers import Peers
 from graphshard.schedule.rank_consistent_planner import agreed
 
 # What a rank says of its trace; ranks take the largest.

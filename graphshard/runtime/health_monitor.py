@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 # Seconds after which a rank that waits names the rank that it waits for.
 WARNS_AFTER = 4.0
+# Seconds that ranks wait at a rendezvous for one that lives and does something else: it may load data, or save a
+# checkpoint. They wait as long for one that compiles, and says so, even if they are less patient.
+PATIENT, MAKES = 600.0, "makes a program"
 # Seconds that the thread sleeps; all ranks together look at most 2,000 times a second, with three requests each.
 _SHORTEST_SLEEP, _STORE_LOOKS_A_SECOND = 0.25, 2000
 _SILENCE = 60.0
@@ -130,11 +133,6 @@ class RankStatus(NamedTuple):
         return f"rank {self.rank} {doing}, after {self.number} steps"
 
 
-def read_status(store: dist.Store, rank: int) -> RankStatus | None:
-    """Return the status of a rank; None if it has not published one."""
-    return _status_of(store.get(str(rank))) if store.check([str(rank)]) else None
-
-
 def _status_of(text: bytes) -> RankStatus:
     rank, process, steps, *others = json.loads(text)
     return RankStatus(rank, ProcessIdentity(*process), tuple(StepRecord(*step) for step in steps), *others)
@@ -205,16 +203,17 @@ class HealthMonitor:
         meeting: name of the rendezvous at which it waits.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, store: dist.Store) -> None:
-        self.ranks, self.rank = ranks, rank
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: dist.Store, patience: float = PATIENT) -> None:
+        self.ranks, self.rank, self._patience = ranks, rank, patience
         self.groups: set[str] = set()
-        self.number = self._warned_at = 0
+        self.number = 0
         self.doing = self.meeting = ""
         self.finding: Finding | None = None
         self._store = store
         self.process = ProcessIdentity.this()
         self._steps: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
-        self._step_began = 0.0
+        # When this rank began what it waits in, and when it had begun what it has warned of.
+        self._began = self._warned_at = 0.0
         self._next = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._knows_next = False
         self._heard = (-1, time.monotonic())  # last beat of the next rank, and when it changed
@@ -238,11 +237,15 @@ class HealthMonitor:
         digest = zlib.crc32(text.encode(), self._steps[-1].digest if self._steps else 0)
         self.number += 1
         self._steps.append(StepRecord(self.number, digest, label))
-        self.doing, self._step_began = f"runs {label}", time.monotonic()
+        self.doing, self._began = f"runs {label}", time.monotonic()
+
+    def wait_at(self, meeting: str) -> None:
+        """Begin to wait at a rendezvous."""
+        self.meeting, self._began = meeting, time.monotonic()
 
     def follow(self, number: int) -> None:
         """Adopt the step count of other ranks, which warn themselves about ranks that lag."""
-        self.number = self._warned_at = number
+        self.number, self._warned_at = number, self._began
 
     def check_meeting(self, step: int) -> None:
         """Raise DivergenceError or PeerError if a finding keeps ranks from a rendezvous at a step."""
@@ -295,6 +298,9 @@ class HealthMonitor:
     def _about_next(self, mine: RankStatus) -> Finding | None:
         self._knows_next = self._knows_next or self._store.check([str(self._next)])
         if not self._knows_next:
+            if (self.doing or self.meeting) and has_closed_connection(self._next):
+                return Finding("died", self._next, self.number + 1, f"rank {self._next} has ended.")
+            self.warn_if_late(None)
             return None
         theirs = _status_of(self._store.get(str(self._next)))
         if theirs.ended is not None:
@@ -309,12 +315,12 @@ class HealthMonitor:
         if died:
             message = f"rank {theirs.rank} {died}; the last that it said is that it has made {theirs.number} steps."
             return Finding("died", theirs.rank, theirs.number + 1, message)
-        self.warn_if_behind(theirs)
+        self.warn_if_late(theirs)
         return _first_difference(mine, theirs) or self._one_waits(mine, theirs) or self._one_waits(theirs, mine)
 
     def _one_waits(self, waits: RankStatus, runs: RankStatus) -> Finding | None:
         """Report a rank that waits with a new program at a step that another one runs without a new program."""
-        if not waits.meeting or runs.number <= waits.number:
+        if not waits.meeting or waits.meeting.startswith("step") or runs.number <= waits.number:
             return None
         if any(self._store.check([f"{waits.meeting} {key}"]) for key in ("end", "given")):
             return None  # it has not said yet that it goes on
@@ -322,14 +328,25 @@ class HealthMonitor:
         text = differ_text(step.number, f"rank {waits.rank} {waits.doing}", f"rank {runs.rank} runs {step.label}")
         return Finding("differs", waits.rank, step.number, text)
 
-    def warn_if_behind(self, other: RankStatus) -> None:
-        """Log a warning, once a step, if this rank has waited for a while for a rank that has not come as far."""
-        waited = time.monotonic() - self._step_began
-        behind = other.number < self.number != self._warned_at
-        if self.doing and not self.meeting and behind and waited > WARNS_AFTER:
-            self._warned_at = self.number
-            doing = f"rank {self.rank} {self.doing} in step {self.number}"
-            log.warning("%s and has waited %.0f s; %s.", doing, waited, other)
+    def warn_if_late(self, other: RankStatus | None) -> None:
+        """Log a warning once if this rank has waited for a while for the next one; later give up at a rendezvous."""
+        waited, meeting = time.monotonic() - self._began, self.meeting
+        if meeting:
+            late = other is None or (other.meeting != meeting and other.number <= self.number)
+        else:
+            late = other is not None and other.number < self.number
+        if not late or not (self.doing or meeting):
+            return
+        doing = f"{self.doing}{'' if meeting else f' in step {self.number}'}"
+        text = f"rank {self.rank} {doing} and has waited {waited:.0f} s for rank {self._next}: "
+        text += f"{other or f'rank {self._next} has not compiled a model for these ranks'}."
+        compiles = other is not None and other.doing.startswith(MAKES)
+        if meeting and waited > (max(PATIENT, self._patience) if compiles else self._patience):
+            failed = json.dumps([self._next, f"{text} {SAME_CALLS}"])
+            self._store.set(f"{meeting.rpartition('.')[0]} failed", failed)
+        elif waited > WARNS_AFTER and self._warned_at != self._began:
+            self._warned_at = self._began
+            log.warning("%s", text)
 
     def _found(self, finding: Finding) -> None:
         """Keep a finding; if this rank waits in a collective that cannot complete, end it."""

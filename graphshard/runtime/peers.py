@@ -15,21 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import ArgumentError, DivergenceError, PeerError
-from graphshard.runtime.health_monitor import (
-    SAME_CALLS,
-    WARNS_AFTER,
-    HealthMonitor,
-    differ_text,
-    error_text,
-    has_closed_connection,
-    read_status,
-)
+from graphshard.runtime.health_monitor import PATIENT, HealthMonitor, differ_text, error_text
 from graphshard.runtime.process_groups import is_fake, ranks_of
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.dtensor import rendezvous_store
@@ -38,12 +29,8 @@ from graphshard.utils.progress import cancelled_by
 log = logging.getLogger(__name__)
 
 CHECK, PATIENCE = "GRAPHSHARD_CHECK", "GRAPHSHARD_PATIENCE"
-# Beginning of what a rank does while it compiles, which others wait for longer.
-MAKES = "makes a program"
-
-# Seconds that a rank waits for one that lives and does something else: it may load data, or save a checkpoint.
-_PATIENT, _IMPATIENT = 600.0, 4.0
-_LOOKS_EVERY = 0.5
+# Seconds that ranks wait at a rendezvous before each step for one that lives.
+_IMPATIENT = 4.0
 # Seconds until the other ranks have found out why a connection was closed.
 _UNTIL_FOUND = 3.0
 # How often a rank that makes a program asks if another has failed to, and how often all ranks together.
@@ -107,18 +94,13 @@ class Rendezvous:
             theirs = self._wait_for("text", look)
             self._set_once("end", json.dumps(tell(int(first.partition(" ")[0]), theirs, text)))
 
-    def first_rank(self) -> int:
-        """Return the rank that came first, -1 before one has."""
-        key = f"{self.name} first"
-        return int(self.store.get(key).split()[0]) if self.store.check([key]) else -1
-
     def end(self, look: Look) -> str:
         """Wait until all ranks have come; return how the text of one differs, "" if all are the same."""
         return str(json.loads(self._wait_for("end", look)))
 
-    def fail(self, rank: int, message: str) -> None:
-        """Tell the ranks that wait that a rank, this one or another, does not come."""
-        self.store.set(f"{self.occasion} failed", json.dumps([rank, message]))
+    def fail(self, message: str) -> None:
+        """Tell the ranks that wait that this one does not come."""
+        self.store.set(f"{self.occasion} failed", json.dumps([self.rank, message]))
 
     def failure(self) -> PeerError | None:
         """Return why a rank does not come, if one has failed; does not wait."""
@@ -133,7 +115,6 @@ class Rendezvous:
 
     def take(self, look: Look) -> str:
         """Wait for the text that another rank gives."""
-        self._set_once("first", f"{self.rank} waits")
         return self._wait_for("given", look)
 
     def raise_to(self, number: int) -> None:
@@ -171,7 +152,7 @@ def _settings() -> tuple[bool, float]:
         raise ArgumentError(f"{CHECK} must be 'steps' or not set, got {check!r}.")
     if not re.fullmatch(r"(\d+(\.\d+)?)?", patience):
         raise ArgumentError(f"{PATIENCE} must be a number of seconds, got {patience!r}.")
-    return bool(check), float(patience or (_IMPATIENT if check else _PATIENT))
+    return bool(check), float(patience or (_IMPATIENT if check else PATIENT))
 
 
 def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
@@ -195,7 +176,7 @@ class Peers:
 
     def __init__(self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
-        self._checks_steps, self._patience = checks_steps, patience
+        self._checks_steps = checks_steps
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         # A store may outlive a process group.
         prefix = f"graphshard/{name}-{store.add(f'graphshard/{name}/{self.rank}', 1)}"
@@ -205,7 +186,7 @@ class Peers:
         self._failure_seen = ("", 0.0)
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=10))
-        self.monitor = HealthMonitor(ranks, self.rank, dist.PrefixStore(prefix, own)).start(store)
+        self.monitor = HealthMonitor(ranks, self.rank, dist.PrefixStore(prefix, own), patience).start(store)
 
     # --- rendezvous ----------------------------------------------------------------------------------------------
 
@@ -219,7 +200,7 @@ class Peers:
         except BaseException as error:
             if not isinstance(error, (DivergenceError, PeerError)):
                 with contextlib.suppress(RuntimeError):  # the store is gone
-                    self._next().fail(self.rank, f"rank {self.rank} {doing} and failed: {error_text(error)}")
+                    self._next().fail(f"rank {self.rank} {doing} and failed: {error_text(error)}")
             self._attempt, self._met = self._attempt + 1, 0
             raise
         finally:
@@ -241,9 +222,6 @@ class Peers:
                     return
                 raise error
             self.monitor.check_meeting(self.monitor.number + 1)
-            following = self.ranks[(self.ranks.index(self.rank) + 1) % len(self.ranks)]
-            if not self._store.check([str(following)]):
-                self._check_not_gone(following, meeting)
 
     def agree(self, text: str, tell: Tell) -> None:
         """Wait until all ranks have come with the same text; raise DivergenceError or PeerError if one does not."""
@@ -295,46 +273,11 @@ class Peers:
         return differ
 
     def _wait(self, meeting: Rendezvous, act: Callable[[Look], str], step: int | None = None) -> str:
-        """Run `act` with the function that ends its wait at a rendezvous.
-
-        Only the rank that came first asks who is missing, and tells the others: if all asked, a big job would keep the
-        store busy with it.
-
-        Args:
-            step: that all ranks are to begin; by default they are to come to the rendezvous, before the next step.
-        """
-        looked, warned, patience = 0.0, False, self._patience
-
-        def look(waited: float) -> None:
-            nonlocal looked, warned
-            self.monitor.check_meeting(step or self.monitor.number + 1)
-            if waited < looked + _LOOKS_EVERY:
-                return
-            looked = waited
-            if self.rank != meeting.first_rank():
-                return
-            known = ((rank, read_status(self._store, rank)) for rank in self.ranks if rank != self.rank)
-            missing = (
-                (rank, status)
-                for rank, status in known
-                if status is None or (status.meeting != meeting.name if step is None else status.number < step)
-            )
-            # If none is missing, one does not meet before its steps, because GRAPHSHARD_CHECK is not set there.
-            rank, status = next(missing, (self.rank, self.monitor.status()))
-            if status is None:
-                self._check_not_gone(rank, meeting)
-            text = f"rank {self.rank} {self.monitor.doing} and has waited {waited:.0f} s for rank {rank}: "
-            text += f"{status or f'rank {rank} has not compiled a model for these ranks'}."
-            compiles = status is not None and status.doing.startswith(MAKES)
-            if waited > (max(_PATIENT, patience) if compiles else patience):
-                self._give_up(f"{text} {SAME_CALLS}", rank, meeting)
-            if waited > WARNS_AFTER and not warned:
-                warned = True
-                log.warning("%s", text)
-
-        self.monitor.meeting = "" if step else meeting.name
+        """Run `act` with the function that ends its wait at a rendezvous before a step, by default the next one."""
+        before = step or self.monitor.number + 1
+        self.monitor.wait_at(meeting.name)
         try:
-            return act(look)
+            return act(lambda _: self.monitor.check_meeting(before))
         except dist.DistError as error:
             raise PeerError(
                 f"rank {self.rank} {self.monitor.doing} and cannot reach the rendezvous store any more: the process "
@@ -343,16 +286,6 @@ class Peers:
             ) from error
         finally:
             self.monitor.meeting = ""
-
-    def _check_not_gone(self, rank: int, meeting: Rendezvous) -> None:
-        """Raise PeerError, on all ranks, if one that has not published a status has closed its connection."""
-        if has_closed_connection(rank):
-            self._give_up(f"rank {rank} has ended. Rank {self.rank} {self.monitor.doing}.", rank, meeting)
-
-    def _give_up(self, message: str, rank: int, meeting: Rendezvous) -> NoReturn:
-        """Raise PeerError, on all ranks that come to a rendezvous."""
-        meeting.fail(rank, message)
-        raise PeerError(message, rank=rank)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

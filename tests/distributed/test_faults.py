@@ -128,7 +128,7 @@ def test_extra_call_while_the_others_live() -> None:
     assert_all_say(
         found,
         "PeerError",
-        "rank 1 runs forward of Net (gather: 2) and has waited 4 s for rank 0: rank 0 is in the user's program at",
+        "rank 1 runs forward of Net (gather: 2) and has waited 4 s for rank 2: rank 2 is in the user's program at",
         "faulty.py",
         "after 4 steps",
         but=(0, 2),

@@ -47,7 +47,10 @@ def test_no_thread_remains_at_interpreter_exit() -> None:
 def test_a_rank_that_meets_alone_gives_up() -> None:
     """GRAPHSHARD_CHECK is set on this rank only, and the other one has started the step."""
     done = subprocess.run([sys.executable, "-c", START + MEETS_ALONE], capture_output=True, text=True, timeout=300)
-    assert "PeerError: rank 0 runs forward and has waited 1 s for rank 0" in done.stderr
+    assert (
+        "PeerError: rank 0 runs forward and has waited 1 s for rank 1: rank 1 is in the user's program, after 1 steps."
+        in done.stderr
+    )
 
 
 @pytest.fixture
@@ -61,13 +64,13 @@ def test_a_rank_warns_once_about_a_late_rank(monitor: HealthMonitor, caplog: pyt
     other = RankStatus(1, ProcessIdentity.this())
     with caplog.at_level(logging.WARNING, "graphshard"):
         monitor.begin("Model", "")
-        monitor.warn_if_behind(other)
+        monitor.warn_if_late(other)
         assert not caplog.messages, "it has only begun"
-        monitor._step_began -= WARNS_AFTER + 5
-        monitor.warn_if_behind(other)
-        monitor.warn_if_behind(other)
+        monitor._began -= WARNS_AFTER + 5
+        monitor.warn_if_late(other)
+        monitor.warn_if_late(other)
     (message,) = caplog.messages
-    assert message.startswith(f"rank 0 runs Model in step 1 and has waited {WARNS_AFTER + 5:.0f} s; rank 1")
+    assert message.startswith(f"rank 0 runs Model in step 1 and has waited {WARNS_AFTER + 5:.0f} s for rank 1: rank 1")
 
 
 def test_following_ranks_do_not_warn(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,5 +78,5 @@ def test_following_ranks_do_not_warn(monitor: HealthMonitor, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "graphshard"):
         monitor.follow(3)
         monitor.doing = "compares programs"
-        monitor.warn_if_behind(RankStatus(1, ProcessIdentity.this()))
+        monitor.warn_if_late(RankStatus(1, ProcessIdentity.this()))
     assert not caplog.messages

@@ -79,7 +79,7 @@ def test_one_rank_fails(store: dist.Store) -> None:
 
     def act(meeting: Rendezvous) -> Any:
         if meeting.rank == 0:
-            return replace(meeting, number=5).fail(0, "no capture")
+            return replace(meeting, number=5).fail("no capture")
         with pytest.raises(PeerError, match="no capture") as caught:
             meeting.take(patient) if meeting.rank == 1 else comes("a")(replace(meeting, number=1))
         return caught.value.rank
