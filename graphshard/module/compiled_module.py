@@ -192,8 +192,7 @@ def _retie(module: nn.Module, _keys: Any) -> None:
     """Tie parameters again that `load_state_dict(assign=True)` replaced one by one."""
     if isinstance(module, CompiledModule):  # it may have become a part of another model
         for ref in module._graphshard.tracer.params:
-            for owner, attribute in ref.tied:
-                owner._parameters[attribute] = ref.param
+            ref.put(ref.param)
 
 
 def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | None:

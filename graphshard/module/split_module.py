@@ -244,25 +244,23 @@ class SplitModule:
         full = opened.full
         if full:
             self.runner.unsharded.shown.hide()
-        shards, versions = [], {name: tensor._version for name, tensor in full.items()}
+        held = []
         for ref in self._refs if full else ():
-            value = full[ref.row.name]
+            value = cast(nn.Parameter, full[ref.row.name])
             value._is_param = True  # an nn.Parameter by isinstance
-            for owner, attribute in ref.places:
-                shards.append((owner, attribute, value, owner._parameters[attribute]))
+            held.append((ref, ref.param, value, value._version))
         self.state.open.append(opened)
         try:
-            for owner, attribute, value, _ in shards:
-                owner._parameters[attribute] = cast(nn.Parameter, value)
-                _refresh(owner)
+            for ref, _, value, _ in held:
+                ref.put(value)
+                _refresh(ref)
             yield
         finally:
             self.state.open.pop()
-            for owner, attribute, value, shard in shards:
-                if owner._parameters.get(attribute) is value:
-                    owner._parameters[attribute] = shard
-                _refresh(owner)
-        written = next((name for name, version in versions.items() if full[name]._version != version), None)
+            for ref, shard, value, _ in held:
+                ref.put(shard, instead_of=value)
+                _refresh(ref)
+        written = next((ref.row.name for ref, _, value, version in held if value._version != version), None)
         if written is not None:
             raise UnsupportedError(
                 f"forward of {self.tracer.label} writes to the parameter {written}, of which it holds a copy. "
@@ -347,11 +345,11 @@ def _is_unit(name: str, units: Sequence[str]) -> bool:
     return bool(unit) and name in modules_of(unit)
 
 
-def _refresh(owner: nn.Module) -> None:
-    """Let a recurrent module use the parameters that it holds now: it keeps them in a list, too."""
-    names = getattr(owner, "_flat_weights_names", None)
-    if names is not None and isinstance(owner, nn.RNNBase):
-        owner._flat_weights = [owner._parameters.get(name) for name in names]
+def _refresh(ref: ParamRef) -> None:
+    """Let recurrent modules use the parameter that they hold now: they keep a list, too."""
+    for owner, _ in ref.places:
+        if isinstance(owner, nn.RNNBase):
+            owner._flat_weights = [owner._parameters.get(name) for name in owner._flat_weights_names]
 
 
 class ParameterHolder(nn.Module):

@@ -119,8 +119,7 @@ class _FullParameters:
         self._shown.hide(names)
         for name in self._held.keys() & (self._held.keys() if names is None else names):
             ref, shard, *_ = self._held.pop(name)
-            for owner, attribute in ref.places:  # the user may have put another there
-                owner._parameters[attribute] = shard
+            ref.put(shard)  # the user may have put another there
 
     @contextlib.contextmanager
     def during(self, unit: str, modules: Sequence[nn.Module]) -> Iterator[None]:

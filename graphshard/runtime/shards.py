@@ -183,6 +183,12 @@ class ParamRef:
         """All modules and attributes that hold it."""
         return ((self.owner, self.attribute), *self.tied)
 
+    def put(self, param: nn.Parameter, instead_of: nn.Parameter | None = None) -> None:
+        """Let the modules hold another parameter; only where they hold `instead_of` now, if that is given."""
+        for owner, attribute in self.places:
+            if instead_of is None or owner._parameters.get(attribute) is instead_of:
+                owner._parameters[attribute] = param
+
     def checked(self) -> nn.Parameter:
         """Return the present parameter, which must still be a shard of the one at `compile`."""
         param = shard_of(self.owner._parameters.get(self.attribute))

@@ -224,8 +224,7 @@ class Shown:
             shown = made
         else:
             shown = self._made[ref.name] = self.kind.of(full, shard, ref.name)
-        for owner, attribute in ref.places:
-            owner._parameters[attribute] = shown
+        ref.put(shown)
         self._now[ref.name] = shown, ref
         if until_next_call:
             self._left.add(ref.name)
@@ -243,9 +242,8 @@ class Shown:
             shown, ref = self._now.pop(name)
             self._left.discard(name)
             shard = shard_of(shown)
-            for owner, attribute in ref.places:
-                if owner._parameters.get(attribute) is shown:
-                    owner._parameters[attribute] = shard
+            assert shard is not None
+            ref.put(shard, instead_of=shown)
             if isinstance(shown, ShownParameter):
                 shown.data = shown._nothing
 
