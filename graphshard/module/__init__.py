@@ -1,6 +1,5 @@
 """The compiled module: its class, its runner, its FSDP2 methods, and the agreement of ranks.
 
-`compiled_module.py` is the user's class with another forward, `fsdp_module.py` FSDP2's methods of units and the model.
 `runner.py` runs each call by the program whose guards hold. If there is none, `program_compiler.py` finds it in the
 cache or in a file, or `tracer.py` captures it.
 

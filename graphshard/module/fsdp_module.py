@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
+from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.ir.units import modules_of
 from graphshard.options.resolve import Direction
 from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
@@ -407,6 +408,14 @@ def become_units(root: nn.Module, runner: Runner) -> None:
                 module.__class__ = unit_class(type(module), GraphshardFSDPModule)
             unit = module.__dict__["_graphshard_unit"] = UnitRef(runner, path, name)
             register_as(module, fully_shard, _State(unit))
+
+
+def strip_module(module: nn.Module) -> None:
+    """Give a module the user's class and methods again."""
+    object.__setattr__(module, "__class__", users_class(module))
+    attributes = without_entries(module)
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
 
 
 def unit_class(cls: type[nn.Module], base: type[GraphshardFSDPModule], **namespace: Any) -> type[nn.Module]:

@@ -24,10 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamSpec
-from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
-from graphshard.module.fsdp_module import GraphshardFSDPModule
+from graphshard.module.fsdp_module import strip_module
 from graphshard.module.program_compiler import Cache
 from graphshard.module.runner import Runner
 from graphshard.options.mesh_axes import (
@@ -45,7 +44,7 @@ from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.dtensor import is_part, mesh_of_both
 from graphshard.utils.argument_validation import is_int
-from graphshard.utils.text import brief, users_class
+from graphshard.utils.text import brief
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 UNIT_OPTIONS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
@@ -130,7 +129,8 @@ def shard_unit(
             )
     runner = make_runner(model, tracer, mesh, recorder, cache)
     plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or ref.param in known)]
-    _release(model)
+    for module in model.modules():  # parameters stay shards
+        strip_module(module)
     shard(model, runner, known)
     _take_over(runner, parts)
     for param, ref in plain:
@@ -264,17 +264,6 @@ def _experts_of_parts(own: ExpertMeshes | None, parts: Sequence[ShardedPart], me
             )
         own = own or ExpertMeshes(theirs.data, theirs.axis)
     return own
-
-
-def _release(model: nn.Module) -> None:
-    """Give the parts of a model the user's classes and methods again; their parameters stay shards."""
-    for module in model.modules():
-        if isinstance(module, GraphshardFSDPModule):
-            object.__setattr__(module, "__class__", users_class(module))
-        attributes = without_entries(module)
-        if len(attributes) < len(module.__dict__):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
 
 
 def _take_over(runner: Runner, parts: Sequence[ShardedPart]) -> None:

@@ -22,16 +22,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphshard.errors import UnsupportedError
 from graphshard.ir.operators import copied_to
 from graphshard.ir.subclasses import is_extended, shard_in
-from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries, without_entries
+from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries
 from graphshard.ir.units import Precision, modules_of
 from graphshard.module.call_checks import check_materialized
 from graphshard.module.compiled_module import compiled_module
+from graphshard.module.fsdp_module import strip_module
 from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import Shown, WholeParameter, start_gathering
 from graphshard.torch_compat.torch_ops import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
-from graphshard.utils.text import users_class
 
 # Models in a block of `uncompiled`.
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -165,10 +165,7 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
                 name: value for name, value in vars(module).items() if type(value) is EntryPoint or name in OF_UNITS
             }
             stack.callback(_put_back, module, ours, type(module))
-            attributes = without_entries(module)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            object.__setattr__(module, "__class__", users_class(module))
+            strip_module(module)
         try:
             yield
         finally:

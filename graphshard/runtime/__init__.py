@@ -1,12 +1,6 @@
 """One step on one rank: shards, process groups, executors, autograd, microbatches.
 
 `executable.py` runs an installed program, `bound_program.py` has the code of its phases and the values of its names.
-`shards.py` makes parameters DTensors, `process_groups.py` makes process groups of mesh axes.
-`gradient_accumulation.py` keeps what microbatches leave, `unsharded.py` parameters that were gathered by hand and that
-modules show. `collective_launches.py` changes collectives when a program is bound, and lets the user run them.
-`step_overlap.py` hands gradients over when they arrive, to an optimizer on shards (`optimizer_updates.py`), and starts
-gathers of the next forward. `cuda_graphs.py` launches runs of regions together.
-
 `peers.py` is what ranks agree on and do together: they meet in the rendezvous store. A thread of each rank publishes
 its status and watches another rank (`health_monitor.py`), so that no rank waits for one that is not going to come.
 
