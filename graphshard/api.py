@@ -153,7 +153,7 @@ def compile(
     programs_kept = cache_at(cache)
     tracer, replaying = make_tracer(request), replaying_of(cuda_graphs, request)
     records = recorder(dump_directory(dump, dist.get_rank()))
-    runner = make_runner(model, tracer, request.axes.data, records, programs_kept, replaying)
+    runner = make_runner(tracer, request.axes.data, records, programs_kept, replaying)
     if file is None and programs_kept is None:
         begin_compiling(request.options.backend, tracer.spec.device)
     if file is not None:

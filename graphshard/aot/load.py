@@ -105,7 +105,7 @@ def load(
         wanted = Options(**{**restored_options(entry.options, model, entry.params), **options})
         tracer = make_tracer(request_for(contents, replace(axes, placements=None), wanted, device))
         check_same_options(artifact.path, entry, tracer, given=options.keys())
-        runner = make_runner(model, tracer, data)
+        runner = make_runner(tracer, data)
         _give_programs(artifact, entry, model, runner)
     runner.sealed = True
     shard(model, runner)

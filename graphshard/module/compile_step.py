@@ -157,13 +157,12 @@ class CompiledStep:
     def _unsynced(self) -> Iterator[None]:
         """Accumulate gradients in the block, without reducing them."""
         runner = self._model._graphshard
-        before = set(runner.accumulation.unsynced)
-        runner.accumulation.unsynced.update(row.name for row in runner.tracer.spec.params)
+        before = runner.accumulation.unsynced
+        runner.accumulation.unsynced = before | {row.name for row in runner.tracer.spec.params}
         try:
             yield
         finally:
-            runner.accumulation.unsynced.clear()
-            runner.accumulation.unsynced.update(before)
+            runner.accumulation.unsynced = before
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         scaled: torch.Tensor = self._scaler.scale(loss) if self._scaler is not None else loss

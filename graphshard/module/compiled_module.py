@@ -107,7 +107,6 @@ def make_tracer(request: CompileRequest) -> Tracer:
 
 
 def make_runner(
-    model: nn.Module,
     tracer: Tracer,
     mesh: DeviceMesh,
     recorder: Callable[[str], Recorder | None] = lambda name: None,

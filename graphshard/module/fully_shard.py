@@ -127,7 +127,7 @@ def shard_unit(
                 f"offload_policy: shards of {part.label} are kept on {part.runner.tracer.storage.device}, those of the "
                 f"whole on {tracer.storage.device}. Give all calls of fully_shard one policy."
             )
-    runner = make_runner(model, tracer, mesh, recorder, cache)
+    runner = make_runner(tracer, mesh, recorder, cache)
     plain = [(ref.param, ref) for ref in tracer.params if not (ref.row.ignored or ref.param in known)]
     for module in model.modules():  # parameters stay shards
         strip_module(module)

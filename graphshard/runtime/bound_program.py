@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -40,8 +41,9 @@ CodeT = TypeVar("CodeT")
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
+@dataclass(eq=False)
 class BoundProgram:
-    """Code of a program's phases, and of its backwards for other tangents and microbatches.
+    """Code of a lowered program's phases, and of its backwards for other tangents and microbatches.
 
     Names of process groups, by the names of the axes in `groups`, replace those in the executors of the program.
 
@@ -49,22 +51,19 @@ class BoundProgram:
         others: programs that are a backward alone, by the code of that.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        mesh: DeviceMesh,
-        groups: Mapping[str, str],
-        peers: Peers | None,
-        collectives: UserCollectives,
-        graphs: ModelGraphs | None,
-    ) -> None:
-        self.program, self.groups, self.collectives = program, groups, collectives
-        self._mesh, self._peers, self._graphs = mesh, peers, graphs
-        self.others: dict[GraphModule, Program] = {}
-        self._codes: dict[tuple[Hashable, bool], Any] = {}
-        # Label and communication of each phase that communicates.
-        self._sent: dict[GraphModule, tuple[str, str]] = {}
-        for name, phase in program.phases.items():
+    program: Program
+    mesh: DeviceMesh
+    groups: Mapping[str, str]
+    peers: Peers | None
+    collectives: UserCollectives
+    graphs: ModelGraphs | None
+    others: dict[GraphModule, Program] = field(default_factory=dict)
+    _codes: dict[tuple[Hashable, bool], Any] = field(default_factory=dict)
+    # Label and communication of each phase that communicates.
+    _sent: dict[GraphModule, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, phase in self.program.phases.items():
             self._bind(name, phase)
 
     def bind_backward(self, program: Program) -> Phase:
@@ -82,10 +81,10 @@ class BoundProgram:
             sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
             self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
         bind_groups(phase.module.graph, self.groups)
-        self.collectives.bind(phase, Mesh.of(self._mesh))
+        self.collectives.bind(phase, Mesh.of(self.mesh))
         reduce_in_place(phase)  # before gloo's rewrite: it recognizes the results of reductions
         exchange_reductions(phase)
-        if on_gloo(self._mesh.get_group(0), self._mesh.device_type):
+        if on_gloo(self.mesh.get_group(0), self.mesh.device_type):
             gather_into_buffers(phase)
         phase.module.recompile()
 
@@ -95,7 +94,7 @@ class BoundProgram:
         if recording is not None:
             assert isinstance(executor, Executor)
             return recording.code(executor, self.others.get(executor, self.program), phase)
-        if self._graphs is None and not profiling():
+        if self.graphs is None and not profiling():
             return executor.forward
         return self.cached(executor, lambda: self.function(phase))
 
@@ -113,17 +112,17 @@ class BoundProgram:
         assert isinstance(executor, Executor)
         if profiling():
             return executor.function(lines, profiler_range, **known)
-        if self._graphs is None:
+        if self.graphs is None:
             return executor.function(lines, **known)
-        return self._graphs.function(self.others.get(executor, self.program), executor, lines, **known)
+        return self.graphs.function(self.others.get(executor, self.program), executor, lines, **known)
 
     def step(self, phase: Phase, how: str = "") -> AbstractContextManager[None]:
         """Return the context in which a phase runs, which tells the other ranks, if it communicates."""
         sent = self._sent.get(phase.module)
-        if self._peers is None or sent is None:
+        if self.peers is None or sent is None:
             return _NOTHING
         label, text = sent
-        return self._peers.step(label + how, text + how)
+        return self.peers.step(label + how, text + how)
 
 
 def profiling() -> bool:
