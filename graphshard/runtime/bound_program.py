@@ -130,27 +130,25 @@ def profiling() -> bool:
     return bool(profiler._is_profiler_enabled)
 
 
+@dataclass(eq=False)
 class SlotValues:
     """Values of the slots of a program: parameters, and their names in the model, by their names in the program."""
 
-    def __init__(
-        self,
-        program: Program,
-        module: nn.Module,
-        params: Sequence[ParamRef],
-        mesh: DeviceMesh,
-        unsharded: Unsharded,
-        experts: ExpertMeshes | None = None,
-    ) -> None:
-        self.params = {ref.row.name: ref for ref in params}
-        self.names, self.unsharded = {ref.row.name: ref.name for ref in params}, unsharded
-        self._program = program
-        self._module = module
-        self._rank = shard_index(mesh)
-        self._expert_rank = shard_index(experts.data) if experts is not None else 0
+    program: Program
+    module: nn.Module
+    refs: Sequence[ParamRef]
+    mesh: DeviceMesh
+    unsharded: Unsharded
+    experts: ExpertMeshes | None = None
+
+    def __post_init__(self) -> None:
+        self.params = {ref.row.name: ref for ref in self.refs}
+        self.names = {ref.row.name: ref.name for ref in self.refs}
+        self._rank = shard_index(self.mesh)
+        self._expert_rank = shard_index(self.experts.data) if self.experts is not None else 0
         # For each buffer the buffers of its module, and its key there.
         self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
-        forward = program.phases["forward"]
+        forward = self.program.phases["forward"]
         self._updated = _updated_but_saved(forward)
         # Inputs of forward, each with the parameter if it is a padded shard, and is not copied.
         self._inputs: list[tuple[Slot, ParamRef | None]] = []
@@ -167,12 +165,12 @@ class SlotValues:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Slot, int]:
         """Return the dynamic sizes of a call."""
-        return {Slot("size", name): size for name, size in given_sizes(self._program.sizes, tensors).items()}
+        return {Slot("size", name): size for name, size in given_sizes(self.program.sizes, tensors).items()}
 
     def _input(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> Any:
         """Return an input of forward; a copy of what a step updates later, if backward must see the old value."""
         value = self.read(slot, tensors)
-        if slot.kind == "input" and self._program.sizes and value.stride() != (strides := strides_without_gaps(value)):
+        if slot.kind == "input" and self.program.sizes and value.stride() != (strides := strides_without_gaps(value)):
             return value.new_empty_strided(value.shape, strides).copy_(value)
         return value.new_empty_strided(value.shape, value.stride()).copy_(value) if slot in self._updated else value
 
@@ -194,11 +192,11 @@ class SlotValues:
 
     def buffer(self, name: str) -> torch.Tensor:
         """Return a buffer of the module, or a constant of the program."""
-        constant = self._program.constants.get(name)
+        constant = self.program.constants.get(name)
         if constant is not None:
             return constant
         if name not in self._owners:  # the guard checks that modules are the captured ones
-            owner, key = place_of(self._module, name)
+            owner, key = place_of(self.module, name)
             self._owners[name] = owner._buffers, key
         buffers, key = self._owners[name]
         buffer = buffers[key]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ Strides = frozenset[tuple[str, tuple[int, ...]]]
 BackwardFactory = Callable[[Variant, Strides], Program]
 
 
+@dataclass(eq=False)
 class Executable:
     """A lowered program bound to a module and a mesh.
 
@@ -53,26 +55,21 @@ class Executable:
         differentiated: whether these are of a "param" or an "input", for each gradient that backward computes.
     """
 
-    def __init__(
-        self,
-        bound: BoundProgram,
-        values: SlotValues,
-        make_backward: BackwardFactory | None,
-        accumulation: Accumulation,
-        *,
-        follows_strides: bool,
-        defers: bool,
-    ) -> None:
-        self.program = program = bound.program
-        self.accumulation = accumulation
-        self.names_in_model = names = values.names
-        self.defers = defers
-        self._bound, self._values, self._make_backward = bound, values, make_backward
+    bound: BoundProgram
+    values: SlotValues
+    make_backward: BackwardFactory | None
+    accumulation: Accumulation
+    follows_strides: bool
+    defers: bool
+
+    def __post_init__(self) -> None:
+        self.program = program = self.bound.program
+        self.names_in_model = names = self.values.names
         self._forward = program.phases["forward"]
         outputs = zip(self._forward.results, self._forward.outputs)
         self._results = [(value, slot.name) for value, slot in outputs if slot.kind == "output"]
         self._shown = {
-            slot: values.params[slot.name]
+            slot: self.values.params[slot.name]
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
@@ -84,22 +81,21 @@ class Executable:
         self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
         self.trained: dict[str, ParamRef] = {}
         self._prefetch: GatherPrefetch | None = None
-        self._follows_strides = follows_strides
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         if "backward" in program.phases:
             phase = program.phases["backward"]
             self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
-            self._wrt = [values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
+            self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
             self.trained.update((names[ref.row.name], ref) for ref in self._wrt if ref is not None)
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
-            self._follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
+            self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
         self.differentiated = tuple(slot.of or "" for slot in self._grads)
 
     @property
     def programs(self) -> list[Program]:
         """The program, and the programs of its other backwards."""
-        return [self.program, *self._bound.others.values()]
+        return [self.program, *self.bound.others.values()]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Run the program on tensors, and return the leaves of the result."""
@@ -127,8 +123,8 @@ class Executable:
         """Run the forward executor; return the module's results and the values saved for backward."""
         self.hide()
         run, taken = self._forward_code()
-        with disable_autocast(), without_selective_checkpoints(), self._bound.step(self._forward, taken):
-            values = run(self._values.inputs(tensors))
+        with disable_autocast(), without_selective_checkpoints(), self.bound.step(self._forward, taken):
+            values = run(self.values.inputs(tensors))
         if self.program.offloaded:  # or the user, who may write to a shard now, would change what is still copied
             finish_copies(self.program.device)
         results: list[torch.Tensor | int] = []
@@ -136,7 +132,7 @@ class Executable:
         for value, node, slot in zip(values, self._forward.results, self._forward.outputs, strict=True):
             if slot.kind == "mutation":
                 assert slot.of is not None
-                self._values.read(Slot(slot.of, slot.name), tensors).copy_(value)
+                self.values.read(Slot(slot.of, slot.name), tensors).copy_(value)
             elif slot.kind != "output":
                 saved[slot] = value
             elif isinstance(node, Node):
@@ -150,33 +146,33 @@ class Executable:
             self.accumulation.prefetch = None
             return prefetch.run, ", beginning with what was gathered ahead"
         self.accumulation.drop_prefetch()
-        return self._bound.code(self._forward), ""
+        return self.bound.code(self._forward), ""
 
     def prefetch(self) -> GatherPrefetch | None:
         """Return the gathers at the head of forward, so that they can be started before; None if there are none."""
-        if self.program.offloaded or any(kind == "gather" for kind, _ in self._bound.collectives.chosen):
+        if self.program.offloaded or any(kind == "gather" for kind, _ in self.bound.collectives.chosen):
             return None
         if self._prefetch is None:
-            self._prefetch = GatherPrefetch(self._bound, self._forward, self._values)
+            self._prefetch = GatherPrefetch(self.bound, self._forward, self.values)
         return self._prefetch if self._prefetch else None
 
     def gather(self, slots: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
         """Gather full parameters that forward left to backward, from the shards as they are now."""
         wanted = {slot.name: slot for slot in slots}
-        pairs = [(self.program.params[name], self._values.params[name].param) for name in wanted]
+        pairs = [(self.program.params[name], self.values.params[name].param) for name in wanted]
         device = self.program.device
-        arriving = start_gathering(pairs, self.program.mesh, self._bound.groups, device) if pairs else {}
+        arriving = start_gathering(pairs, self.program.mesh, self.bound.groups, device) if pairs else {}
         return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
 
     def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
         """Let modules show full parameters that forward has kept for that, until the next forward or backward."""
         for slot, ref in self._shown.items():
             left = landed(full[slot], ref.row, slot.index)
-            self._values.unsharded.shown.show(ref, left, until_next_call=True)
+            self.values.unsharded.shown.show(ref, left, until_next_call=True)
 
     def hide(self) -> None:
         """Let modules show shards again; raises UnsupportedError if a full parameter was written to."""
-        self._values.unsharded.shown.hide_left(self.names_in_model.values())
+        self.values.unsharded.shown.hide_left(self.names_in_model.values())
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -195,30 +191,30 @@ class Executable:
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
-            assert self._make_backward is not None
-            phase = self._bound.bind_backward(self._make_backward(variant, strides))
+            assert self.make_backward is not None
+            phase = self.bound.bind_backward(self.make_backward(variant, strides))
             self._backwards[variant, strides] = phase
 
         def read(slot: Slot, node: Node) -> Any:
             if slot.kind == "tangent":
                 tangent = tangents.pop(slot.name)
-                if self._follows_strides and _layout(tangent) == _layout(fake(node)):
+                if self.follows_strides and _layout(tangent) == _layout(fake(node)):
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
                 return restride(self.accumulation.take(self._left(slot)), fake(node).stride())
-            return self._values.buffer(slot.name)
+            return self.values.buffer(slot.name)
 
         slots = zip(phase.inputs, phase.placeholders, strict=True)
         inputs = [read(slot, node) if (kept := saved.get(slot)) is None else kept for slot, node in slots]
         saved.clear()
         consumer = self.accumulation.consumer
-        with disable_autocast(), self._bound.step(phase):
+        with disable_autocast(), self.bound.step(phase):
             if consumer is None or current_recording() is not None:
-                values = self._bound.code(phase)(inputs)
+                values = self.bound.code(phase)(inputs)
             else:  # None for gradients that are handed over
-                values = consumer.run(self._bound, phase, inputs, self._values)
-        self._values.unsharded.end()
+                values = consumer.run(self.bound, phase, inputs, self.values)
+        self.values.unsharded.end()
         if self.program.offloaded:
             finish_copies(self.program.device)
         if phase.module not in self._ends:
@@ -230,9 +226,9 @@ class Executable:
             if slot.kind in LEFT:
                 self.accumulation.sums[self._left(slot)] = values[place]
             elif values[place] is not None:
-                self._values.buffer(slot.name).copy_(values[place])
+                self.values.buffer(slot.name).copy_(values[place])
         return [
-            None if place is None or values[place] is None else self._values.as_gradient(values[place], slot, ref)
+            None if place is None or values[place] is None else self.values.as_gradient(values[place], slot, ref)
             for place, slot, ref in zip(of_grads, self._grads, self._wrt)
         ]
 
@@ -268,7 +264,7 @@ class Executable:
 
     def _strides(self, tangents: Mapping[str, torch.Tensor]) -> Strides:
         """Return the layouts of tangents, if they tell backwards apart."""
-        pairs = tangents.items() if self._follows_strides else ()
+        pairs = tangents.items() if self.follows_strides else ()
         return frozenset((name, _layout(tangent)) for name, tangent in pairs)
 
     def _stride(self, node: Node, tangent: torch.Tensor, known: dict[Slot, Any]) -> tuple[int, ...]:
@@ -294,7 +290,7 @@ class _Call(torch.autograd.Function):
         ctx.executable, ctx.ran, ctx.results = executable, -1, []
         executable.accumulation.calls.add(ctx)
         ctx.set_materialize_grads(False)
-        ctx.full, ctx.numbers, ctx.slots = {}, executable._values.sizes(tensors), []
+        ctx.full, ctx.numbers, ctx.slots = {}, executable.values.sizes(tensors), []
         shown, kept = {}, []
         for slot, value in saved.items():
             if slot.is_full:
