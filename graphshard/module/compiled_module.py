@@ -1,7 +1,5 @@
 """The compiled module: the user's class with another forward, sharded parameters, and a runner.
 
-Everything else of the module, names and `isinstance` included, stays as it was.
-
 `compile` has two halves: `make_tracer` changes nothing, `shard` changes the module. Between them programs are captured,
 or read from a file. `export` needs the first half only, and no mesh.
 """

@@ -3,8 +3,7 @@
     fully_shard(block)      the block is a compiled model: its parameters are shards, and it can be called
     fully_shard(model)      the block is a unit of the model, with the same shards and the choices made for them
 
-What was sharded last, and is not inside anything that was, is a model with programs. So a call need not know of those
-to come, and a block that nothing wraps is a model, as it is with FSDP2.
+What was sharded last, and is not inside anything that was, is a model with programs, as it is with FSDP2.
 """
 
 from __future__ import annotations

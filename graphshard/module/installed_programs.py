@@ -5,8 +5,6 @@
     model(x, labels=y)  after  model(x)         newly passed: labels
 
 Each capture is logged with its reason: as information first, as a warning from the fourth recapture on.
-`TORCH_LOGS=recompiles` prints the reasons of recaptures next to torch.compile's, and `TORCH_TRACE=dir` keeps
-them for the tlparse tool.
 """
 
 from __future__ import annotations

@@ -5,15 +5,13 @@
     later calls               inputs are copied in, the graph is launched, results are copied out
 
 A graph reads and writes at fixed addresses, and the rest of a step does not depend on them. So inputs and results are
-copied, those of a dtype by one launch, and results are as new as results of regions: they may live as long as
-autograd, a process group, an accumulated gradient or the user wants, and several forwards may wait for their backward.
+copied, those of a dtype by one launch, and results may live as long as autograd, a process group or the user wants.
 Only parameters and buffers are read where they lie; a graph is dropped when they have moved.
 
 * **All graphs of a model use the same memory**: the arena for inputs and results, which is as large as the largest run
   needs, and a pool for the rest. Nothing lives in it from one launch to the next, so sharded models keep what sharding
   has saved: an arena for each run would hold all parameters gathered.
-* **A graph is for one set of shapes and sizes.** The last eight of a run are kept. One that comes back after that is
-  captured again, after two calls as before.
+* **A graph is for one set of shapes and sizes.** The last eight of a run are kept.
 * **What cannot be captured runs as usual**, and the log says why. So do calls on another stream than the first: the
   memory is used in the order of one stream.
 * **Collectives are not in graphs.** NCCL wants all ranks to capture, and to launch what they captured, in the same
@@ -83,14 +81,10 @@ class CudaGraphs:
         return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(self._device)
 
     def capture(self, launch: Callable[[], ResultT]) -> tuple[Callable[[], None], ResultT]:
-        """Capture what a function launches, without executing it.
+        """Capture what a function launches, without executing it; RuntimeError if something in it cannot be captured.
 
-        Returns:
-            What launches it again, on the stream that is current then, and the function's result. The memory of these
-            tensors, as of all that the function allocates, is the graph's while it runs: other graphs use it, too.
-
-        Raises:
-            RuntimeError: something in it cannot be captured.
+        Return what launches it again, on the stream that is current then, and the function's result. The memory of
+        these tensors, as of all that the function allocates, is the graph's while it runs: other graphs use it, too.
         """
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:  # torch frees a pool with the last graph that uses it
@@ -117,9 +111,7 @@ class CudaGraphs:
 class ModelGraphs:
     """Graphs of all programs of a model, and the memory of their inputs and results while they run.
 
-    Attributes:
-        costs: decide which runs are captured; None captures all that can be.
-        largest: bytes that a run has needed so far.
+    Costs decide which runs are captured; None captures all that can be. A run has needed `largest` bytes so far.
     """
 
     graphs: CudaGraphs

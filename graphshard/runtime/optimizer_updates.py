@@ -4,15 +4,12 @@ The optimizer's `step` runs on a stand-in for the optimizer whose groups have th
 gradients that have arrived, and the current hyperparameters. State is read from the optimizer and new state is put
 there, as the DTensors that it would have made itself, so that state dicts and checkpoints do not change.
 
-Only for optimizers that compute each element of a parameter by itself: `ELEMENTWISE`. Rprop does, but has no step on
-DTensors to be equal to (torch 2.13), and neither has Adafactor.
+Only for optimizers that compute each element of a parameter by itself (`ELEMENTWISE`), and have a step on DTensors to
+be equal to. Others that are known need whole matrices or DTensors, but only after backward (`is_whole`).
 
 Adam and AdamW have one kernel (`fused=True`), which reads and writes a third of what torch's operators do one after the
 other, and rounds differently. With Inductor, which rounds differently, too, it is taken on the CPU where the optimizer
 leaves the choice to torch. On other devices it needs the number of the step there, which would change checkpoints.
-
-Other optimizers need only gradients, but more of a parameter than a shard's elements, or DTensors: `is_whole`. Muon
-multiplies whole matrices, and torchao keeps states of few bits in DTensors.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Where shards are offloaded, the updates run on the host in a thread, while backw
     this thread      kernels ... | arrived(0) | kernels ...        | arrived(1) | kernels ... | finish
     update thread                  waits for copies, updates 0 ...   waits for copies, updates 1 ...
 
-A gradient is handed over when its copy to the host has been started. The thread waits until that copy is there, and
-until copies to the device that were started before have read the shard.
+The thread waits until a gradient's copy is there, and copies to the device that started before have read the shard.
 
 Gathers at the head of the program (`line_rewrites.take_out_gathers`) are started while other parameters are updated:
 when the last of their own has been updated, and the backward has started its last reduction. The next forward takes

@@ -4,10 +4,9 @@ They are gathered by `unshard`, or left by the forward of units with `reshard_af
 forward or backward. Modules show them meanwhile, as FSDP2's do, and the shards again before backward runs, so that it
 can free each full parameter after reading it.
 
-FSDP2's are separate parameters: an optimizer that is made of them trains nothing, flags and hooks that are set on them
-are lost with them, and `zero_grad` and clipping do not reach the shards. Here they are the shards in all but their
-values: `grad` and `requires_grad` are the shard's, copies and pickles are of the shard, and what cannot be passed on is
-an error.
+FSDP2's are separate parameters: an optimizer that is made of them trains nothing, and flags and hooks are lost with
+them. Here they are the shards in all but their values: `grad` and `requires_grad` are the shard's, copies and pickles
+are of the shard, and what cannot be passed on is an error.
 """
 
 from __future__ import annotations
