@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import COMPUTE, Collective, CollectiveRegions, collectives
-from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, made_once, start_together
+from graphshard.ir.graph import WAIT, base_of, c10d, emit, erase_dead, fake, start_together, trace
 from graphshard.ir.param_table import ParamTable
-from graphshard.ir.plan import Bucket
+from graphshard.ir.plan import Bucket, CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
 
@@ -53,7 +53,6 @@ class Bucketing(Pass):
                 odd = sorted(set(found) ^ set(planned)) or found
                 raise PassError(f"{self.name}: plan and {phase_name} graph disagree about {odd[:5]}")
 
-    @made_once()
     def rewrite(self, program: Program) -> int:
         assert program.plan is not None
         count = 0
@@ -99,20 +98,21 @@ def _merge(graph: Graph, bucket: Bucket, members: list[Collective], layout: Coll
         for member in members:
             for node in layout.before[member.node]:
                 anchor.prepend(node)
-    write = partial(emit, graph, like=anchor)
     given = [member.node.all_input_nodes[0] for member in members]
     packed, tensors = given[:num_packed], given[num_packed:]
     args = members[0].node.args[1:]
     size = 1 if bucket.kind == "all_reduce" else args[-2]
     assert isinstance(size, int)
+    if packed:
+        common = _common_buffer(packed) if bucket.kind == "all_reduce" else None
+        tensors = [common or trace(anchor, partial(_pack, bucket.kind, size), packed), *tensors]
     with graph.inserting_before(anchor):
-        if packed:
-            tensors = [_pack(write, bucket, packed, size), *tensors]
         starts = start_together(graph, _PACKETS[bucket.kind], tensors, *args, like=anchor)
-        values = [write(WAIT, start) for start in starts]
-        if packed:
-            unpack = _unpack_gathered if is_gather else _unpack_reduced
-            values = [*unpack(write, values[0], packed, size), *values[1:]]
+        values = [emit(graph, WAIT, start, like=anchor) for start in starts]
+    if packed:
+        unpack = _unpack_gathered if is_gather else _unpack_reduced
+        shapes = [list(fake(node).shape) for node in packed]
+        values = [*trace(anchor, partial(unpack, shapes, size), values[0]), *values[1:]]
     for member, value in zip(members, values, strict=True):
         (wait,) = member.waits
         # Replace each member's result with its part of the bucket, and move dependent nodes after the launch.
@@ -126,14 +126,10 @@ def _merge(graph: Graph, bucket: Bucket, members: list[Collective], layout: Coll
         erase_dead(graph)
 
 
-def _pack(write: Callable[..., Node], bucket: Bucket, tensors: list[Node], size: int) -> Node:
-    if bucket.kind == "reduce":
-        rows = [write(aten.view.default, tensor, [size, -1]) for tensor in tensors]
-        return write(aten.view.default, write(aten.cat.default, rows, 1), [-1])
-    buffer = _common_buffer(tensors) if bucket.kind == "all_reduce" else None
-    if buffer is not None:
-        return buffer
-    return write(aten.cat.default, [write(aten.view.default, tensor, [-1]) for tensor in tensors])
+def _pack(kind: CollectiveKind, size: int, tensors: list[Tensor]) -> Tensor:
+    if kind == "reduce":
+        return torch.cat([tensor.view([size, -1]) for tensor in tensors], 1).view([-1])
+    return torch.cat([tensor.view([-1]) for tensor in tensors])
 
 
 def _common_buffer(shards: list[Node]) -> Node | None:
@@ -147,23 +143,13 @@ def _common_buffer(shards: list[Node]) -> Node | None:
     return buffer if whole and [part.args[1] for part in parts] == list(range(len(parts))) else None
 
 
-def _unpack_gathered(write: Callable[..., Node], buffer: Node, shards: list[Node], size: int) -> list[Node]:
-    rows = write(aten.view.default, buffer, [size, -1])
-    parts = write(aten.split_with_sizes.default, rows, [fake(shard).numel() for shard in shards], 1)
-    fulls = []
-    for index, shard in enumerate(shards):
-        shape = fake(shard).shape
-        part = write(operator.getitem, parts, index)
-        # A column of the buffer is not contiguous: this is the copy out.
-        whole = write(aten.clone.default, part, memory_format=torch.contiguous_format)
-        fulls.append(write(aten.view.default, whole, [size * shape[0], *shape[1:]]))
-    return fulls
+def _unpack_gathered(shapes: list[list[int]], size: int, buffer: Tensor) -> list[Tensor]:
+    parts = buffer.view([size, -1]).split_with_sizes([math.prod(shape) for shape in shapes], 1)
+    # A column of the buffer is not contiguous: this is the copy out.
+    return [part.contiguous().view([size * shape[0], *shape[1:]]) for part, shape in zip(parts, shapes)]
 
 
-def _unpack_reduced(write: Callable[..., Node], buffer: Node, grads: list[Node], size: int) -> list[Node]:
-    whole = [list(fake(grad).shape) for grad in grads]
-    shapes = [[shape[0] // size, *shape[1:]] if shape else [] for shape in whole]
-    parts = write(aten.split_with_sizes.default, buffer, [math.prod(shape) for shape in shapes])
-    return [
-        write(aten.view.default, write(operator.getitem, parts, index), shape) for index, shape in enumerate(shapes)
-    ]
+def _unpack_reduced(shapes: list[list[int]], size: int, buffer: Tensor) -> list[Tensor]:
+    shapes = [[shape[0] // size, *shape[1:]] if shape else [] for shape in shapes]
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]

@@ -24,17 +24,17 @@ becomes one all-gather: a single tensor travels as it is, several in one buffer,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.graph import WAIT, aten, c10d, calls_of, emit, fake, is_communication, rewrite_gradients
+from graphshard.ir.graph import WAIT, c10d, calls_of, is_communication, rewrite_gradients, trace
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import SUBCLASS_ALL_GATHER
 from graphshard.ir.param_table import ParamSpec
@@ -77,64 +77,50 @@ class InsertCollectives(Pass):
         return count
 
 
-# Inserts a call.
-_Write = Callable[..., Node]
-
-
 def _replace_join(join: Node, program: Program) -> None:
     """Replace a join with an all-gather, or with its tensors in a world of one rank."""
     args: Any = join.args
     tensors, num_ranks, name = args
-    graph, spec = join.graph, program.params[name]
-    write = partial(emit, graph, like=join)
-    with graph.inserting_before(join):
-        wholes = [tensor if fake(tensor).dim() else write(aten.reshape.default, tensor, [1]) for tensor in tensors]
-        if num_ranks > 1:
-            wholes = _gathered(write, wholes, spec, spec.on(program.mesh).shard)
-            if spec.dim > 0:
-                wholes = [_along_dim(write, whole, spec) for whole in wholes]
+    spec = program.params[name]
+    axis = spec.on(program.mesh).shard if num_ranks > 1 else None
+    wholes = trace(join, partial(_gathered, spec, axis), list(tensors))
     for user in list(join.users):
         index: Any = user.args[1]
         user.replace_all_uses_with(wholes[index])
-        graph.erase_node(user)
-    graph.erase_node(join)
+        join.graph.erase_node(user)
+    join.graph.erase_node(join)
 
 
-def _gathered(write: _Write, tensors: list[Node], spec: ParamSpec, axis: Axis) -> list[Node]:
-    """Gather tensors in one collective."""
+def _gathered(spec: ParamSpec, axis: Axis | None, tensors: list[Tensor]) -> list[Tensor]:
+    """Gather tensors in one collective; without an axis return them."""
     assert spec.extension is not None
     dtype = carrier(spec.extension.dtype)
+    tensors = [tensor if tensor.dim() else tensor.reshape([1]) for tensor in tensors]
+    if axis is None:
+        return tensors
+
+    def gather(tensor: Tensor) -> Tensor:
+        return WAIT(c10d.all_gather_into_tensor.default(tensor, axis.size, axis.name))
+
     if len(tensors) == 1:
-        (tensor,) = tensors
-        if not fake(tensor).is_contiguous():
-            tensor = write(aten.clone.default, tensor, memory_format=torch.contiguous_format)
-        whole = _launch(write, _view_as(write, tensor, dtype), axis)
-        return [_view_as(write, whole, fake(tensor).dtype)]
-    flats = [_view_as(write, write(aten.reshape.default, tensor, [-1]), dtype) for tensor in tensors]
-    buffer = _launch(write, write(aten.cat.default, flats), axis)
-    ends = list(accumulate(fake(flat).numel() for flat in flats))
-    rows = write(aten.view.default, buffer, [axis.size, ends[-1]])
-    wholes = []
-    for tensor, start, end in zip(tensors, [0, *ends], ends):
-        column = write(aten.slice.Tensor, rows, 1, start, end)
-        dense = write(aten.clone.default, column, memory_format=torch.contiguous_format)
-        typed = _view_as(write, dense, fake(tensor).dtype)
-        shape = list(fake(tensor).shape)
-        wholes.append(write(aten.view.default, typed, [axis.size * shape[0], *shape[1:]]))
-    return wholes
+        wholes = [_bits(gather(_bits(tensors[0].contiguous(), dtype)), tensors[0].dtype)]
+    else:
+        flats = [_bits(tensor.reshape([-1]), dtype) for tensor in tensors]
+        rows = gather(torch.cat(flats)).view([axis.size, -1])
+        ends = list(accumulate(map(len, flats)))
+        columns = (rows[:, start:end].contiguous() for start, end in zip([0, *ends], ends))
+        typed = [_bits(column, tensor.dtype) for column, tensor in zip(columns, tensors)]
+        wholes = [each.view([axis.size * len(own), *own.shape[1:]]) for each, own in zip(typed, tensors)]
+    return [_along_dim(whole, spec) for whole in wholes] if spec.dim > 0 else wholes
 
 
-def _along_dim(write: _Write, whole: Node, spec: ParamSpec) -> Node:
+def _along_dim(whole: Tensor, spec: ParamSpec) -> Tensor:
     """Concatenate gathered shards along another dim than 0, as memory of the full parameter."""
-    for target, args, kwargs in along_dim(spec.num_shards, spec.padded_shape, spec.dim, fake(whole).shape):
-        whole = write(target, whole, *args, **kwargs)
+    for target, args, kwargs in along_dim(spec.num_shards, spec.padded_shape, spec.dim, whole.shape):
+        whole = target(whole, *args, **kwargs)
     return whole
 
 
-def _launch(write: _Write, tensor: Node, axis: Axis) -> Node:
-    return write(WAIT, write(c10d.all_gather_into_tensor.default, tensor, axis.size, axis.name))
-
-
-def _view_as(write: _Write, value: Node, dtype: torch.dtype) -> Node:
+def _bits(value: Tensor, dtype: torch.dtype) -> Tensor:
     """View the bits as another dtype; the last dim counts elements of that."""
-    return value if fake(value).dtype == dtype else write(aten.view.dtype, value, dtype)
+    return value if value.dtype == dtype else value.view(dtype)

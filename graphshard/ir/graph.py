@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.fx import Graph, Node
 from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
-from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket
+from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket, TorchDispatchMode, pytree
 
 if TYPE_CHECKING:
     from graphshard.ir.program import Phase
@@ -42,30 +41,59 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 
     The module stack and partitioner tag of `like` are copied.
     """
-    known = _MADE.get()
-    key = question(target, args, kwargs) if known is not None else None
-    if known is None or key not in known:
-        vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        known = {} if known is None else known
-        known[key] = vals, target(*vals[0], **vals[1])  # keep the inputs alive, so that ids stay unique
-    return _insert(graph, target, args, kwargs, known[key][1], like)
+    vals = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    return _insert(graph, target, args, kwargs, target(*vals[0], **vals[1]), like)
 
 
-# Fake results of calls, with their inputs, by `question`.
-_MADE: ContextVar[dict[Hashable, tuple[Any, Any]] | None] = ContextVar("_MADE", default=None)
+def trace(before: Node, function: Callable[..., Any], *given: Any, like: Node | None = None) -> Any:
+    """Insert the ATen operators that a function of tensors calls before a node; return its results as nodes.
 
-
-@contextmanager
-def made_once() -> Iterator[None]:
-    """Cache fake results: within the context, equal emitted calls share one fake value.
-
-    Copies of a block share its fake values, so the operators run once for all blocks.
+    Args:
+        given: arguments of the function; nodes stand for tensors, also in tuples, lists and dicts.
+        like: as for `emit`; by default the node `before`.
     """
-    token = _MADE.set({})
-    try:
-        yield
-    finally:
-        _MADE.reset(token)
+    with torch.no_grad(), before.graph.inserting_before(before):
+        tracer = _Tracer(like or before)
+        arguments = pytree.tree_map_only(Node, tracer.value_of, given)
+        with tracer:
+            results = function(*arguments)
+    return pytree.tree_map_only(torch.Tensor, tracer.node_of, results)
+
+
+class _Tracer(TorchDispatchMode):
+    """Mode that inserts the operators that run as nodes, and knows the node of each value."""
+
+    def __init__(self, like: Node) -> None:
+        super().__init__()
+        self._like = like
+        self._nodes: dict[int, tuple[torch.Tensor, Node]] = {}  # by id; the values are kept alive
+
+    def value_of(self, node: Node) -> torch.Tensor:
+        """Return a value that stands for a node; two nodes may share their fake value."""
+        value = fake(node).detach()
+        self._nodes[id(value)] = value, node
+        return value
+
+    def node_of(self, value: torch.Tensor) -> Node:
+        return self._nodes[id(value)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, (torch.Tensor, tuple, list)):  # an attribute, such as the device
+            return result
+        if func is aten.detach.default:  # autograd calls it
+            self._nodes[id(result)] = result, self.node_of(args[0])
+            return result
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs or {}))
+        node = self._insert(func, args, kwargs, result)
+        for index, value in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            self._insert(operator.getitem, (node, index), {}, value)
+        return result
+
+    def _insert(self, func: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> Node:
+        node = _insert(self._like.graph, func, args, kwargs, value, self._like)
+        self._nodes[id(value)] = value, node
+        return node
 
 
 def question(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:

@@ -22,19 +22,27 @@ computed, logits with other readers than this loss, class weights, smoothed labe
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.graph import aten, calls_of, erase_dead, fake
+from graphshard.ir.graph import aten, calls_of, erase_dead, fake, trace
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import IN_FORWARD
 from graphshard.passes.base import Pass
-from graphshard.passes.contrib.vocabulary_loss import SUM, LossRewriter, VocabularyLoss, vocabulary_loss
+from graphshard.passes.contrib.vocabulary_loss import (
+    SUM,
+    VocabularyLoss,
+    add_product,
+    recompute,
+    vocabulary_loss,
+    widen,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class ChunkedLoss(Pass):
         for node in calls_of(phase, aten.nll_loss_forward.default):
             found = vocabulary_loss(node)
             if found is not None and self._applies(found):
-                _RowChunks(found, self.rows).rewrite()
+                _rewrite(found, self.rows)
                 count += 1
         if count:
             erase_dead(phase.module.graph)
@@ -70,73 +78,53 @@ class ChunkedLoss(Pass):
         return len(fake(found.product)) > self.rows and fake(found.product).dtype != torch.float16
 
 
-class _RowChunks(LossRewriter):
-    """The rewriting of one loss into chunks of `size` rows."""
+def _rewrite(found: VocabularyLoss, size: int) -> None:
+    sums = trace(found.loss, partial(_sums, found, size), found.values, like=found.product)
+    found.replace_loss(sums["loss"])
+    if not found.backward:
+        return
+    first = found.backward[0]
+    factor = trace(first, found.scaled, first.all_input_nodes[0], sums["counted"])
+    for name, nodes in (("rows", found.of_rows), ("weight", found.of_weight), ("bias", found.of_bias)):
+        for node in nodes:
+            sums[name].meta[IN_FORWARD] = True
+            given = sums[name], factor, fake(node).dtype
+            scaled = trace(node, lambda value, by, dtype: (value * by).to(dtype), *given, like=first)
+            node.replace_all_uses_with(scaled)
 
-    def __init__(self, found: VocabularyLoss, size: int) -> None:
-        super().__init__(found)
-        self._size = size
-        # Sums over the chunks so far: of losses, of rows that count, and of gradients.
-        self._sums: dict[str, Node] = {}
-        self._of_rows: list[Node] = []
 
-    def rewrite(self) -> None:
-        found, (rows, weight, _) = self.found, self.found.operands
-        length = len(fake(rows))
-        with self.graph.inserting_before(found.loss):
-            transposed = self.emit(aten.t.default, weight) if found.of_rows else None
-            for start in range(0, length, self._size):
-                self._chunk(start, min(start + self._size, length), transposed)
-            loss, counted = self._sums["loss"], self._sums["counted"]
-            if found.is_mean:
-                loss = self.emit(aten.div.Tensor, loss, counted)
-            if self._of_rows:
-                self._sums["rows"] = self.emit(aten.cat.default, self._of_rows)
-            self.replace_loss(loss)
-        if found.backward:
-            self._replace_gradients(counted)
+def _sums(found: VocabularyLoss, size: int, values: dict[Any, Tensor]) -> dict[str, Tensor]:
+    """Return the sums over chunks of `size` rows: of losses, of rows that count, and of gradients."""
+    rows, weight, *bias = (values[each] for each in found.operands if each is not None)
+    _, targets, _, _, ignored = found.loss.args
+    sums: dict[str, Tensor] = {}
+    of_rows: list[Tensor] = []
 
-    def _chunk(self, start: int, end: int, transposed: Node | None) -> None:
-        found, (rows, weight, bias) = self.found, self.found.operands
-        own = self.emit(aten.slice.Tensor, rows, 0, start, end)
-        logits = self.emit(found.product.target, *([bias] if bias is not None else []), own, weight)
-        made = {found.product: logits}
-        self.recompute(found.forward, made)
-        targets = self.emit(aten.slice.Tensor, found.loss.args[1], 0, start, end)
-        ignored = found.loss.args[4]
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = sums[name] + value if name in sums else value
+
+    transposed = weight.t() if found.of_rows else weight
+    for start in range(0, len(rows), size):
+        own, chosen = (each[start : start + size] for each in (rows, values[targets]))
+        made = {**values, found.product: found.product.target(*bias, own, weight)}
+        recompute(found.forward, made)
         softmax = made[found.forward[-1]]
-        loss = self.emit(aten.nll_loss_forward.default, softmax, targets, None, SUM, ignored)
-        total, counted = (self.emit(operator.getitem, loss, index) for index in (0, 1))
-        self._add("loss", total)
-        self._add("counted", counted)
+        total, counted = aten.nll_loss_forward.default(softmax, chosen, None, SUM, ignored)
+        add("loss", total)
+        add("counted", counted)
         if not found.backward:
-            return
+            continue
         first, second, *others = found.backward
-        one = self.emit(aten.ones_like.default, total)
-        made[first] = self.emit(first.target, one, softmax, targets, None, SUM, ignored, counted)
-        made[second] = self.emit(second.target, made[first], softmax, *second.args[2:])
-        self.recompute(others, made)
+        made[first] = first.target(aten.ones_like.default(total), softmax, chosen, None, SUM, ignored, counted)
+        made[second] = second.target(made[first], softmax, *second.args[2:])
+        recompute(others, made)
         gradient = made[found.backward[-1]]
-        if transposed is not None:
-            self._of_rows.append(self.emit(aten.mm.default, gradient, transposed))
+        if found.of_rows:
+            of_rows.append(gradient @ transposed)
         if found.of_weight:
-            transposed_gradient = self.emit(aten.t.default, gradient)
-            self._sums["weight"] = self.add_product(self._sums.get("weight"), transposed_gradient, own)
+            sums["weight"] = add_product(sums.get("weight"), gradient.t(), own)
         if found.of_bias:
-            self._add("bias", self.widen(self.emit(aten.sum.dim_IntList, gradient, [0], True)))
-
-    def _add(self, name: str, value: Node) -> None:
-        before = self._sums.get(name)
-        self._sums[name] = value if before is None else self.emit(aten.add.Tensor, before, value)
-
-    def _replace_gradients(self, counted: Node) -> None:
-        found = self.found
-        self.like = found.backward[0]
-        with self.graph.inserting_before(found.backward[0]):
-            factor = self.tangent(counted)
-        for name, nodes in (("rows", found.of_rows), ("weight", found.of_weight), ("bias", found.of_bias)):
-            for node in nodes:
-                self._sums[name].meta[IN_FORWARD] = True
-                with self.graph.inserting_before(node):
-                    scaled = self.emit(aten.mul.Tensor, self._sums[name], factor)
-                    node.replace_all_uses_with(self.cast(scaled, fake(node).dtype))
+            add("bias", widen(gradient.sum([0], keepdim=True)))
+    if found.is_mean:
+        sums["loss"] = sums["loss"] / sums["counted"]
+    return {**sums, "rows": torch.cat(of_rows)} if of_rows else sums

@@ -25,16 +25,17 @@ before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.fx import Node
 
 from graphshard.cost.costs import Costs
 from graphshard.ir.collective_regions import Collective
-from graphshard.ir.graph import aten, emit, erase_dead, fake
+from graphshard.ir.graph import aten, erase_dead, fake, trace
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import ALL_GATHER, ALL_TO_ALL
 from graphshard.ir.param_table import ParamSpec
@@ -122,10 +123,6 @@ class _Table:
         return float(self.costs.collective(kind, num_bytes, 1, self.axis))
 
 
-# Inserts a call.
-_Write = Callable[..., Node]
-
-
 def _exchange_lookups(gather: Collective, table: _Table) -> int:
     """Replace the lookups in a gathered table; return how many there were."""
     whole = full_parameter(gather, table.spec)
@@ -139,46 +136,35 @@ def _exchange_lookups(gather: Collective, table: _Table) -> int:
     tokens = [fake(user.args[1]).numel() for user in lookups] if static else []  # type: ignore[arg-type]
     if not tokens or not all(tokens) or not table.lookups_pay(sum(tokens)):
         return 0
-    shard = gather.node.all_input_nodes[0]
     for lookup in lookups:
-        with lookup.graph.inserting_before(lookup):
-            lookup.replace_all_uses_with(_looked_up(lookup, shard, table))
+        rows = trace(lookup, partial(_look_up, table), gather.node.all_input_nodes[0], lookup.args[1])
+        lookup.replace_all_uses_with(rows)
     return len(lookups)
 
 
-def _looked_up(lookup: Node, shard: Node, table: _Table) -> Node:
+def _look_up(table: _Table, shard: Tensor, ids: Tensor) -> Tensor:
     """Exchange the rows that a lookup reads."""
-    write = partial(emit, lookup.graph, like=lookup)
-    args: Any = lookup.args
-    ids, ranks = args[1], table.axis.size
-    flat = write(aten.view.default if fake(ids).is_contiguous() else aten.reshape.default, ids, [-1])
-    tokens = fake(flat).numel()
-    asked = write(aten.clamp.default, _asked(write, flat, table), 0, table.length - 1)
-    rows = write(aten.embedding.default, shard, asked)
-    sizes = [tokens] * ranks
-    received = write(ALL_TO_ALL, rows, sizes, sizes, table.axis.name)
-    owner = write(aten.div.Tensor_mode, flat, table.length, rounding_mode="floor")
+    flat, ranks = ids.reshape(-1), table.axis.size
+    sizes = [len(flat)] * ranks
+    asked = _asked(table, flat).clamp(0, table.length - 1)
+    received = ALL_TO_ALL(aten.embedding.default(shard, asked), sizes, sizes, table.axis.name)
+    owner = flat.div(table.length, rounding_mode="floor")
     if not table.spec.is_even:  # an id out of range must not find padding
-        known = write(aten.lt.Scalar, flat, table.spec.shape[0])
-        owner = _or_else(write, owner, known, ranks)
-    ones = write(aten.ones_like.default, owner)
-    place = write(aten.sub.Tensor, write(aten.cumsum.default, ones, 0), 1)
-    index = write(aten.add.Tensor, write(aten.mul.Tensor, owner, tokens), place)
-    return write(aten.embedding.default, received, write(aten.view.default, index, list(fake(ids).shape)))
+        owner = _or_else(owner, flat < table.spec.shape[0], ranks)
+    place = aten.ones_like.default(owner).cumsum(0) - 1
+    return aten.embedding.default(received, (owner * len(flat) + place).view(ids.shape))
 
 
-def _or_else(write: _Write, numbers: Node, kept: Node, other: int) -> Node:
+def _or_else(numbers: Tensor, kept: Tensor, other: int) -> Tensor:
     """Return integers where a mask holds, and `other` elsewhere."""
-    return write(aten.add.Tensor, write(aten.mul.Tensor, write(aten.sub.Tensor, numbers, other), kept), other)
+    return (numbers - other) * kept + other
 
 
-def _asked(write: _Write, flat: Node, table: _Table) -> Node:
+def _asked(table: _Table, flat: Tensor) -> Tensor:
     """Return the rows that each rank wants, rank after rank, as positions in this rank's shard; others are outside."""
-    ranks, tokens = table.axis.size, fake(flat).numel()
-    ends = write(aten.cumsum.default, write(aten.new_full.default, flat, [ranks, 1], table.length), 0)
-    starts = write(aten.sub.Tensor, ends, table.length)
-    places = write(aten.view.default, write(aten.sub.Tensor, flat, starts), [ranks * tokens])
-    return write(ALL_TO_ALL, places, [tokens] * ranks, [tokens] * ranks, table.axis.name)
+    starts = aten.new_full.default(flat, [table.axis.size, 1], table.length).cumsum(0) - table.length
+    sizes = [len(flat)] * table.axis.size
+    return ALL_TO_ALL((flat - starts).view(-1), sizes, sizes, table.axis.name)
 
 
 def _exchange_gradient(value: Node, table: _Table) -> bool:
@@ -193,17 +179,7 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
     if not chain or by_frequency or not isinstance(tokens, int) or not tokens or not table.gradient_pays(tokens):
         return False
     *steps, launch, wait = chain
-    write = partial(emit, full.graph, like=full)
-    with full.graph.inserting_before(wait):
-        flat = write(aten.reshape.default, ids, [-1])
-        if padding >= 0:
-            flat = _or_else(write, flat, write(aten.ne.Scalar, flat, padding), -1)
-        asked = _asked(write, flat, table)
-        rows = write(aten.reshape.default, gradient, [tokens, *table.spec.shape[1:]])
-        every = write(ALL_GATHER, rows, table.axis.size, table.axis.name)
-        total = _summed(write, every, asked, table, [node for node in steps if node.target in ARITHMETIC])
-        if launch.args[1] == "avg":
-            total = write(aten.div.Tensor, total, table.axis.size)
+    total = trace(wait, partial(_sum_rows, table, steps, launch.args[1] == "avg", padding), gradient, ids, like=full)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: table.axis.name})
     wait.replace_all_uses_with(total)
     for node in dict.fromkeys((wait, launch)):
@@ -211,32 +187,35 @@ def _exchange_gradient(value: Node, table: _Table) -> bool:
     return True
 
 
-def _summed(write: _Write, rows: Node, asked: Node, table: _Table, steps: list[Node]) -> Node:
+def _sum_rows(
+    table: _Table, steps: Sequence[Node], average: bool, padding: int, gradient: Tensor, ids: Tensor
+) -> Tensor:
     """Return this rank's shard of the sum over ranks of gradient rows.
 
     Rows of other ranks are added to an extra row at the end. On two ranks each rank's rows are summed first, in their
     own dtype, as they are before a reduction.
     """
-    ranks, length = table.axis.size, table.length
-    tokens = fake(asked).numel() // ranks
-    here = write(aten.logical_and.default, write(aten.ge.Scalar, asked, 0), write(aten.lt.Scalar, asked, length))
-    places = _or_else(write, asked, here, length)
+    flat, ranks, length = ids.reshape(-1), table.axis.size, table.length
+    if padding >= 0:
+        flat = _or_else(flat, flat != padding, -1)
+    asked = _asked(table, flat)
+    rows = ALL_GATHER(gradient.reshape([len(flat), *table.spec.shape[1:]]), ranks, table.axis.name)
+    places = _or_else(asked, (asked >= 0).logical_and(asked < length), length)
 
-    def apply(targets: frozenset[Any], value: Node) -> Node:
+    def apply(targets: frozenset[Any], value: Tensor) -> Tensor:
         for step in steps:
             if step.target in targets:
-                value = write(step.target, value, *step.args[1:], **step.kwargs)
+                value = step.target(value, *step.args[1:], **step.kwargs)  # type: ignore[operator]
         return value
 
-    def shard_of(some: Node, where: Node) -> Node:
-        summed = write(aten.embedding_dense_backward.default, some, where, length + 1, length, False)
-        return write(aten.slice.Tensor, summed, 0, 0, length)
+    def shard_of(some: Tensor, where: Tensor) -> Tensor:
+        return aten.embedding_dense_backward.default(some, where, length + 1, length, False)[:length]
 
-    if ranks != _PAIR:
+    if ranks == _PAIR:
+        ends = ((0, len(flat)), (len(flat), len(rows)))
+        first, second = (apply(ARITHMETIC, shard_of(rows[at:end], places[at:end])) for at, end in ends)
+        total = first + second
+    else:
         wide = apply(frozenset({aten._to_copy.default}), rows)
-        return apply(ARITHMETIC - {aten._to_copy.default}, shard_of(wide, places))
-    shards = []
-    for rank in range(ranks):
-        own = [write(aten.slice.Tensor, each, 0, rank * tokens, (rank + 1) * tokens) for each in (rows, places)]
-        shards.append(apply(ARITHMETIC, shard_of(*own)))
-    return write(aten.add.Tensor, *shards)
+        total = apply(ARITHMETIC - {aten._to_copy.default}, shard_of(wide, places))
+    return total / ranks if average else total

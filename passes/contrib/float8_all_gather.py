@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from graphshard.ir.collective_regions import Collective
-from graphshard.ir.graph import aten, emit, fake
+from graphshard.ir.graph import fake, trace
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass, gathers_of
@@ -58,27 +59,28 @@ def _quantize(gather: Collective) -> None:
     launch, (wait,) = gather.node, gather.waits
     args: Any = launch.args
     shard, num_ranks, axis = args
-    dtype, numel, shape = fake(shard).dtype, fake(shard).numel(), list(fake(wait).shape)
-    write = partial(emit, launch.graph, like=launch)
-    with launch.graph.inserting_before(launch):
-        flat = write(aten.reshape.default, shard, [numel])
-        wide = write(aten._to_copy.default, flat, dtype=torch.float32)
-        largest = write(aten.amax.default, write(aten.abs.default, wide), [0], True)
-        above_zero = write(aten.clamp_min.default, largest, torch.finfo(torch.float32).tiny * 2**10)
-        scale = write(aten.div.Tensor, above_zero, torch.finfo(_FLOAT8).max)
-        small = write(aten._to_copy.default, write(aten.div.Tensor, wide, scale), dtype=_FLOAT8)
-        sent = write(aten.cat.default, [write(aten.view.dtype, part, torch.uint8) for part in (small, scale)])
+    gathered, users = fake(wait), list(wait.users)
+    sent = trace(launch, _pack, shard)
     launch.args = (sent, num_ranks, axis)
-    launch.meta["val"] = fake(sent).new_empty([num_ranks * (numel + _SCALE_BYTES)])
+    launch.meta["val"] = fake(sent).new_empty([num_ranks * len(fake(sent))])
     wait.meta["val"] = fake(launch)
-    users = list(wait.users)
-    with launch.graph.inserting_before(wait.next):
-        rows = write(aten.view.default, wait, [num_ranks, numel + _SCALE_BYTES])
-        values = write(aten.view.dtype, write(aten.slice.Tensor, rows, 1, 0, numel), _FLOAT8)
-        tail = write(aten.slice.Tensor, rows, 1, numel, numel + _SCALE_BYTES)
-        dense = write(aten.clone.default, tail, memory_format=torch.contiguous_format)
-        scales = write(aten.view.dtype, dense, torch.float32)
-        product = write(aten.mul.Tensor, write(aten._to_copy.default, values, dtype=torch.float32), scales)
-        full = write(aten.reshape.default, write(aten._to_copy.default, product, dtype=dtype), shape)
+    full = trace(wait.next, partial(_unpack, num_ranks, gathered), wait, like=launch)
     for user in users:
         user.replace_input_with(wait, full)
+
+
+def _pack(shard: Tensor) -> Tensor:
+    """Return the bytes of a shard in float8, followed by the bytes of its scale."""
+    wide = shard.reshape(-1).to(torch.float32)
+    above_zero = wide.abs().amax([0], True).clamp_min(torch.finfo(torch.float32).tiny * 2**10)
+    scale = above_zero / torch.finfo(_FLOAT8).max
+    return torch.cat([part.view(torch.uint8) for part in ((wide / scale).to(_FLOAT8), scale)])
+
+
+def _unpack(num_ranks: int, like: Tensor, buffer: Tensor) -> Tensor:
+    """Return the gathered parameter, with the shape and dtype of `like`."""
+    numel = like.numel() // num_ranks
+    rows = buffer.view([num_ranks, numel + _SCALE_BYTES])
+    values = rows[:, :numel].view(_FLOAT8).to(torch.float32)
+    scales = rows[:, numel : numel + _SCALE_BYTES].contiguous().view(torch.float32)
+    return (values * scales).to(like.dtype).reshape(like.shape)

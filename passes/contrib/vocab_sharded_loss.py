@@ -32,21 +32,30 @@ that are tied to anything else than an embedding, and whatever `chunked-loss` sk
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.nn.functional import pad
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import Collective
-from graphshard.ir.graph import GATHERS, aten, calls_of, erase_dead, fake, is_backward
+from graphshard.ir.graph import GATHERS, aten, calls_of, erase_dead, fake, is_backward, trace
 from graphshard.ir.operators import MODEL_WAIT, START_ALL_GATHER, STARTED_EARLY
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.recompute import IN_FORWARD
 from graphshard.passes.base import Pass, full_parameter, gathers_of
-from graphshard.passes.contrib.vocabulary_loss import LossRewriter, VocabularyLoss, same_numbers, vocabulary_loss
+from graphshard.passes.contrib.vocabulary_loss import (
+    VocabularyLoss,
+    add_product,
+    recompute,
+    same_numbers,
+    vocabulary_loss,
+)
 
 # Mark of the concatenation of the chunks of a gradient: one after another for each rank.
 OF_PIECES = "of_pieces"
@@ -85,9 +94,13 @@ class VocabShardedLoss(Pass):
                 continue
             gather, spec = heads[weight]
             is_looked_up = any(user.target is aten.embedding.default for user in weight.users)
-            _VocabChunks(found, gather, spec, min(self.pieces, spec.shard_len), is_looked_up=is_looked_up).rewrite()
+            size = math.ceil(spec.shard_len / min(self.pieces, spec.shard_len))
+            ranges = tuple((at, min(at + size, spec.shard_len)) for at in range(0, spec.shard_len, size))
+            _rewrite(_Head(found, gather, spec, ranges), is_looked_up=is_looked_up)
             count += 1
         if count:
+            for begun in calls_of(phase, START_ALL_GATHER):
+                begun.meta[STARTED_EARLY] = True
             erase_dead(phase.module.graph)
         return count
 
@@ -110,217 +123,191 @@ def _is_read_by_loss_alone(found: VocabularyLoss, weight: Node) -> bool:
     return seen <= {found.product, *found.of_rows}
 
 
-class _VocabChunks(LossRewriter):
-    """The rewriting of one loss into chunks of the head; a head that `is_looked_up`, too, needs its gather."""
+Values = Mapping[Any, Tensor]
 
-    def __init__(
-        self, found: VocabularyLoss, gather: Collective, spec: ParamSpec, chunks: int, *, is_looked_up: bool
-    ) -> None:
-        super().__init__(found)
-        self._gather, self._spec, self._is_looked_up = gather, spec, is_looked_up
-        self._ranks, self._length, self._rows = spec.num_shards, spec.shard_len, found.operands[0]
-        assert isinstance(found.loss.args[1], Node)
-        self._targets = found.loss.args[1]
-        size = math.ceil(self._length / chunks)
-        # The rows of a shard that each chunk has.
-        self._ranges = [(at, min(at + size, self._length)) for at in range(0, self._length, size)]
 
-    def rewrite(self) -> None:
-        last = len(self._ranges) - 1
-        begun: Node | None = self._start_first()
-        with self.graph.inserting_before(self.found.loss):
-            targets = self._place_targets()
-            most = total = logit = whole = None
-            for number in range(last + 1):
-                following = self._start(number + 1) if number < last else None
-                whole, begun = self._settle(begun, number), following
-                logits = self._logits(whole, number)[1]
-                most, total = self._sum(logits, most, total)
-                column, inside = self._columns(number, *targets)
-                logit = self._at_targets(logits, column, inside, logit)
-            assert most is not None
-            assert total is not None
-            assert whole is not None
-            normal = self.emit(aten.add.Tensor, self.emit(aten.log.default, total), most)
-            counted = self._finish_loss(normal, logit, targets[2])
-        if self.found.backward:
-            for value in (normal, counted, whole):  # the last chunk is the first that backward needs
-                value.meta[IN_FORWARD] = True
-            self.like = self.found.backward[0]
-            with self.graph.inserting_before(self.found.backward[0]):
-                self._differentiate(whole, normal, counted)
+@dataclass
+class _Head:
+    """A head in chunks, and its loss; `ranges` has the rows of a shard that each chunk has.
 
-    def _differentiate(self, whole: Node, normal: Node, counted: Node) -> None:
-        found, targets = self.found, self._place_targets()
-        begun: Node | None = None
-        tangent = self.tangent(counted)
-        factor = self.emit(aten.mul.Tensor, self.emit(aten._to_copy.default, targets[2], dtype=torch.float32), tangent)
-        factor = self.emit(aten.unsqueeze.default, factor, 1)
-        shifted = self.emit(aten.unsqueeze.default, normal, 1)
-        of_rows: Node | None = None
-        of_weight: dict[int, Node] = {}
-        of_bias: dict[int, Node] = {}
-        for number in reversed(range(len(self._ranges))):
-            following = self._start(number - 1) if number else None
-            whole, begun = (whole if begun is None else self._settle(begun, number)), following
-            made, logits = self._logits(whole, number)
-            share = self.emit(aten.exp.default, self.emit(aten.sub.Tensor, logits, shifted))
-            column, inside = self._columns(number, *targets)
-            minus = self.emit(aten.neg.default, self.emit(aten._to_copy.default, inside, dtype=fake(share).dtype))
-            index = [self.emit(aten.unsqueeze.default, each, 1) for each in (column, minus)]
-            share = self.emit(aten.scatter_add.default, share, 1, *index)
-            _, second, *others = found.backward
-            made[second] = self.cast(self.emit(aten.mul.Tensor, share, factor), fake(second).dtype)
-            self.recompute(others, made)
+    Functions of tensors are traced, with the `values` of the nodes that they read.
+    """
+
+    found: VocabularyLoss
+    gather: Collective
+    spec: ParamSpec
+    ranges: tuple[tuple[int, int], ...]
+    values: Values = field(default_factory=dict)
+
+    def start(self, shard: Tensor, number: int) -> Tensor:
+        """Start to gather a chunk."""
+        at, end = self.ranges[number]
+        return START_ALL_GATHER(shard[at:end], self.spec.num_shards, self.gather.axis)
+
+    def wait(self, begun: Tensor, number: int) -> Tensor:
+        """Wait for a chunk; rows of padding become zero."""
+        chunk, dtype = MODEL_WAIT(begun), self.spec.compute_dtype
+        chunk = chunk if chunk.dtype == dtype else chunk.view(dtype)
+        padding = self.padding(number)
+        return chunk if padding is None else chunk.masked_fill(padding, 0)
+
+    def padding(self, number: int) -> Tensor | None:
+        """Return a mask, in one column, of the rows of a chunk that are padding; None if there are none."""
+        (at, end), ranks, length = self.ranges[number], self.spec.num_shards, self.spec.shard_len
+        if (ranks - 1) * length + end <= self.spec.shape[0]:
+            return None
+        ones = aten.new_ones.default(self.values[self.found.loss.args[1]], [ranks, end - at])
+        # Row numbers are too large by one, and by one shard.
+        rows = ones.cumsum(1) + ones.cumsum(0) * length
+        return (rows > self.spec.shape[0] + length - at).view([ranks * (end - at), 1])
+
+    def logits(self, whole: Tensor, number: int) -> tuple[dict[Any, Tensor], Tensor]:
+        """Return the values that make the logits of a chunk, and the logits, very small for padding."""
+        found, (rows, _, bias) = self.found, self.found.operands
+        with_bias = () if bias is None else (self.entries(self.values[bias], number),)
+        made = {**self.values, found.product: found.product.target(*with_bias, self.values[rows], whole.t())}
+        recompute(found.forward[:-1], made)
+        logits = made[same_numbers(found.forward[-1].all_input_nodes[0])].float()
+        padding = self.padding(number)
+        return made, logits if padding is None else logits.masked_fill(padding.t(), -math.inf)
+
+    def entries(self, vector: Tensor, number: int) -> Tensor:
+        """Select the entries of a per-row vector that belong to one chunk."""
+        (at, end), ranks, length = self.ranges[number], self.spec.num_shards, self.spec.shard_len
+        if not self.spec.is_even:
+            vector = pad(vector, [0, ranks * length - self.spec.shape[0]])
+        return vector.view([ranks, length])[:, at:end].contiguous().view([ranks * (end - at)])
+
+    def place_targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rank that has the row of each target, the place in its shard, and whether the target counts."""
+        targets = self.values[self.found.loss.args[1]]
+        owner = targets.div(self.spec.shard_len, rounding_mode="floor")
+        place = targets - owner * self.spec.shard_len
+        if not self.spec.is_even:  # a target out of range must not find padding
+            owner = owner + (targets >= self.spec.shape[0]) * self.spec.num_shards
+        return owner, place, targets != self.found.loss.args[4]
+
+    def columns(self, number: int, owner: Tensor, place: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of targets in a chunk, and which targets are in it."""
+        at, end = self.ranges[number]
+        inside = (place >= at).logical_and(place < end).logical_and(counts)
+        return (owner * (end - at) + place - at) * inside, inside
+
+    def compute_loss(self, values: Values, shard: Tensor, begun: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss, the logarithms of the sums of exponentials, the number of targets that count, and a chunk.
+
+        The last chunk is the first that backward needs.
+        """
+        self.values = values
+        owner, place, counts = self.place_targets()
+        most = total = logit = whole = begun
+        for number in range(len(self.ranges)):
+            following = self.start(shard, number + 1) if number + 1 < len(self.ranges) else begun
+            whole, begun = self.wait(begun, number), following
+            _, logits = self.logits(whole, number)
+            largest = logits.amax([1]) if number == 0 else torch.maximum(most, logits.amax([1]))
+            added = (logits - largest.unsqueeze(1)).exp().sum([1])
+            total = added if number == 0 else total * (most - largest).exp() + added
+            column, inside = self.columns(number, owner, place, counts)
+            chosen = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+            logit = torch.where(inside, chosen, aten.zeros_like.default(chosen) if number == 0 else logit)
+            most = largest
+        normal = total.log() + most
+        losses = normal - logit
+        loss = torch.where(counts, losses, aten.zeros_like.default(losses)).sum()
+        counted = counts.to(torch.float32).sum()
+        loss = loss / counted if self.found.is_mean else loss
+        return loss.to(self.found.loss.meta["val"][0].dtype), normal, counted, whole
+
+    def differentiate(
+        self, values: Values, shard: Tensor, normal: Tensor, counted: Tensor, whole: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the rows, the head and the bias; None for one that is not computed."""
+        self.values = values
+        found, targets, begun = self.found, self.place_targets(), whole
+        tangent = found.scaled(self.values[found.backward[0].all_input_nodes[0]], counted)
+        factor = (targets[2].to(torch.float32) * tangent).unsqueeze(1)
+        shifted, of_rows = normal.unsqueeze(1), None
+        of_weight: list[Tensor] = []
+        of_bias: list[Tensor] = []
+        _, second, *others = found.backward
+        last = len(self.ranges) - 1
+        for number in range(last, -1, -1):
+            following = self.start(shard, number - 1) if number else begun
+            whole, begun = whole if number == last else self.wait(begun, number), following
+            made, logits = self.logits(whole, number)
+            share = (logits - shifted).exp()
+            column, inside = self.columns(number, *targets)
+            share = share.scatter_add(1, column.unsqueeze(1), -inside.to(share.dtype).unsqueeze(1))
+            made[second] = (share * factor).to(fake(second).dtype)
+            recompute(others, made)
             gradient = made[found.backward[-1]]
             if found.of_rows:
-                of_rows = self.add_product(of_rows, gradient, whole)
+                of_rows = add_product(of_rows, gradient, whole)
             if found.of_weight:
-                of_weight[number] = self.emit(aten.mm.default, self.emit(aten.t.default, gradient), self._rows)
+                of_weight.insert(0, gradient.t() @ self.values[found.operands[0]])
             if found.of_bias:
-                of_bias[number] = self.emit(aten.sum.dim_IntList, gradient, [0], True)
-        joined = self._concatenate(of_weight, 0), self._concatenate(of_bias, 1)
-        for nodes, value in ((found.of_rows, of_rows), (found.of_weight, joined[0]), (found.of_bias, joined[1])):
-            for node in nodes:
-                assert value is not None
-                node.replace_all_uses_with(self.cast(value, fake(node).dtype))
+                of_bias.insert(0, gradient.sum([0], keepdim=True))
+        joined = (
+            self.concatenate(of_weight, 0) if of_weight else None,
+            self.concatenate(of_bias, 1) if of_bias else None,
+        )
+        ends = zip((of_rows, *joined), (found.of_rows, found.of_weight, found.of_bias))
+        return tuple(value.to(fake(nodes[0]).dtype) if value is not None else None for value, nodes in ends)
 
-    def _start_first(self) -> Node:
-        """Start to gather the first chunk before the number of multiplications that a chunk takes."""
-        at, end = self._ranges[0]
-        wanted = len(fake(self._rows)) * (end - at) * self._ranks * self._spec.shape[1]
-        sources = [self._gather.node.all_input_nodes[0]]
-        while sources[-1].op != "placeholder":
-            sources.append(sources[-1].all_input_nodes[0])
-        self._shard = sources[-1] if self._is_looked_up else sources[0]
-        place = self.found.product
-        for node in reversed(list(self.graph.nodes)):
-            if node.op == "placeholder" or wanted <= 0:
-                break
-            if node < self.found.product and node.op == "call_function" and not is_backward(node):
-                place = place if node in sources else node
-                if node.target in (aten.mm.default, aten.addmm.default):  # pairs of numbers that it multiplies
-                    left: Any = node.args[-2]
-                    wanted -= math.prod(fake(node).shape) * fake(left).shape[1]
-        with self.graph.inserting_before(place):
-            for node in reversed(sources[:-1]):
-                if self._is_looked_up:  # the gather for the lookup keeps its sources
-                    self._shard = self.graph.node_copy(node, {node.all_input_nodes[0]: self._shard}.__getitem__)
-                elif place < node:
-                    place.prepend(node)
-            return self._start(0)
+    def concatenate(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Concatenate the chunks of a gradient along its dim of words."""
+        ranks, width = self.spec.num_shards, self.spec.shape[1:] if dim == 0 else ()
+        by_rank = [part.view([ranks, end - at, *width]) for part, (at, end) in zip(parts, self.ranges)]
+        joined = torch.cat(by_rank, 1).view([*([1] * dim), ranks * self.spec.shard_len, *width])
+        return joined if self.spec.is_even else joined.narrow(dim, 0, self.spec.shape[0])
 
-    def _start(self, number: int) -> Node:
-        """Start to gather a chunk."""
-        chunk = self.emit(aten.slice.Tensor, self._shard, 0, *self._ranges[number])
-        begun = self.emit(START_ALL_GATHER, chunk, self._ranks, self._gather.axis)
-        begun.meta[STARTED_EARLY] = True
-        return begun
 
-    def _settle(self, begun: Node | None, number: int) -> Node:
-        """Wait for a chunk; rows of padding become zero."""
-        assert begun is not None
-        chunk, dtype = self.emit(MODEL_WAIT, begun), self._spec.compute_dtype
-        chunk = chunk if fake(chunk).dtype == dtype else self.emit(aten.view.dtype, chunk, dtype)
-        padding = self._padding(number)
-        return chunk if padding is None else self.emit(aten.masked_fill.Scalar, chunk, padding, 0)
+def _rewrite(head: _Head, *, is_looked_up: bool) -> None:
+    """Rewrite a loss; a head that is looked up, too, needs its gather."""
+    found = head.found
+    shard, begun = _start_first(head, is_looked_up=is_looked_up)
+    loss, *kept = trace(found.loss, head.compute_loss, found.values, shard, begun, like=found.product)
+    found.replace_loss(loss)
+    if not found.backward:
+        return
+    for value in kept:
+        value.meta[IN_FORWARD] = True
+    gradients = trace(found.backward[0], head.differentiate, found.values, shard, *kept)
+    for gradient, nodes in zip(gradients, (found.of_rows, found.of_weight, found.of_bias)):
+        for node in nodes:
+            node.replace_all_uses_with(gradient)
+    joined = gradients[1]
+    while joined is not None and joined.target is not aten.cat.default:
+        (joined,) = joined.all_input_nodes
+    if joined is not None:
+        joined.meta[OF_PIECES] = True
 
-    def _padding(self, number: int) -> Node | None:
-        """Return a mask, in one column, of the rows of a chunk that are padding; None if there are none."""
-        (at, end), ranks, length = self._ranges[number], self._ranks, self._length
-        if (ranks - 1) * length + end <= self._spec.shape[0]:
-            return None
-        ones = self.emit(aten.new_ones.default, self._targets, [ranks, end - at])
-        before = self.emit(aten.mul.Tensor, self.emit(aten.cumsum.default, ones, 0), length)
-        rows = self.emit(aten.add.Tensor, self.emit(aten.cumsum.default, ones, 1), before)
-        # Row numbers are too large by one, and by one shard.
-        mask = self.emit(aten.gt.Scalar, rows, self._spec.shape[0] + length - at)
-        return self.emit(aten.view.default, mask, [ranks * (end - at), 1])
 
-    def _logits(self, whole: Node, number: int) -> tuple[dict[Node, Node], Node]:
-        """Return the nodes that compute the logits of a chunk, and the logits, very small for padding."""
-        found = self.found
-        operands = self._rows, self.emit(aten.t.default, whole)
-        bias = found.operands[2]
-        with_bias = () if bias is None else (self._of_vector(bias, number),)
-        product = self.emit(found.product.target, *with_bias, *operands)
-        made = {found.product: product}
-        self.recompute(found.forward[:-1], made)
-        softmax = found.forward[-1].all_input_nodes[0]
-        logits = self.cast(made[same_numbers(softmax)], torch.float32)
-        padding = self._padding(number)
-        if padding is not None:
-            logits = self.emit(aten.masked_fill.Scalar, logits, self.emit(aten.t.default, padding), -math.inf)
-        return made, logits
+def _start_first(head: _Head, *, is_looked_up: bool) -> tuple[Node, Node]:
+    """Start to gather the first chunk before the number of multiplications that a chunk takes.
 
-    def _of_vector(self, vector: Node, number: int) -> Node:
-        """Select the entries of a per-row vector that belong to one chunk."""
-        (at, end), ranks, length = self._ranges[number], self._ranks, self._length
-        if not self._spec.is_even:
-            vector = self.emit(aten.constant_pad_nd.default, vector, [0, ranks * length - self._spec.shape[0]])
-        chunk = self.emit(aten.slice.Tensor, self.emit(aten.view.default, vector, [ranks, length]), 1, at, end)
-        whole = self.emit(aten.clone.default, chunk, memory_format=torch.contiguous_format)
-        return self.emit(aten.view.default, whole, [ranks * (end - at)])
-
-    def _sum(self, logits: Node, most: Node | None, total: Node | None) -> tuple[Node, Node]:
-        """Update the largest logit of each row, and the sum of exponentials of the logits less the largest."""
-        largest = self.emit(aten.amax.default, logits, [1])
-        if most is not None:
-            largest = self.emit(aten.maximum.default, most, largest)
-        less = self.emit(aten.sub.Tensor, logits, self.emit(aten.unsqueeze.default, largest, 1))
-        added = self.emit(aten.sum.dim_IntList, self.emit(aten.exp.default, less), [1])
-        if most is not None:
-            scale = self.emit(aten.exp.default, self.emit(aten.sub.Tensor, most, largest))
-            added = self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, total, scale), added)
-        return largest, added
-
-    def _place_targets(self) -> tuple[Node, Node, Node]:
-        """Return the rank that has the row of each target, the place in its shard, and whether the target counts."""
-        counts = self.emit(aten.ne.Scalar, self._targets, self.found.loss.args[4])
-        owner = self.emit(aten.div.Tensor_mode, self._targets, self._length, rounding_mode="floor")
-        place = self.emit(aten.sub.Tensor, self._targets, self.emit(aten.mul.Tensor, owner, self._length))
-        if not self._spec.is_even:  # a target out of range must not find padding
-            out = self.emit(aten.ge.Scalar, self._targets, self._spec.shape[0])
-            owner = self.emit(aten.add.Tensor, owner, self.emit(aten.mul.Tensor, out, self._ranks))
-        return owner, place, counts
-
-    def _columns(self, number: int, owner: Node, place: Node, counts: Node) -> tuple[Node, Node]:
-        """Return the columns of targets in a chunk, and which targets are in it."""
-        at, end = self._ranges[number]
-        bounds = self.emit(aten.ge.Scalar, place, at), self.emit(aten.lt.Scalar, place, end)
-        inside = self.emit(aten.logical_and.default, self.emit(aten.logical_and.default, *bounds), counts)
-        column = self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, owner, end - at), place)
-        return self.emit(aten.mul.Tensor, self.emit(aten.sub.Tensor, column, at), inside), inside
-
-    def _at_targets(self, logits: Node, column: Node, inside: Node, before: Node | None) -> Node:
-        """Return the logits of the targets in the chunks so far."""
-        index = self.emit(aten.unsqueeze.default, column, 1)
-        chosen = self.emit(aten.squeeze.dim, self.emit(aten.gather.default, logits, 1, index), 1)
-        other = before if before is not None else self.emit(aten.zeros_like.default, chosen)
-        return self.emit(aten.where.self, inside, chosen, other)
-
-    def _finish_loss(self, normal: Node, logit: Node | None, counts: Node) -> Node:
-        """Replace the loss; return the number of rows that count."""
-        losses = self.emit(aten.sub.Tensor, normal, logit)
-        losses = self.emit(aten.where.self, counts, losses, self.emit(aten.zeros_like.default, losses))
-        loss = self.emit(aten.sum.default, losses)
-        counted = self.emit(aten.sum.default, self.emit(aten._to_copy.default, counts, dtype=torch.float32))
-        if self.found.is_mean:
-            loss = self.emit(aten.div.Tensor, loss, counted)
-        self.replace_loss(loss)
-        return counted
-
-    def _concatenate(self, parts: dict[int, Node], dim: int) -> Node | None:
-        """Concatenate the chunks of a gradient along its dim of words; None if there are no chunks."""
-        if not parts:
-            return None
-        ranks, width = self._ranks, (self._spec.shape[1],) if dim == 0 else ()
-        by_rank = [
-            self.emit(aten.view.default, parts[number], [ranks, end - at, *width])
-            for number, (at, end) in enumerate(self._ranges)
-        ]
-        joined = self.emit(aten.cat.default, by_rank, 1)
-        if width:
-            joined.meta[OF_PIECES] = True
-        joined = self.emit(aten.view.default, joined, [*([1] * dim), ranks * self._length, *width])
-        return joined if self._spec.is_even else self.emit(aten.slice.Tensor, joined, dim, 0, self._spec.shape[0])
+    Return the shard and the start.
+    """
+    found, graph, (at, end) = head.found, head.found.product.graph, head.ranges[0]
+    wanted = len(fake(found.operands[0])) * (end - at) * head.spec.num_shards * head.spec.shape[1]
+    sources = [head.gather.node.all_input_nodes[0]]
+    while sources[-1].op != "placeholder":
+        sources.append(sources[-1].all_input_nodes[0])
+    shard = sources[-1] if is_looked_up else sources[0]
+    place = found.product
+    for node in reversed(list(graph.nodes)):
+        if node.op == "placeholder" or wanted <= 0:
+            break
+        if node < found.product and node.op == "call_function" and not is_backward(node):
+            place = place if node in sources else node
+            if node.target in (aten.mm.default, aten.addmm.default):  # pairs of numbers that it multiplies
+                left: Any = node.args[-2]
+                wanted -= math.prod(fake(node).shape) * fake(left).shape[1]
+    for node in reversed(sources[:-1]):
+        if is_looked_up:  # the gather for the lookup keeps its sources
+            with graph.inserting_before(place):
+                shard = graph.node_copy(node, {node.all_input_nodes[0]: shard}.__getitem__)
+        elif place < node:
+            place.prepend(node)
+    return shard, trace(place, head.start, shard, 0, like=found.product)

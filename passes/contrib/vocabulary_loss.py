@@ -17,12 +17,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.fx import Graph, Node, map_arg
+from torch import Tensor
+from torch.fx import Node, map_arg
 
-from graphshard.ir.graph import aten, emit, fake
+from graphshard.ir.graph import aten, fake
 
 # Reductions of the rows' losses, in ATen's numbers; without one, each row has its own tangent.
 _MEAN, SUM = 1, 2
@@ -63,57 +63,46 @@ class VocabularyLoss:
         """Return whether the sum over rows is divided by the number of rows that count."""
         return bool(self.loss.args[3] == _MEAN)
 
+    @property
+    def values(self) -> dict[Node, Node]:
+        """Return the values that the loss and its gradients are made of, as arguments for `trace`."""
+        nodes = (*self.forward, *self.backward[2:])
+        read = {same_numbers(each): each for node in nodes for each in node.all_input_nodes if fake(each).dim() == 0}
+        targets, tangent = self.loss.args[1], [node.all_input_nodes[0] for node in self.backward[:1]]
+        others = (*self.operands, targets, *tangent)
+        return read | {node: node for node in others if isinstance(node, Node)}
 
-class LossRewriter:
-    """Base of the rewriting of one loss by parts of its rows or words; new nodes belong to the module of `like`."""
-
-    def __init__(self, found: VocabularyLoss) -> None:
-        self.found = found
-        self.graph: Graph = found.product.graph
-        self.like = found.product
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call at the graph's insertion point."""
-        return emit(self.graph, target, *args, like=self.like, **kwargs)
-
-    def cast(self, value: Node, dtype: torch.dtype) -> Node:
-        """Cast a value, unless it has the dtype."""
-        return value if fake(value).dtype == dtype else self.emit(aten._to_copy.default, value, dtype=dtype)
-
-    def widen(self, value: Node) -> Node:
-        """Cast a value to a dtype that sums can be taken in: float32 at least."""
-        return self.cast(value, torch.promote_types(fake(value).dtype, torch.float32))
-
-    def recompute(self, nodes: Iterable[Node], made: dict[Node, Node]) -> None:
-        """Compute nodes for a part of the rows or words; `made` maps nodes of the whole to nodes of the part."""
-        for node in nodes:
-            same = same_numbers(node)
-            if same is not node:
-                made[node] = made[same]
-                continue
-            args = map_arg(node.args, lambda each: made.get(same_numbers(each), each))
-            made[node] = self.emit(node.target, *args, **node.kwargs)
-
-    def add_product(self, before: Node | None, left: Node, right: Node) -> Node:
-        """Add a product of matrices to the sum of earlier products (`before`), in float32 at least."""
-        if before is not None and fake(before).dtype == fake(left).dtype:
-            return self.emit(aten.addmm.default, before, left, right)
-        product = self.widen(self.emit(aten.mm.default, left, right))
-        return product if before is None else self.emit(aten.add.Tensor, before, product)
+    def scaled(self, tangent: Tensor, counted: Tensor) -> Tensor:
+        """Return the tangent of each row's loss: of a mean it is divided by the number of rows that count."""
+        # The gradient of rows that do not count is zero, also if none counts.
+        return tangent / counted.clamp_min(1) if self.is_mean else tangent
 
     def replace_loss(self, loss: Node) -> None:
         """Let the readers of the loss read another node."""
-        for user in list(self.found.loss.users):
+        for user in list(self.loss.users):
             if user.target is operator.getitem and user.args[1] == 0:
-                user.replace_all_uses_with(self.cast(loss, fake(user).dtype))
+                user.replace_all_uses_with(loss)
 
-    def tangent(self, counted: Node) -> Node:
-        """Return the tangent of each row's loss: of a mean it is divided by the number of rows that count."""
-        tangent = self.found.backward[0].all_input_nodes[0]
-        if not self.found.is_mean:
-            return tangent
-        # The gradient of rows that do not count is zero, also if none counts.
-        return self.emit(aten.div.Tensor, tangent, self.emit(aten.clamp_min.default, counted, 1))
+
+def widen(value: Tensor) -> Tensor:
+    """Cast a value to a dtype that sums can be taken in: float32 at least."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def recompute(nodes: Iterable[Node], made: dict[Node, Tensor]) -> None:
+    """Compute nodes for a part of the rows or words; `made` maps nodes of the whole to values of the part."""
+    for node in nodes:
+        same = same_numbers(node)
+        args = map_arg(node.args, lambda each: made[same_numbers(each)])
+        made[node] = made[same] if same is not node else node.target(*args, **node.kwargs)  # type: ignore[operator]
+
+
+def add_product(before: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Add a product of matrices to the sum of earlier products (`before`), in float32 at least."""
+    if before is not None and before.dtype == left.dtype:
+        return torch.addmm(before, left, right)
+    product = widen(left @ right)
+    return product if before is None else before + product
 
 
 def same_numbers(node: Node) -> Node:

@@ -144,22 +144,22 @@ def test_before_and_after() -> None:
         """\
   %4: f32[3, 5] = t(%0)
   %5: f32[2, 3] = slice.Tensor(%1, 0, 0, 2)
-  %6: f32[2, 5] = mm(%5, %4)
-  %7: f32[2, 5] = _log_softmax(%6, 1, False)
-  %8: i64[2] = slice.Tensor(%2, 0, 0, 2)
-  %9: (f32[], f32[]) = nll_loss_forward(%7, %8, None, 2, -100)
+  %6: i64[2] = slice.Tensor(%2, 0, 0, 2)
+  %7: f32[2, 5] = mm(%5, %4)
+  %8: f32[2, 5] = _log_softmax(%7, 1, False)
+  %9: (f32[], f32[]) = nll_loss_forward(%8, %6, None, 2, -100)
   %10: f32[] = getitem(%9, 0)
   %11: f32[] = getitem(%9, 1)
   %12: f32[] = ones_like(%10)
-  %13: f32[2, 5] = nll_loss_backward(%12, %7, %8, None, 2, -100, %11)
-  %14: f32[2, 5] = _log_softmax_backward_data(%13, %7, 1, f32)
+  %13: f32[2, 5] = nll_loss_backward(%12, %8, %6, None, 2, -100, %11)
+  %14: f32[2, 5] = _log_softmax_backward_data(%13, %8, 1, f32)
   %15: f32[5, 2] = t(%14)
   %16: f32[5, 3] = mm(%15, %5)""",
     )
     assert_expected_inline(
         "\n".join(lines[-11:]),
         """\
-  %28: f32[2, 5] = _log_softmax_backward_data(%27, %19, 1, f32)
+  %28: f32[2, 5] = _log_softmax_backward_data(%27, %20, 1, f32)
   %29: f32[5, 2] = t(%28)
   %30: f32[5, 3] = addmm(%16, %29, %17)
   %31: f32[] = div.Tensor(%24, %25)

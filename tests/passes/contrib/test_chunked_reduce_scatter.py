@@ -24,9 +24,9 @@ def test_before_and_after() -> None:
     assert_expected_inline(
         "\n".join(print_phase(program.phases["backward"]).splitlines()[-9:]),
         """\
-  %166: i64[4, 1] = unsqueeze(%163, 1)
-  %167: f32[4, 1] = unsqueeze(%165, 1)
-  %168: f32[4, 4] = scatter_add(%155, 1, %166, %167)
+  %166: f32[4, 1] = unsqueeze(%165, 1)
+  %167: f32[4, 1] = neg(%166)
+  %168: f32[4, 4] = scatter_add(%155, 1, %164, %167)
   %169: f32[4, 4] = mul.Tensor(%168, %118)
   %170: f32[4, 4] = t(%169)
   %171: f32[4, 3] = mm(%170, %1)

@@ -87,7 +87,7 @@ def test_before_and_after() -> None:
   %16: i64[2, 1] = cumsum(%15, 0)  # embed
   %17: i64[2, 1] = sub.Tensor(%16, 4)  # embed
   %18: i64[2, 2] = sub.Tensor(%14, %17)  # embed
-  %19: i64[4] = view(%18, [4])  # embed
+  %19: i64[4] = view(%18, [-1])  # embed
   %20: i64[4] = all_to_all(%19, [2, 2], [2, 2], shard)  # embed
   %21: i64[4] = clamp(%20, 0, 3)  # embed
   %22: f32[4, 3] = embedding(%0, %21)  # embed
@@ -111,7 +111,7 @@ def test_before_and_after() -> None:
         "\n".join(print_phase(program.phases["backward"]).splitlines()[12:]),
         """\
   %38: i64[4] = all_to_all(%37, [2, 2], [2, 2], shard)
-  %39: f32[2, 3] = reshape(%10, [2, 3])
+  %39: f32[2, 3] = view(%10, [2, 3])
   %40: f32[4, 3] = all_gather(%39, 2, shard)
   %41: b8[4] = ge.Scalar(%38, 0)
   %42: b8[4] = lt.Scalar(%38, 4)

@@ -47,35 +47,33 @@ def test_before_and_after() -> None:
         """\
   %0: f32[2] = param:w
   %1: f32[4] = input:0
-  %9: f32[2] = reshape(%0, [2])
-  %10: f32[2] = _to_copy(%9, dtype=f32)
-  %11: f32[2] = abs(%10)
-  %12: f32[1] = amax(%11, [0], True)
-  %13: f32[1] = clamp_min(%12, 1.2037062152420224e-35)
-  %14: f32[1] = div.Tensor(%13, 448.0)
-  %15: f32[2] = div.Tensor(%10, %14)
-  %16: float8_e4m3fn[2] = _to_copy(%15, dtype=float8_e4m3fn)
-  %17: u8[2] = view.dtype(%16, u8)
-  %18: u8[4] = view.dtype(%14, u8)
-  %19: u8[6] = cat([%17, %18])
+  %9: f32[2] = view(%0, [-1])
+  %10: f32[2] = abs(%9)
+  %11: f32[1] = amax(%10, [0], True)
+  %12: f32[1] = clamp_min(%11, 1.2037062152420224e-35)
+  %13: f32[1] = div.Tensor(%12, 448.0)
+  %14: f32[2] = div.Tensor(%9, %13)
+  %15: float8_e4m3fn[2] = _to_copy(%14, dtype=float8_e4m3fn)
+  %16: u8[2] = view.dtype(%15, u8)
+  %17: u8[4] = view.dtype(%13, u8)
+  %18: u8[6] = cat([%16, %17])
 """,
     )
     assert_expected_inline(
         received,
         """\
-%3: u8[12] = all_gather_into_tensor(%19, 2, shard)
+%3: u8[12] = all_gather_into_tensor(%18, 2, shard)
   %4: u8[12] = wait_tensor(%3)
-  %20: u8[2, 6] = view(%4, [2, 6])
-  %21: u8[2, 2] = slice.Tensor(%20, 1, 0, 2)
-  %22: float8_e4m3fn[2, 2] = view.dtype(%21, float8_e4m3fn)
-  %23: u8[2, 4] = slice.Tensor(%20, 1, 2, 6)
+  %19: u8[2, 6] = view(%4, [2, 6])
+  %20: u8[2, 2] = slice.Tensor(%19, 1, 0, 2)
+  %21: float8_e4m3fn[2, 2] = view.dtype(%20, float8_e4m3fn)
+  %22: f32[2, 2] = _to_copy(%21, dtype=f32)
+  %23: u8[2, 4] = slice.Tensor(%19, 1, 2, 6)
   %24: u8[2, 4] = clone(%23, memory_format=torch.contiguous_format)
   %25: f32[2, 1] = view.dtype(%24, f32)
-  %26: f32[2, 2] = _to_copy(%22, dtype=f32)
-  %27: f32[2, 2] = mul.Tensor(%26, %25)
-  %28: f32[2, 2] = _to_copy(%27, dtype=f32)
-  %29: f32[4] = reshape(%28, [4])
-  %5: f32[4] = mul.Tensor(%1, %29)
+  %26: f32[2, 2] = mul.Tensor(%22, %25)
+  %27: f32[4] = view(%26, [4])
+  %5: f32[4] = mul.Tensor(%1, %27)
   return %5 as output:0
   return %1 as input:0
 """,
