@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, like: Node) -> None:
         super().__init__()
         self._like = like
-        self._nodes: dict[int, tuple[torch.Tensor, Node]] = {}  # by id; the values are kept alive
+        self._nodes: dict[int, tuple[Any, Node]] = {}  # by id; the values are kept alive
 
     def value_of(self, node: Node) -> torch.Tensor:
         """Return a value that stands for a node; two nodes may share their fake value."""
@@ -94,21 +94,6 @@ class _Tracer(TorchDispatchMode):
         node = _insert(self._like.graph, func, args, kwargs, value, self._like)
         self._nodes[id(value)] = value, node
         return node
-
-
-def question(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """Return a key that is equal for calls of an operator with identical values, while these are alive."""
-    return id(target), _asked(args), _asked(kwargs) if kwargs else ()
-
-
-def _asked(arg: Any) -> Hashable:
-    if isinstance(arg, Node):
-        return Node, id(arg.meta.get("val"))
-    if isinstance(arg, (tuple, list)):
-        return (list, *map(_asked, arg))
-    if isinstance(arg, Mapping):
-        return (dict, *((key, _asked(value)) for key, value in arg.items()))
-    return type(arg), str(arg)
 
 
 def _insert(graph: Graph, target: Callable[..., Any], args: Any, kwargs: Any, val: Any, like: Node | None) -> Node:
@@ -150,11 +135,14 @@ def interpolations() -> list[OpOverload]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
+def following(node: Node) -> Node:
+    """Return the node before which to insert after a node: the next one, or the first after all placeholders."""
+    return (node.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node).next
+
+
 def behind(node: Node) -> AbstractContextManager[Any]:
     """Insert after a node, or after all placeholders if it is one."""
-    if node.op == "placeholder":
-        node = node.graph.find_nodes(op="placeholder")[-1]
-    return node.graph.inserting_after(node)
+    return node.graph.inserting_before(following(node))
 
 
 def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:

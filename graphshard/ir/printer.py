@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from graphshard.ir.collective_regions import collectives
 from graphshard.ir.graph import is_collective, module_of
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
-from graphshard.ir.sizes import SymNumber, expression, is_size, numbers_in, rename
+from graphshard.ir.sizes import SymNumber, expression, is_size, rename
 from graphshard.ir.subgraph import subgraphs_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 from graphshard.torch_compat.torch_ops import OpOverload
@@ -36,45 +36,10 @@ _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 _MARKS = {CheckpointPolicy.MUST_RECOMPUTE: "(recompute)", CheckpointPolicy.MUST_SAVE: "(save)"}
 
 
-# Metadata that is printed.
-_PRINTED = (
-    *("val", "nn_module_stack", "fwd_nn_module_stack", "where"),
-    *("bucket", "exchanged", "recompute", "partitioner_tag"),
-)
-
-
-class Lines:
-    """Cache of printed lines for the next stage, as passes leave most nodes unchanged."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Node, str] = {}
-        self._known: dict[Node, tuple[tuple[Any, ...], str]] = {}
-
-    def begin(self, numbers: Mapping[Node, str]) -> None:
-        """Start a text in which values have these numbers."""
-        before = self._numbers
-        if any(before.get(node, name) != name for node, name in numbers.items()):
-            self._numbers, self._known = {}, {}  # others name them
-        self._numbers.update(numbers)
-
-    def line(self, node: Node, label: str, make: Callable[[], str]) -> str:
-        """Return the line of a node; call `make` if the node has changed."""
-        facts = (node.target, node.args, node.kwargs, *map(node.meta.get, _PRINTED))
-        known = self._known.get(node)
-        if known is None or known[0][0] != label or not all(map(operator.is_, facts, known[0][1:])):
-            known = (label, *facts), make()
-            if not numbers_in(node.meta.get("val")):  # a dynamic size may be specialized later
-                self._known[node] = known
-        return known[1]
-
-
-def print_program(program: Program, known: Lines | None = None) -> str:
-    """Return the text of all phases and of the subgraphs they call; number values without a number.
-
-    The cache of lines (`known`) is updated.
-    """
+def print_program(program: Program) -> str:
+    """Return the text of all phases and of the subgraphs they call; number values without a number."""
     number(program)
-    texts = [f"{name}:\n{print_phase(phase, known)}" for name, phase in program.phases.items()]
+    texts = [f"{name}:\n{print_phase(phase)}" for name, phase in program.phases.items()]
     if subgraphs := print_subgraphs(*(phase.module.graph for phase in program.phases.values())):
         texts.append(subgraphs)
     return "\n".join(texts)
@@ -86,11 +51,11 @@ def print_subgraphs(*graphs: Graph) -> str:
     return "\n".join(f"{name}:  # argument of a call\n{text}" for name, text in found.items())
 
 
-def print_phase(phase: Phase, known: Lines | None = None) -> str:
+def print_phase(phase: Phase) -> str:
     """Return one line for each node of a numbered phase."""
     slots = (*phase.inputs, *phase.outputs)
     labels = ["saved" if slot.kind == "saved" else visible(str(slot), lines=False) for slot in slots]
-    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :], known=known)
+    return print_graph(phase.module.graph, labels[: len(phase.inputs)], labels[len(phase.inputs) :])
 
 
 def number(program: Program) -> None:
@@ -105,14 +70,11 @@ def number(program: Program) -> None:
             taken.add(known)
 
 
-def print_graph(
-    graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False, known: Lines | None = None
-) -> str:
+def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
     """Return the text of a graph, with a label for each placeholder and output.
 
     Args:
         canonical: number values consecutively and omit comments, so that equal graphs have equal text.
-        known: cache of lines.
     """
     numbers: dict[Node, str] = {}
     for node in graph.nodes:
@@ -124,15 +86,6 @@ def print_graph(
         for index, (node, label) in enumerate(sizes.items())
     }
 
-    def line(node: Node, label: str) -> str:
-        args = [*(_arg(a, numbers) for a in node.args), *(f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items())]
-        call = label if node.op == "placeholder" else f"{_target(node)}({', '.join(args)})"
-        mark = ">" if node.op == "call_module" else "*" if is_collective(node) else " "
-        text = f"{mark} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
-        return _commented(text, "" if canonical else _comment(node))
-
-    keep = Lines() if known is None or names else known  # names of sizes depend on the text
-    keep.begin(numbers)
     labels = iter(inputs)
     lines: list[str] = []
     for node in graph.nodes:
@@ -142,9 +95,12 @@ def print_graph(
                 name = f" as {label}" if label else ""
                 comment = module_of(value) if label == "saved" else ""
                 lines.append(_commented(f"  return {_arg(value, numbers)}{name}", comment))
-        else:
-            label = next(labels) if node.op == "placeholder" else ""
-            lines.append(keep.line(node, label, functools.partial(line, node, label)))
+            continue
+        args = [*(_arg(a, numbers) for a in node.args), *(f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items())]
+        call = next(labels) if node.op == "placeholder" else f"{_target(node)}({', '.join(args)})"
+        mark = ">" if node.op == "call_module" else "*" if is_collective(node) else " "
+        text = f"{mark} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
+        lines.append(_commented(text, "" if canonical else _comment(node)))
     return "".join(lines)
 
 

@@ -55,25 +55,9 @@ class RuntimeAssert:
             raise InputError(f"forward raises an exception for these inputs at {self.line}")
 
 
-SlotKind = Literal[
-    "param",
-    "part",
-    "gathered",
-    "buffer",
-    "late",
-    "input",
-    "size",
-    "tangent",
-    "output",
-    "mutation",
-    "saved",
-    "shown",
-    "piece",
-    "grad",
-    "accumulated",
-    "partial",
-    "pending",
-]
+_InputKind = Literal["param", "part", "gathered", "buffer", "late", "input", "size", "tangent"]
+_OutputKind = Literal["output", "mutation", "saved", "shown", "piece", "grad", "accumulated", "partial", "pending"]
+SlotKind = Literal[_InputKind, _OutputKind]
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,11 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
         node.args, node.kwargs = map_aggregate((node.args, node.kwargs), build)
         if is_size(node) and build.knows(expression(node.meta["val"])) and not build.keep(node):
             old.append(node)
-    results = list(zip(phase.results, phase.outputs, strict=True))
-    numbers = [slot for v, slot in results if slot.kind == "saved" and not (isinstance(v, Node) and not is_size(v))]
-    kept = [(value, slot) for value, slot in results if slot.kind != "size" and slot not in numbers]
+
+    def is_kept(value: Any, slot: Slot) -> bool:
+        return slot.kind != "size" and (slot.kind != "saved" or (isinstance(value, Node) and not is_size(value)))
+
+    kept = [each for each in zip(phase.results, phase.outputs, strict=True) if is_kept(*each)]
     phase.set_results([value for value, _ in kept])
     phase.outputs = tuple(slot for _, slot in kept)
     for node in reversed(old):

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from graphshard.ir.graph import aten, behind, emit, is_communication, is_part, is_view
-from graphshard.ir.param_table import memory_order
+from graphshard.ir.graph import aten, following, is_communication, is_part, is_view, trace
+from graphshard.ir.param_table import inverse_of, memory_order
 from graphshard.ir.sizes import expression
 from graphshard.torch_compat.torch_ops import OpOverload
 
@@ -104,17 +104,13 @@ def restride(node: Node, value: torch.Tensor, free: Collection[Node] = ()) -> bo
 
 def laid_out(node: Node, order: Sequence[int]) -> Node:
     """Insert a copy of a value with dims in this memory order; () is contiguous."""
-    steps: list[tuple[OpOverload, list[list[int]], dict[str, Any]]] = [
-        (aten.clone.default, [], {"memory_format": torch.contiguous_format})
-    ]
-    if order:
-        back = sorted(range(len(order)), key=order.__getitem__)
-        steps = [(aten.permute.default, [list(order)], {}), *steps, (aten.permute.default, [back], {})]
-    copied = node
-    for target, args, kwargs in steps:
-        with behind(copied):
-            copied = emit(node.graph, target, copied, *args, like=node, **kwargs)
-    return copied
+
+    def copied(value: torch.Tensor) -> torch.Tensor:
+        if not order:
+            return value.clone(memory_format=torch.contiguous_format)
+        return value.permute(*order).clone(memory_format=torch.contiguous_format).permute(inverse_of(order))
+
+    return trace(following(node), copied, node, like=node)
 
 
 def _takes_any_strides(node: Node) -> bool:

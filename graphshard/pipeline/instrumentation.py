@@ -24,14 +24,14 @@ from graphshard.errors import PassError
 from graphshard.ir.collective_regions import saved_values, units_gathered
 from graphshard.ir.graph import base_of, is_alias, is_part, module_of
 from graphshard.ir.plan import Plan
-from graphshard.ir.printer import Lines, number, print_communication, print_program
+from graphshard.ir.printer import number, print_communication, print_program
 from graphshard.ir.program import Program, Stage, UnitMemory
 from graphshard.ir.repeat_windows import RepeatExpansion
 from graphshard.ir.repeats import TEMPLATE
 from graphshard.ir.units import unit_of
 from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
-from graphshard.pipeline.rules import Checked, verify, verify_lowered
+from graphshard.pipeline.rules import Made, verify, verify_lowered
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
 from graphshard.torch_compat.torch_ops import OpOverload, trace_structured
 from graphshard.utils.files import BestEffort
@@ -77,14 +77,13 @@ class Observer:
     most: int | None = None
     summary: bool = True
     _last: tuple[str, Plan | None] | None = field(default=None, init=False)
-    _lines: Lines = field(default_factory=Lines, init=False)
-    _checked: Checked = field(default_factory=Checked, init=False)
+    _made: Made = field(default_factory=dict, init=False)
 
     def after(self, program: Program, name: str, rewrites: int, seconds: float, *, exact: bool = True) -> None:
         """Handle the end of a pass, of capture or of lowering."""
         stage = self.note(program, name, rewrites, seconds, exact=exact)
         if self.level == "each" or (self.level == "ends" and name == "capture"):
-            verify(program, name, checked=self._checked)
+            verify(program, name, made=self._made)
         now = stage.text, program.plan
         if self.level != "off" and self._last is not None and (rewrites == 0) != (now == self._last):
             problem = "is what it was. Return 0." if rewrites else "changed. Return the number of rewrites."
@@ -93,10 +92,8 @@ class Observer:
 
     def end(self, program: Program) -> None:
         """Handle the end of all passes."""
-        self._lines = Lines()  # do not keep nodes alive
         if self.level != "off":
-            verify(program, "the last pass", complete=True, checked=self._checked)
-        self._checked = Checked()
+            verify(program, "the last pass", complete=True, made=self._made)
         if not self.summary:
             return
         program.communication = print_communication(program)
@@ -129,7 +126,7 @@ class Observer:
         number(program)
         printed = self.most is None or num_nodes <= self.most or self.level != "off"
         if not text:
-            text = print_program(program, self._lines) if printed else f"{num_nodes:,} operators: too many to print\n"
+            text = print_program(program) if printed else f"{num_nodes:,} operators: too many to print\n"
         stage = Stage(name, rewrites, seconds, text, num_nodes, exact)
         program.history.append(stage)
         log.info("%s: %d rewrites in %.2f s%s", name, rewrites, seconds, "" if exact else ", may change numerics")

@@ -104,7 +104,7 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
     def peak(found: _Decision) -> int:
         """Return the bytes of the rank that takes most."""
         assert agreed is not None
-        copy = _copied(program)
+        copy = program.clone()
         run(chosen(found), copy)
         try:
             prediction = replace(agreed, planner=searching, known={})(copy).prediction
@@ -143,11 +143,6 @@ def same_share(passes: tuple[Pass, ...], program: Program) -> tuple[Pass, ...]:
 
 def _kept(program: Program, share: float) -> list[str]:
     return sorted(within_share(ranked(program), share))
-
-
-def _copied(program: Program) -> Program:
-    phases = {name: phase.clone() for name, phase in program.phases.items()}
-    return replace(program, phases=phases, history=[], established=set(program.established))
 
 
 def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: Run) -> _Decision:
@@ -240,7 +235,7 @@ class PolicySearch:
     def _program_at(self, index: int) -> Program:
         """Return the program at a border, as the planner reads it."""
         if index not in self._partitioned:
-            copy = _copied(self.program)
+            copy = self.program.clone()
             if index + 1 < len(self.shares):
                 mark(copy, within_share(self._sizes, self.shares[index]))
             self.run(self.between, copy)

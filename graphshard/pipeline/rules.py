@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -27,7 +27,6 @@ from graphshard.ir.graph import (
     is_communication,
     is_reduced,
     launch_of,
-    question,
 )
 from graphshard.ir.kernel_shapes import MISSING
 from graphshard.ir.printer import describe, dtype_name, print_nodes_around
@@ -61,34 +60,23 @@ class Violation:
 
 
 Rule = Callable[..., Iterator[Violation]]
+# What operators make, as text, by their arguments: equal blocks and later stages have the same calls.
+Made = dict[Hashable, str]
 
 
-@dataclass
-class Checked:
-    """Calls that were correct at earlier stages: most passes leave most of a graph unchanged.
-
-    Attributes:
-        right: correct calls, with their values: these must stay alive, as calls are compared by their addresses.
-        makes: results of operators by the shapes of their arguments.
-    """
-
-    right: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict)
-    makes: dict[Hashable, str] = field(default_factory=dict)
-
-
-def verify(program: Program, author: str, *, complete: bool = False, checked: Checked | None = None) -> None:
+def verify(program: Program, author: str, *, complete: bool = False, made: Made | None = None) -> None:
     """Check every rule that holds at this stage.
 
     Args:
         author: the pass that made the program.
         complete: no pass follows, so that every rule that lowering needs must hold.
-        checked: calls that were correct at earlier stages of this program; new ones are added.
+        made: known results of operators; new ones are added.
 
     Raises:
         PassError: names the first broken rule, the pass, and the nodes around the fault.
     """
     later = program.established | set(REQUIRED if complete else ())
-    _check(program, author, [*ALWAYS, *(rule for name, rule in ESTABLISHED.items() if name in later)], checked)
+    _check(program, author, [*ALWAYS, *(rule for name, rule in ESTABLISHED.items() if name in later)], made)
     for name, phase in program.phases.items():
         try:
             phase.module.graph.lint()
@@ -101,10 +89,10 @@ def verify_lowered(program: Program) -> None:
     _check(program, "lower", LOWERED)
 
 
-def _check(program: Program, author: str, rules: Iterable[Rule], checked: Checked | None = None) -> None:
+def _check(program: Program, author: str, rules: Iterable[Rule], made: Made | None = None) -> None:
     for rule in rules:
         for phase_name, phase in program.phases.items():
-            more = (checked,) if rule is consistent_values else ()
+            more = (made,) if rule is consistent_values else ()
             for violation in rule(program, phase_name, *more):
                 around = f"\n{print_nodes_around(phase, violation.node)}" if violation.node is not None else ""
                 raise PassError(
@@ -189,50 +177,40 @@ def no_rank(program: Program, phase_name: str) -> Iterator[Violation]:
             yield Violation(f"{node.target} is read from the module instead of passed as an input", node)
 
 
-def consistent_values(program: Program, phase_name: str, checked: Checked | None = None) -> Iterator[Violation]:
+def consistent_values(program: Program, phase_name: str, made: Made | None = None) -> Iterator[Violation]:
     """The recorded shape and dtype of a value are what its operator makes of its inputs."""
-    yield from wrong_values(program.phases[phase_name].module.graph, checked)
+    yield from wrong_values(program.phases[phase_name].module.graph, made)
 
 
-def wrong_values(graph: Graph, checked: Checked | None = None) -> Iterator[Violation]:
+def wrong_values(graph: Graph, made: Made | None = None) -> Iterator[Violation]:
     """Yield the nodes of a graph whose recorded value is not the one that the operator makes."""
     # A dynamic size may turn out to be one number, or to be equal to another.
-    if checked is None or any(numbers_in(node.meta.get("val")) for node in graph.nodes):
-        checked = Checked()
+    if made is None or any(numbers_in(node.meta.get("val")) for node in graph.nodes):
+        made = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or _makes_symbol(node):
             continue
         val = node.meta.get("val")
-        # Copies of a block have the very values of the block.
-        same = question(node.target, node.args, node.kwargs), id(val)
-        if same in checked.right or _makes_symbol(node):
-            continue
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        # Equal blocks ask the same questions: each is answered once.
         # As text: dynamic sizes cannot be hashed.
         aspects = ((str(x.shape), str(x.stride()), x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in leaves)
-        asked = (node.target, str(structure), *aspects)
-        makes = checked.makes.get(asked)
-        if makes is None:
+        call = (node.target, str(structure), *aspects)
+        if call not in made:
             mode = next((fake_mode_of(v) for v in [*leaves, val] if isinstance(v, torch.Tensor)), None)
             if mode is None:
                 continue
             try:
                 kernel = MISSING.get(node.target)
                 with mode, new_symbols_dropped(mode), torch.no_grad():
-                    made = kernel(mode, node.target, *args, **kwargs) if kernel else node.target(*args, **kwargs)
-                free = {symbol for n in numbers_in(made) if is_unknown(n) for symbol in n.node.expr.free_symbols}
+                    result = kernel(mode, node.target, *args, **kwargs) if kernel else node.target(*args, **kwargs)
+                free = {symbol for n in numbers_in(result) if is_unknown(n) for symbol in n.node.expr.free_symbols}
                 free -= symbols_of(leaves)
-                makes = describe(val if free and _refines(val, made, free) else made)
+                made[call] = describe(val if free and _refines(val, result, free) else result)
             except Exception as error:
-                free, makes = set(), f"{type(error).__name__}: {error}"
-            if not free:
-                checked.makes[asked] = makes
-        if makes != describe(val):
-            yield Violation(f"{node.name} is said to be {describe(val)}, its operator makes {makes}", node)
-        else:
-            checked.right[same] = args, kwargs, val
+                made[call] = f"{type(error).__name__}: {error}"
+        if made[call] != describe(val):
+            yield Violation(f"{node.name} is said to be {describe(val)}, its operator makes {made[call]}", node)
 
 
 def _refines(said: Any, made: Any, free: set[sympy.Symbol]) -> bool:

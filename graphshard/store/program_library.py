@@ -32,7 +32,7 @@ from graphshard.lower.regions import Boxed, RegionCall
 from graphshard.module.installed_programs import reason_of
 from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
 from graphshard.module.runner import Runner
-from graphshard.pipeline.rules import Checked, consistent_values, saved_is_returned, wrong_values
+from graphshard.pipeline.rules import Made, consistent_values, saved_is_returned, wrong_values
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.store.artifact_file import Artifact
 from graphshard.store.artifact_manifest import ProgramEntry
@@ -192,7 +192,7 @@ def read_programs(
     artifact: Artifact, entries: Sequence[ProgramEntry], model: nn.Module, runner: Runner
 ) -> tuple[ProgramLibrary, list[Program]]:
     """Read programs, and check them; the regions that they call are added to the runner's."""
-    tracer, regions, checked = runner.tracer, dict[str, Region | None](), Checked()
+    tracer, regions, made = runner.tracer, dict[str, Region | None](), Made()
     library = ProgramLibrary(artifact, [StoredProgram.of(artifact, entry) for entry in entries])
     for key in {key for stored in library.programs for key in stored.regions} - tracer.compiled.keys():
         if artifact.manifest.regions[key].code == "later":
@@ -201,7 +201,7 @@ def read_programs(
                 "machine.",
                 *(artifact.path, key, artifact.path),
             )
-        fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, checked)
+        fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, made)
         # Regions with dynamic sizes have the number of their program in their keys.
         tracer.compiled[key] = RegionCall(fn, _CONDITIONAL if "-" in key else None, kept=True)
     programs = []
@@ -215,11 +215,11 @@ def read_programs(
 
 
 def read_region(
-    artifact: Artifact, key: str, backend: Backend, device: torch.device, checked: Checked | None = None
+    artifact: Artifact, key: str, backend: Backend, device: torch.device, made: Made | None = None
 ) -> tuple[Boxed, Region | None]:
     """Return the function that runs a region of a file, and its operators unless there is code for it.
 
-    They are checked if calls that were found right in other regions are given as `checked`.
+    They are checked if the results of operators in other regions are given as `made`.
     """
     code = artifact.manifest.regions[key].code
     if code == "native":
@@ -228,8 +228,8 @@ def read_region(
         capability = torch.cuda.get_device_capability(device)
         return GpuRegion(artifact.gpu_code(key, capability, device), device), None
     region = artifact.region(key, device)
-    if checked is not None:
-        check_region(region, checked)
+    if made is not None:
+        check_region(region, made)
     if code == "operators":
         return (compile_eager if backend == "eager" else compile_operators)(region), region
     from graphshard.lower import inductor  # takes seconds to import
@@ -266,9 +266,9 @@ def check_program(program: Program, phases: list[str], module: nn.Module, region
         raise ArtifactError(f"a program cannot run: {fault}. Export it again.")
 
 
-def check_region(region: Region, checked: Checked) -> None:
-    """Raise ArtifactError if a value of a region is not what its operator makes; `checked` are calls known as right."""
-    for violation in wrong_values(region.module.graph, checked):
+def check_region(region: Region, made: Made) -> None:
+    """Raise ArtifactError if a value of a region is not what its operator makes."""
+    for violation in wrong_values(region.module.graph, made):
         raise ArtifactError(f"region {region.key} cannot run: {violation.message}. Export it again.")
 
 

@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from graphshard.errors import PassError
 from graphshard.ir.graph import aten, calls_of, erase_dead, fake, trace
@@ -40,6 +39,7 @@ from graphshard.passes.contrib.vocabulary_loss import (
     VocabularyLoss,
     add_product,
     recompute,
+    run,
     vocabulary_loss,
     widen,
 )
@@ -106,7 +106,7 @@ def _sums(found: VocabularyLoss, size: int, values: dict[Any, Tensor]) -> dict[s
     transposed = weight.t() if found.of_rows else weight
     for start in range(0, len(rows), size):
         own, chosen = (each[start : start + size] for each in (rows, values[targets]))
-        made = {**values, found.product: found.product.target(*bias, own, weight)}
+        made = {**values, found.product: run(found.product, *bias, own, weight)}
         recompute(found.forward, made)
         softmax = made[found.forward[-1]]
         total, counted = aten.nll_loss_forward.default(softmax, chosen, None, SUM, ignored)
@@ -115,8 +115,8 @@ def _sums(found: VocabularyLoss, size: int, values: dict[Any, Tensor]) -> dict[s
         if not found.backward:
             continue
         first, second, *others = found.backward
-        made[first] = first.target(aten.ones_like.default(total), softmax, chosen, None, SUM, ignored, counted)
-        made[second] = second.target(made[first], softmax, *second.args[2:])
+        made[first] = run(first, aten.ones_like.default(total), softmax, chosen, None, SUM, ignored, counted)
+        made[second] = run(second, made[first], softmax, *second.args[2:])
         recompute(others, made)
         gradient = made[found.backward[-1]]
         if found.of_rows:

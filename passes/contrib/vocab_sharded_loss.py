@@ -53,6 +53,7 @@ from graphshard.passes.contrib.vocabulary_loss import (
     VocabularyLoss,
     add_product,
     recompute,
+    run,
     same_numbers,
     vocabulary_loss,
 )
@@ -165,7 +166,7 @@ class _Head:
         """Return the values that make the logits of a chunk, and the logits, very small for padding."""
         found, (rows, _, bias) = self.found, self.found.operands
         with_bias = () if bias is None else (self.entries(self.values[bias], number),)
-        made = {**self.values, found.product: found.product.target(*with_bias, self.values[rows], whole.t())}
+        made = {**self.values, found.product: run(found.product, *with_bias, self.values[rows], whole.t())}
         recompute(found.forward[:-1], made)
         logits = made[same_numbers(found.forward[-1].all_input_nodes[0])].float()
         padding = self.padding(number)
@@ -180,12 +181,13 @@ class _Head:
 
     def place_targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rank that has the row of each target, the place in its shard, and whether the target counts."""
+        ignored: Any = self.found.loss.args[4]
         targets = self.values[self.found.loss.args[1]]
         owner = targets.div(self.spec.shard_len, rounding_mode="floor")
         place = targets - owner * self.spec.shard_len
         if not self.spec.is_even:  # a target out of range must not find padding
             owner = owner + (targets >= self.spec.shape[0]) * self.spec.num_shards
-        return owner, place, targets != self.found.loss.args[4]
+        return owner, place, targets != ignored
 
     def columns(self, number: int, owner: Tensor, place: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the columns of targets in a chunk, and which targets are in it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,12 +90,18 @@ def widen(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
+def run(node: Node, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the operator of a node."""
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
 def recompute(nodes: Iterable[Node], made: dict[Node, Tensor]) -> None:
     """Compute nodes for a part of the rows or words; `made` maps nodes of the whole to values of the part."""
     for node in nodes:
         same = same_numbers(node)
         args = map_arg(node.args, lambda each: made[same_numbers(each)])
-        made[node] = made[same] if same is not node else node.target(*args, **node.kwargs)  # type: ignore[operator]
+        made[node] = made[same] if same is not node else run(node, *args, **node.kwargs)
 
 
 def add_product(before: Tensor | None, left: Tensor, right: Tensor) -> Tensor:

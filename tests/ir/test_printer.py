@@ -9,9 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.ir import printer
-from graphshard.ir.graph import calls_of, replace_after
-from graphshard.ir.printer import Lines, describe, dtype_name, print_communication, print_graph, print_program
+from graphshard.ir.printer import describe, dtype_name, print_communication, print_graph, print_program
 from graphshard.ir.program import Program
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from tests.helpers import COALESCED, PACKED, Affine, Blocks, captured, through
@@ -152,30 +150,3 @@ def test_describe() -> None:
     assert describe(torch.ones(2, 3)) == "f32[2, 3]"
     assert describe((torch.ones(()), [torch.ones(1)])) == "(f32[], (f32[1]))"
     assert describe(3) == "int"
-
-
-def test_lines_of_an_earlier_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unchanged lines are cached, changed ones are printed again, also if only a name in them changed."""
-    program = through(captured(Blocks(2), (torch.ones(3, 4),)), "partition")
-    known, asked = Lines(), []
-    text = print_program(program, known)
-
-    def counted(val: object, *names: object) -> str:
-        asked.append(val)
-        return describe(val, *names)
-
-    monkeypatch.setattr(printer, "describe", counted)
-    assert print_program(program, known) == text
-    assert asked == []
-
-    relu = calls_of(program.phases["forward"], torch.ops.aten.relu.default)[0]
-    negative = replace_after(relu, torch.ops.aten.neg.default)
-    assert print_program(program, known) == print_program(program) != text
-    negative.meta["bucket"] = "gather a"
-    assert "[gather a]" in print_program(program, known)
-
-    with relu.graph.inserting_before(relu):  # a copy takes the number, and the original gets another one
-        relu.graph.node_copy(relu)
-    assert print_program(program, known) == print_program(program)
-    negative.target = torch.ops.aten.abs.default
-    assert print_program(program, known) == print_program(program)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.fx import Node
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import CollectiveRegions, collectives
-from graphshard.ir.graph import c10d, calls_of, emit
+from graphshard.ir.graph import c10d, emit
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_phase, print_program
