@@ -104,10 +104,8 @@ def _upload(shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node 
 def _start_one_unit_ahead(units: dict[Node, str]) -> None:
     """Start the copies of each unit where the copies of the unit before it have arrived; all of a unit arrive together.
 
-    An arrival waits for every copy that was started before it, so copies for later units must start after it.
-
-    Args:
-        units: by arrival; the root's compute before its blocks, and after them, counts as two units.
+    An arrival waits for every copy that was started before it, so copies for later units must start after it. The
+    root's compute before its blocks, and after them, counts as two units.
     """
     before: Node | None = None  # the last arrival of the unit before
     for _, group in itertools.groupby(sorted(units), units.__getitem__):

@@ -48,9 +48,7 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 def trace(before: Node, function: Callable[..., Any], *given: Any, like: Node | None = None) -> Any:
     """Insert the ATen operators that a function of tensors calls before a node; return its results as nodes.
 
-    Args:
-        given: arguments of the function; nodes stand for tensors, also in tuples, lists and dicts.
-        like: as for `emit`; by default the node `before`.
+    Nodes in its arguments (`given`), also in tuples, lists and dicts, stand for tensors. `like` is as for `emit`.
     """
     with torch.no_grad(), before.graph.inserting_before(before):
         tracer = _Tracer(like or before)
@@ -272,11 +270,7 @@ def _may_alias(target: OpOverload) -> bool:
 
 
 def base_of(node: Node, shares: Callable[[Node], bool] = is_view) -> Node:
-    """Return the value whose memory `node` may share: the start of its chain of views.
-
-    Args:
-        shares: tells whether a call shares the memory of its first input.
-    """
+    """Return the value whose memory `node` may share: the start of its chain of calls that share their first input."""
     while node.op == "call_function" and node.all_input_nodes and shares(node):
         node = node.all_input_nodes[0]
     return node

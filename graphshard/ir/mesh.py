@@ -107,11 +107,7 @@ class DTensorLayout:
         return (math.prod(left.num_pieces for left in self.sums) * shape[0], *shape[1:]) if shape else ()
 
     def num_pieces(self, dim: int, sizes: Mapping[str, int]) -> int:
-        """Return the number of pieces that a dim is cut into.
-
-        Args:
-            sizes: axis sizes by name. Axes that are missing (in a call of a submodule) count as 1.
-        """
+        """Return the number of pieces of a dim; axes without a size (in a call of a submodule) count as 1."""
         return math.prod(sizes.get(cut.axis, 1) for cut in self.cuts if cut.dim == dim)
 
     def is_even(self, sizes: Mapping[str, int]) -> bool:
@@ -163,11 +159,7 @@ def axes_of_mesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def axes_around(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Return the submesh of some axes of a mesh or of its root mesh.
-
-    Raises:
-        UnsupportedError: the root mesh does not have these axes.
-    """
+    """Return the submesh of some axes of a mesh or of its root mesh; raise UnsupportedError if neither has them."""
     if set(names) <= set(mesh.mesh_dim_names or ()):
         return axes_of_mesh(mesh, names)
     root = root_of(mesh)

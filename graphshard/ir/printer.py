@@ -73,8 +73,7 @@ def number(program: Program) -> None:
 def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonical: bool = False) -> str:
     """Return the text of a graph, with a label for each placeholder and output.
 
-    Args:
-        canonical: number values consecutively and omit comments, so that equal graphs have equal text.
+    If `canonical`, number values consecutively and omit comments, so that equal graphs have equal text.
     """
     numbers: dict[Node, str] = {}
     for node in graph.nodes:
@@ -132,11 +131,7 @@ def print_communication(program: Program) -> list[str]:
 
 
 def describe(val: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
-    """Return `bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, else the type's name.
-
-    Args:
-        names: names of the symbols in dynamic sizes.
-    """
+    """Return `bf16[64, s0]` for a tensor, `(f32[4], f32[4])` for several, `s0*s1` for a number, or a type."""
     if isinstance(val, torch.Tensor):
         sizes = [str(size) if type(size) is int else rename(size, names) for size in val.shape]
         return f"{dtype_name(val.dtype)}[{', '.join(sizes)}]"

@@ -91,11 +91,8 @@ aten = torch.ops.aten
 def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
     """Repeat in backward the writes of checkpointed regions to buffers, as eager mode does.
 
-    Returns:
-        The buffers, each with the outputs any of which leads backward through the region.
-
-    Raises:
-        GraphBreak: the buffer, or gradients, would differ from eager mode.
+    Return the buffers, each with the outputs any of which leads backward through the region. Raise GraphBreak if the
+    buffer, or gradients, would differ from eager mode.
     """
     sources = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer"}
     written: dict[str, Node] = {}

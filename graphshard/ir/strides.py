@@ -56,15 +56,9 @@ def strides_without_gaps(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def restride(node: Node, value: torch.Tensor, free: Collection[Node] = ()) -> bool:
-    """Give a node a fake value with other strides, and propagate these to its users.
+    """Give a node a fake value with other strides, and propagate these to its users; return whether this is possible.
 
-    Communicated and returned values are copied to keep their strides.
-
-    Args:
-        free: results that may be returned with the new strides.
-
-    Returns:
-        Whether this is possible; otherwise nothing is changed.
+    Communicated and returned values are copied to keep their strides; results that are `free` need not keep them.
     """
     values: dict[Node, Any] = {node: value}
     targets: dict[Node, Any] = {}

@@ -118,11 +118,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def method_of(shard: torch.Tensor, name: str, standing_in: torch.Tensor) -> Any:
-    """Return a protocol method of a shard, bound to the tensor that stands in for the shard.
-
-    Raises:
-        CaptureError: a function was set on the shard without being bound to it.
-    """
+    """Return a protocol method of a shard, bound to the tensor that stands in for it; CaptureError if it is unbound."""
     own = shard.__dict__.get(name)
     if own is None:
         return getattr(standing_in, name)

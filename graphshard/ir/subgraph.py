@@ -66,11 +66,7 @@ class Subgraph:
 
 
 def subgraph_of(graph: Graph, print_graph: Callable[..., str]) -> Subgraph:
-    """Return the subgraph of a graph.
-
-    Args:
-        print_graph: prints graphs.
-    """
+    """Return the subgraph of a graph, with the text that `print_graph` gives."""
     inputs = [_input(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
     results = graph.output_node().args[0]
     num_results = len(results) if isinstance(results, (tuple, list)) else 1
@@ -146,11 +142,7 @@ def _read(module: GraphModule, node: Node, subgraph: Subgraph) -> Node:
 
 
 def take_attributes(module: GraphModule, known: Mapping[str, Subgraph]) -> None:
-    """Turn attributes back into subgraph arguments, in place.
-
-    Args:
-        known: subgraphs by attribute name.
-    """
+    """Turn attributes (`known`, by name) back into subgraph arguments, in place."""
     for node in list(module.graph.find_nodes(op="get_attr")):
         subgraph: Any = known.get(str(node.target))
         if subgraph is None:

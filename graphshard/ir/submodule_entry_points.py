@@ -19,10 +19,8 @@ OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
 class EntryPoint:
     """Replacement of a module's method that runs a program captured for that method.
 
-    The compiled forward of the whole model never calls it, and it is removed while a module is captured.
-
-    Attributes:
-        replaced: the instance attribute that it replaces; MISSING if the method was the class's.
+    The compiled forward of the whole model never calls it, and it is removed while a module is captured. `replaced` is
+    the instance attribute that it replaces; MISSING if the method was the class's.
     """
 
     def __init__(self, module: nn.Module, name: str, run: Callable[..., Any], method: str = "forward") -> None:

@@ -179,11 +179,7 @@ def precision_of(spec: PolicySpec, units: Sequence[str]) -> Precision:
 
 
 def reduced_in(policy: MixedPrecisionPolicy, own: torch.dtype, grad: torch.dtype) -> torch.dtype:
-    """Return the dtype that a gradient is reduced in, as FSDP2 of the installed torch decides it.
-
-    Args:
-        own: dtype of the parameter's shard.
-    """
+    """Return the dtype that the gradient of a shard of dtype `own` is reduced in, as FSDP2 of this torch decides it."""
     if _IN_OWN_DTYPE:
         return policy.reduce_dtype or own
     return grad if policy.reduce_dtype in (None, policy.param_dtype) else policy.reduce_dtype

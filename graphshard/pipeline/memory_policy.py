@@ -148,8 +148,7 @@ def _kept(program: Program, share: float) -> list[str]:
 def best(program: Program, between: tuple[Pass, ...], planner: PlanByCost, run: Run) -> _Decision:
     """Return the share to save, the fraction of it to offload, and a lower bound of the step in seconds.
 
-    Raises:
-        InfeasibleError: no choice fits.
+    Raise InfeasibleError if no choice fits.
     """
     may_offload = planner.costs.profile.device != "cpu" and OffloadActivations.name not in [p.name for p in between]
     plain = PolicySearch(program, between, planner, run)

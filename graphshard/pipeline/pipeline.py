@@ -163,8 +163,7 @@ class Partitioned:
 def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -> Partitioned | None:
     """Run all passes over a captured program, or the remaining ones over a partitioned one, in place.
 
-    Returns:
-        the start of other backwards; None if the program has no backward.
+    Return the start of other backwards; None if the program has no backward.
     """
     partitioned, left = None, tuple(passes)
     while True:
@@ -193,8 +192,7 @@ def run_quietly(steps: tuple[Pass, ...], program: Program) -> None:
 def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> None:
     """Run requires -> rewrite -> rules -> ensures of a pass; the observer verifies and records.
 
-    Raises:
-        PassError: addressed to the author of the pass.
+    A PassError is addressed to the author of the pass.
     """
     check_cancelled()
     observer = observer or Observer("each")

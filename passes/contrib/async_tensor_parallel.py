@@ -24,18 +24,19 @@ product after a gather, and rows of the operand before a reduce-scatter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
-from graphshard.ir.graph import aten, emit, fake
+from graphshard.ir.graph import aten, emit, fake, trace
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ALL_GATHER, REDUCE_SCATTER
 from graphshard.ir.program import Program
@@ -253,78 +254,74 @@ def _product_seconds(costs: Costs, product: Node, count: int) -> float:
 
 def _cut_gather(found: _RowProducts, count: int) -> None:
     collective, size = found.collective, found.length // count
-    write = partial(emit, collective.graph, like=collective)
     for product in found.products:
         for each in product.all_input_nodes:
             if each is not _rows_of(product):
                 _move_before(each, collective)
     parts: list[Node] = []
     made: dict[Node, list[Node]] = {product: [] for product in found.products}
-    with collective.graph.inserting_before(collective):
-        for index in range(count):
-            shard = write(aten.slice.Tensor, collective.all_input_nodes[0], found.dim, index * size, (index + 1) * size)
-            part = write(ALL_GATHER, _contiguous(write, shard), *collective.args[1:])
-            part.meta[_CHUNK] = True
-            parts.append(part)
-            width = fake(part).shape[-1]
-            rows = write(aten.view.default, part, [fake(part).numel() // width, width])
-            for product in found.products:
-                made[product].append(_product_of(product, rows))
+
+    def gathered(value: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        shard = aten.slice.Tensor(value, found.dim, at, at + size).contiguous()
+        part = ALL_GATHER(shard, *collective.args[1:])
+        return part, part.view([part.numel() // part.shape[-1], part.shape[-1]])
+
+    for index in range(count):
+        part, rows = trace(collective, gathered, collective.all_input_nodes[0], index * size)
+        part.meta[_CHUNK] = True
+        parts.append(part)
+        for product in found.products:
+            made[product].append(_product_of(product, rows, collective))
     for product, chunks in made.items():
-        _replace(product, partial(_whole_rows, found, chunks))
+        _replace(product, trace(product, partial(_whole_rows, found, fake(product).shape), chunks, like=collective))
     if found.whole.users:
-        _replace(found.whole, partial(_whole_rows, found, parts))
+        whole = trace(found.whole, partial(_whole_rows, found, fake(found.whole).shape), parts, like=collective)
+        _replace(found.whole, whole)
 
 
-def _whole_rows(found: _RowProducts, chunks: Sequence[Node], like: Node) -> Node:
-    """Put the rows of chunks into the order of the whole."""
-    write = partial(emit, found.collective.graph, like=found.collective)
+def _whole_rows(found: _RowProducts, whole: Sequence[int], chunks: list[Tensor]) -> Tensor:
+    """Put the rows of chunks into the order of the whole, in a shape."""
     shape = list(fake(found.whole).shape)
     shape[found.dim] = found.length // len(chunks)
-    width = fake(chunks[0]).shape[-1]
-    by_rank = [write(aten.view.default, chunk, [found.ranks, *shape[:-1], width]) for chunk in chunks]
+    by_rank = [chunk.view([found.ranks, *shape[:-1], chunk.shape[-1]]) for chunk in chunks]
     if found.dim:
-        by_rank = [write(aten.permute.default, chunk, [1, 0, *range(2, len(shape) + 1)]) for chunk in by_rank]
-    whole = write(aten.cat.default, by_rank, found.dim + 1)
-    return write(aten.view.default, whole, list(fake(like).shape))
+        by_rank = [chunk.permute([1, 0, *range(2, len(shape) + 1)]) for chunk in by_rank]
+    return torch.cat(by_rank, found.dim + 1).view(whole)
 
 
 def _cut_reduce_scatter(found: _RowProducts, count: int) -> None:
     collective, (product,) = found.collective, found.products
-    write = partial(emit, collective.graph, like=collective)
-    rows, size = _rows_of(product), found.length // count
+    size = found.length // count
     *around, _ = fake(found.whole).shape
-    width = fake(rows).shape[-1]
+    width = fake(_rows_of(product)).shape[-1]
     by_rank = [*around[: found.dim], found.ranks, count, size, *around[found.dim + 1 :], width]
     sent = list(fake(collective.all_input_nodes[0]).shape)
     sent[found.dim] = size * (1 if found.dim else found.ranks)
+
+    def rows_of_chunk(view: Tensor, index: int) -> Tensor:
+        own = view.select(found.dim + 1, index)
+        if found.dim:
+            own = own.permute([1, 0, *range(2, len(by_rank) - 1)])
+        return own.contiguous().view([own.numel() // width, width])
+
+    def reduced(part: Tensor) -> Tensor:
+        return REDUCE_SCATTER(part.view(sent), *collective.args[1:])
+
     chunks = []
-    with collective.graph.inserting_before(collective):
-        view = write(aten.view.default, _contiguous(write, rows), by_rank)
-        for index in range(count):
-            own = write(aten.select.int, view, found.dim + 1, index)
-            if found.dim:
-                own = write(aten.permute.default, own, [1, 0, *range(2, len(by_rank) - 1)])
-            own = _contiguous(write, own)
-            own = write(aten.view.default, own, [fake(own).numel() // width, width])
-            part = write(aten.view.default, _product_of(product, own), sent)
-            chunk = write(REDUCE_SCATTER, part, *collective.args[1:])
-            chunk.meta[_CHUNK] = True
-            chunks.append(chunk)
-    _replace(collective, lambda _: write(aten.cat.default, chunks, found.dim))
+    view = trace(collective, lambda rows: rows.contiguous().view(by_rank), _rows_of(product))
+    for index in range(count):
+        part = _product_of(product, trace(collective, rows_of_chunk, view, index), collective)
+        chunks.append(trace(collective, reduced, part))
+        chunks[-1].meta[_CHUNK] = True
+    _replace(collective, trace(collective, lambda *parts: torch.cat(parts, found.dim), *chunks))
 
 
-def _product_of(product: Node, rows: Node) -> Node:
+def _product_of(product: Node, rows: Node, before: Node) -> Node:
     """Insert the same product of other rows."""
     args: list[Any] = list(product.args)
     args[_OPERAND[product.target]] = rows
-    return emit(product.graph, product.target, *args, like=product)  # type: ignore[arg-type]
-
-
-def _contiguous(write: Callable[..., Node], value: Node) -> Node:
-    if fake(value).is_contiguous():
-        return value
-    return write(aten.clone.default, value, memory_format=torch.contiguous_format)
+    with before.graph.inserting_before(before):
+        return emit(product.graph, product.target, *args, like=product)  # type: ignore[arg-type]
 
 
 def _move_before(node: Node, place: Node) -> None:
@@ -342,10 +339,8 @@ def _move_before(node: Node, place: Node) -> None:
         place.prepend(each)
 
 
-def _replace(old: Node, make: Callable[[Node], Node]) -> None:
+def _replace(old: Node, new: Node) -> None:
     """Replace a node, and erase it with its sources that have no other users."""
-    with old.graph.inserting_before(old):
-        new = make(old)
     old.replace_all_uses_with(new)
     left = {old: None}
     while left:

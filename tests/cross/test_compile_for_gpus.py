@@ -27,7 +27,7 @@ from graphshard.ir.gpus import CAPABILITIES
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.program import Program, Region
 from graphshard.lower.regions import Compiled, RegionCall, lower
-from graphshard.pipeline.rules import Checked
+from graphshard.pipeline.rules import Made
 from graphshard.predict import study
 from graphshard.store.artifact_file import read_artifact
 from graphshard.store.artifact_manifest import cubin_file, gpu_file
@@ -256,7 +256,7 @@ def test_a_program_captured_on_the_target_uses_the_files_code(
     artifact = read_artifact(file)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         compiled = {
-            key: RegionCall(read_region(artifact, key, "inductor", CUDA, Checked())[0])
+            key: RegionCall(read_region(artifact, key, "inductor", CUDA, Made())[0])
             for key in artifact.manifest.regions
         }
     missing: list[str] = []

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -18,16 +17,14 @@ from torch.fx import Node
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import CollectiveRegions, collectives
 from graphshard.ir.graph import WAIT, aten, emit, fake, is_collective
-from graphshard.ir.printer import describe
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.lower.backends import compiler_for
 from graphshard.lower.executor import CallLine, Executor, Line, Start, Take, WaitLine
 from graphshard.lower.regions import RegionCall, lower
 from graphshard.passes import MakePlan, Pass
-from graphshard.pipeline import rules
 from graphshard.pipeline.instrumentation import Level, Observer
 from graphshard.pipeline.pipeline import Pipeline, run_pipeline
-from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, Checked, verify, verify_lowered, wrong_frees
+from graphshard.pipeline.rules import ALWAYS, ESTABLISHED, LOWERED, Made, verify, verify_lowered, wrong_frees
 from tests.helpers import COALESCED, PACKED, Blocks, calls, captured, copied, through
 
 BATCH = (torch.ones(3, 4),)
@@ -261,25 +258,15 @@ CORRUPTIONS: list[tuple[str, Callable[[Program], None], str]] = [
 
 @pytest.mark.parametrize(("rule", "corrupt", "message"), CORRUPTIONS, ids=[c[1].__name__[1:] for c in CORRUPTIONS])
 def test_a_corrupted_program(rule: str, corrupt: Callable[[Program], None], message: str) -> None:
-    """With and without knowledge of the rules that held before."""
-    program, checked = copied(_scheduled()), Checked()
-    verify(program, "nobody", complete=True, checked=checked)
+    """With and without known results of operators."""
+    program, made = copied(_scheduled()), Made()
+    verify(program, "nobody", complete=True, made=made)
     corrupt(program)
-    for known in (None, checked):
+    for known in (None, made):
         with pytest.raises(PassError, match=message) as caught:
-            verify(program, "my-pass", checked=known)
+            verify(program, "my-pass", made=known)
         assert (caught.value.rule, caught.value.author) == (rule, "my-pass")
         assert str(caught.value).startswith(f"my-pass broke the rule {rule} in ")
-
-
-def test_rules_that_held_are_not_checked_again() -> None:
-    program, checked = copied(_scheduled()), Checked()
-    with mock.patch.object(rules, "describe", wraps=describe) as described:
-        verify(program, "nobody", checked=checked)
-        assert described.call_count > len(program.phases["forward"].module.graph.nodes)
-        described.reset_mock()
-        verify(program, "nobody", checked=checked)
-        assert described.call_count == 0
 
 
 def test_every_rule_is_tested() -> None:
