@@ -11,13 +11,15 @@ has the sum of earlier microbatches added to it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from graphshard.ir.graph import WAIT, aten, behind, emit, erase_dead, fake, is_backward
+from graphshard.ir.graph import WAIT, aten, behind, emit, erase_dead, fake, is_backward, trace
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec
@@ -145,18 +147,12 @@ class _Gradient:
         """Add up the gradients of several uses of the parameter in the reduce dtype."""
         if self.value is None:
             return
+        dtype = self.spec.reduce_dtype
         for each in reversed(_sums_of_uses(self.value)):
-            before, passed_back = map(self._in_reduce_dtype, each.args[:2])  # type: ignore[arg-type]
-            with behind(each):
-                self.value = emit(each.graph, aten.add.Tensor, before, passed_back, like=each)
-            self.value.meta[_OF_USES] = True
-            each.replace_all_uses_with(self.value)
-
-    def _in_reduce_dtype(self, value: Node) -> Node:
-        if fake(value).dtype == self.spec.reduce_dtype:
-            return value
-        with behind(value):
-            return emit(value.graph, aten._to_copy.default, value, like=value, dtype=self.spec.reduce_dtype)
+            wide = trace(each, lambda before, passed_back: before.to(dtype) + passed_back.to(dtype), *each.args[:2])
+            wide.meta[_OF_USES] = True
+            each.replace_all_uses_with(wide)
+            self.value = wide
 
     def _dtype_of(self, kind: SlotKind) -> torch.dtype:
         if kind == "pending" and not self.wide:
@@ -215,6 +211,15 @@ def full_gradient(value: Node | None) -> Node | None:
         value = value.all_input_nodes[0] if value.all_input_nodes else None
     while isinstance(value, Node) and OF_A_REDUCTION in value.meta:
         value = value.all_input_nodes[0]
+    return value
+
+
+def apply(steps: Iterable[Node], value: Tensor, targets: frozenset[OpOverload] = ARITHMETIC) -> Tensor:
+    """Apply the operators of a chain that are among `targets` to a traced value."""
+    for step in steps:
+        if step.target in targets:
+            assert callable(step.target)
+            value = step.target(value, *step.args[1:], **step.kwargs)
     return value
 
 

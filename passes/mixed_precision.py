@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
+from graphshard.ir.graph import aten, emit, fake, rewrite_gradients, trace
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
@@ -52,8 +52,7 @@ def _cast_shard(shard: Node, spec: ParamSpec) -> int:
         return 0
     shard.meta["val"] = fake(shard).to(spec.dtype)
     if users := list(shard.users):
-        with shard.graph.inserting_before(min(users)):
-            cast = emit(shard.graph, aten._to_copy.default, shard, dtype=spec.compute_dtype, like=min(users))
+        cast = trace(min(users), lambda value: value.to(spec.compute_dtype), shard)
         for user in users:
             user.replace_input_with(shard, cast)
     return 1

@@ -29,7 +29,7 @@ from torch.fx import Node
 from graphshard.cost.kernels import num_bytes
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import CollectiveRegions, saved_values
-from graphshard.ir.graph import base_of, emit, fake, module_of
+from graphshard.ir.graph import base_of, fake, module_of, trace
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, RELOAD
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.units import unit_of
@@ -104,8 +104,8 @@ def _download(forward: Phase, values: list[Node], program: Program) -> None:
     graph, starts = forward.module.graph, _unit_starts(CollectiveRegions.of(forward).compute, program)
     copies: dict[Node, Node] = {}
     for value in values:
-        with graph.inserting_before(next((first for first in starts if first > value), graph.output_node())):
-            copies[value] = emit(graph, DOWNLOAD, value, like=value)
+        place = next((first for first in starts if first > value), graph.output_node())
+        copies[value] = trace(place, DOWNLOAD, value, like=value)
     slots = zip(forward.results, forward.outputs)
     forward.set_results([copies.get(n, n) if s.kind == "saved" and isinstance(n, Node) else n for n, s in slots])
 
@@ -122,7 +122,7 @@ def _reload(backward: Phase, program: Program) -> int:
 
 def _upload(backward: Phase, away: list[Node], program: Program) -> None:
     """Start copies at the start of the unit before the one that reads them; they arrive when that one starts."""
-    graph, compute = backward.module.graph, CollectiveRegions.of(backward).compute
+    compute = CollectiveRegions.of(backward).compute
     place = {node: index for index, node in enumerate(compute)}
     starts = [place[first] for first in _unit_starts(compute, program)]
     firsts = {node: min((place[user] for user in node.users if user in place), default=0) for node in away}
@@ -137,13 +137,12 @@ def _upload(backward: Phase, away: list[Node], program: Program) -> None:
         begins = compute[starts[run - 2]] if run > 1 else compute[0]
         # An arrival waits for all copies that were started before it: copies for later units start after it.
         users = [list(node.users) for node in nodes]
-        with graph.inserting_before(last.next if last is not None and last > begins else begins):
-            copies = [emit(graph, RELOAD, node, fake(node).device.type, like=node) for node in nodes]
-        with graph.inserting_before(arrives):
-            for node, copy, readers in zip(nodes, copies, users):
-                last = emit(graph, ARRIVED, copy, like=readers[0])
-                for user in readers:
-                    user.replace_input_with(node, last)
+        start = last.next if last is not None and last > begins else begins
+        copies = [trace(start, RELOAD, node, fake(node).device.type, like=node) for node in nodes]
+        for node, copy, readers in zip(nodes, copies, users):
+            last = trace(arrives, ARRIVED, copy, like=readers[0])
+            for user in readers:
+                user.replace_input_with(node, last)
 
 
 def _unit_starts(compute: list[Node], program: Program) -> list[Node]:

@@ -31,7 +31,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
+from graphshard.ir.graph import aten, emit, fake, rewrite_gradients, trace
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, UPLOAD
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
@@ -88,10 +88,8 @@ def _upload(shard: Node, device: str, *, cast_on_host: bool) -> tuple[int, Node 
     # The only user is a cast to a smaller dtype, and nothing else.
     is_cast = first.target is aten._to_copy.default and set(first.kwargs) == {"dtype"} and len(users) == 1
     narrows = cast_on_host and is_cast and fake(first).dtype.itemsize < fake(shard).dtype.itemsize
-    with shard.graph.inserting_before(first):
-        dtype = (fake(first).dtype,) if narrows else ()
-        copy = emit(shard.graph, UPLOAD, shard, device, *dtype, like=first)
-        arrived = emit(shard.graph, ARRIVED, copy, like=first)
+    dtype = (fake(first).dtype,) if narrows else ()
+    arrived = trace(first, ARRIVED, trace(first, UPLOAD, shard, device, *dtype))
     if narrows:
         first.replace_all_uses_with(arrived)
         shard.graph.erase_node(first)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graphshard.errors import PassError
-from graphshard.ir.graph import emit, erase_dead, fake
+from graphshard.ir.graph import erase_dead, fake, trace
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.program import Program, Slot
 from graphshard.passes.base import Pass, gathers_of
@@ -49,8 +49,7 @@ class RegatherInSubgroup(Pass):
             slot = Slot("piece", spec.name)
             if forward:
                 (wait,) = first[spec.name].waits
-                with forward.module.graph.inserting_after(wait):
-                    piece = emit(forward.module.graph, OWN_CHUNK, wait, group.size, group.name, like=wait)
+                piece = trace(wait.next, OWN_CHUNK, wait, group.size, group.name, like=wait)
                 forward.set_results([*forward.results, piece])
                 forward.outputs = (*forward.outputs, slot)
             whole = fake(gather.node)

@@ -151,7 +151,7 @@ def calls_of(phase: Phase, target: Callable[..., Any]) -> list[Node]:
 def replace_after(node: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Insert an operator on a value; the value's users use the result instead."""
     users = list(node.users)
-    with node.graph.inserting_after(node):
+    with behind(node):
         new = emit(node.graph, target, node, *args, like=node, **kwargs)
     for user in users:
         user.replace_input_with(node, new)

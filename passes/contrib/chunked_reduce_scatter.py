@@ -21,11 +21,11 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.graph import aten, emit, erase_dead
+from graphshard.ir.graph import aten, erase_dead, trace
 from graphshard.ir.operators import REDUCE_SCATTER
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
-from graphshard.passes.accumulate_gradients import ARITHMETIC, full_gradient, until_reduced
+from graphshard.passes.accumulate_gradients import apply, full_gradient, until_reduced
 from graphshard.passes.base import Pass, gradients_of
 from graphshard.passes.contrib.vocab_sharded_loss import OF_PIECES
 
@@ -61,13 +61,12 @@ def _split(value: Node) -> bool:
     *steps, launch, wait = chain
     _, op, ranks, axis = launch.args
     parts = [_scattered(chunk, steps, launch) for by in chunks.all_input_nodes for chunk in by.all_input_nodes]
-    with wait.graph.inserting_before(wait):
-        total = emit(wait.graph, aten.cat.default, parts, like=launch)
-        if looked_up is not None:
-            chain[0].replace_input_with(full, looked_up)
-            rows = emit(wait.graph, REDUCE_SCATTER, launch.args[0], op, ranks, axis, like=launch)
-            rows.meta[OF_A_REDUCTION] = True
-            total = emit(wait.graph, aten.add.Tensor, rows, total, like=launch)
+    total = trace(wait, aten.cat.default, parts, like=launch)
+    if looked_up is not None:
+        chain[0].replace_input_with(full, looked_up)
+        rows = trace(wait, REDUCE_SCATTER, launch.args[0], op, ranks, axis, like=launch)
+        rows.meta[OF_A_REDUCTION] = True
+        total = trace(wait, aten.add.Tensor, rows, total, like=launch)
     total.meta.update({OF_A_REDUCTION: True, ROWS_REDUCED: axis})
     wait.replace_all_uses_with(total)
     wait.graph.erase_node(wait)
@@ -94,10 +93,4 @@ def _concatenation(value: Node) -> Node | None:
 
 def _scattered(chunk: Node, steps: list[Node], launch: Node) -> Node:
     """Reduce-scatter a chunk as soon as it is computed."""
-    graph = chunk.graph
-    for step in steps:
-        if step.target in ARITHMETIC:
-            with graph.inserting_after(chunk):
-                chunk = emit(graph, step.target, chunk, *step.args[1:], like=step, **step.kwargs)
-    with graph.inserting_after(chunk):
-        return emit(graph, REDUCE_SCATTER, chunk, *launch.args[1:], like=chunk)
+    return trace(chunk.next, lambda value: REDUCE_SCATTER(apply(steps, value), *launch.args[1:]), chunk, like=chunk)

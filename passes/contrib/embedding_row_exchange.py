@@ -41,7 +41,7 @@ from graphshard.ir.operators import ALL_GATHER, ALL_TO_ALL
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.ir.transport import OF_A_REDUCTION, ROWS_REDUCED, reduced_over
-from graphshard.passes.accumulate_gradients import ARITHMETIC, full_gradient, until_reduced
+from graphshard.passes.accumulate_gradients import ARITHMETIC, apply, full_gradient, until_reduced
 from graphshard.passes.base import Pass, full_parameter, gathers_of, gradients_of
 
 _INDEX_BYTES = 8
@@ -202,20 +202,14 @@ def _sum_rows(
     rows = ALL_GATHER(gradient.reshape([len(flat), *table.spec.shape[1:]]), ranks, table.axis.name)
     places = _or_else(asked, (asked >= 0).logical_and(asked < length), length)
 
-    def apply(targets: frozenset[Any], value: Tensor) -> Tensor:
-        for step in steps:
-            if step.target in targets:
-                value = step.target(value, *step.args[1:], **step.kwargs)  # type: ignore[operator]
-        return value
-
     def shard_of(some: Tensor, where: Tensor) -> Tensor:
         return aten.embedding_dense_backward.default(some, where, length + 1, length, False)[:length]
 
     if ranks == _PAIR:
         ends = ((0, len(flat)), (len(flat), len(rows)))
-        first, second = (apply(ARITHMETIC, shard_of(rows[at:end], places[at:end])) for at, end in ends)
+        first, second = (apply(steps, shard_of(rows[at:end], places[at:end])) for at, end in ends)
         total = first + second
     else:
-        wide = apply(frozenset({aten._to_copy.default}), rows)
-        total = apply(ARITHMETIC - {aten._to_copy.default}, shard_of(wide, places))
+        casts = frozenset({aten._to_copy.default})
+        total = apply(steps, shard_of(apply(steps, rows, casts), places), ARITHMETIC - casts)
     return total / ranks if average else total
