@@ -2,7 +2,7 @@
 
 A `Program` (`program.py`) holds FX graphs with the meaning of their inputs and outputs, the mesh (`mesh.py`), the
 parameter table (`param_table.py`), the plan (`plan.py`) and a history of passes. `graph.py` has the queries that passes
-make, and the only function that inserts nodes. `transport.py` defines how a parameter travels. `printer.py` and
+make, and the functions that insert nodes. `transport.py` defines how a parameter travels. `printer.py` and
 `collapse_repeats.py` turn a program into text.
 
 * **A position in a plan is a number of compute nodes.** The compute order of a phase is fixed, so a plan is a list of

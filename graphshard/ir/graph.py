@@ -1,4 +1,4 @@
-"""Queries on FX graphs, and the only function that inserts nodes."""
+"""Queries on FX graphs, and the functions that insert nodes."""
 
 from __future__ import annotations
 
