@@ -124,7 +124,7 @@ def _decode_number(data: Any, _: Any) -> Any:
     return value if isinstance(value, torch.SymFloat) else _decode(data, torch.SymInt)
 
 
-def check_phase(phase: Phase) -> Phase:
+def _check_phase(phase: Phase) -> Phase:
     """Return a phase that was read; raise ArgumentError if its slots do not match its graph."""
     if len(phase.placeholders) != len(phase.inputs) or len(phase.results) != len(phase.outputs):
         raise ArgumentError("a graph has not one slot for each input and output")
@@ -352,7 +352,7 @@ def _converter() -> Converter:
     converter.register_unstructure_hook_func(lambda kind: kind == Planner, _encode_planner)
     converter.register_structure_hook_func(lambda kind: kind == Planner, _decode_planner)
     read_phase = class_reader(Phase, converter, _OVERRIDES)
-    converter.register_structure_hook(Phase, lambda data, kind: check_phase(read_phase(data, kind)))
+    converter.register_structure_hook(Phase, lambda data, kind: _check_phase(read_phase(data, kind)))
     return converter
 
 

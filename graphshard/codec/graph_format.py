@@ -199,17 +199,14 @@ def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) 
                 modules = {call: name for call, (name, _) in calls.items()}
                 first = known.setdefault((key, *modules, *modules.values()), node.name)
                 data[key] = first if first != node.name else modules
-        found.append({**data, "meta": encode_marks(node.meta)})
+        marks = {key: value for key, value in node.meta.items() if _is_mark(key, value)}
+        data["meta"] = {key: m.name if isinstance(m, CheckpointPolicy) else encode(m) for key, m in marks.items()}
+        found.append(data)
     return found
 
 
-def encode_marks(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `node.meta` that a file keeps, except the value and the modules."""
-    marks = {key: value for key, value in meta.items() if _is_mark(key, value)}
-    return {key: m.name if isinstance(m, CheckpointPolicy) else encode(m) for key, m in marks.items()}
-
-
 def _is_mark(key: str, value: Any) -> bool:
+    """Return whether a file keeps an entry of `node.meta`; the value and the modules are kept otherwise."""
     return type(value) in _MARKS and key not in _NOT_MARKS
 
 
@@ -342,8 +339,8 @@ class Decoder:
             raise ArgumentError(f"the value {name!r} is used before it is computed")
         return self.nodes[name]
 
-    def marks(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Inverse of `encode_marks`; raise ArgumentError for anything else."""
+    def _marks(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the marks of a node; raise ArgumentError for anything else."""
         marks = {key: self.value(value) for key, value in data.items()}
         for key, value in marks.items():
             if not _is_mark(key, value):
@@ -369,9 +366,11 @@ class Decoder:
             node.meta["val"] = self.value(data["val"])
         for key, stack in _STACKS.items():
             if key in data:
-                calls = data[key]
-                node.meta[stack] = self.node(calls).meta[stack] if isinstance(calls, str) else decode_stack(calls)
-        node.meta.update(self.marks(data["meta"]))
+                if isinstance(calls := data[key], str):
+                    node.meta[stack] = self.node(calls).meta[stack]
+                else:  # classes are not stored
+                    node.meta[stack] = {call: (typed(path, str), "") for call, path in typed(calls, dict).items()}
+        node.meta.update(self._marks(data["meta"]))
         self.nodes[name] = node
 
     def _target(self, name: str) -> Callable[..., Any]:
@@ -400,11 +399,6 @@ class Decoder:
     def _device(self, name: str) -> torch.device:
         device = torch.device(name)
         return self.device if self.device is not None and self.device.type == device.type else device
-
-
-def decode_stack(data: Any) -> dict[str, tuple[str, str]]:
-    """Return a stack of modules whose forward, or backward, made a node; classes are not stored."""
-    return {call: (typed(name, str), "") for call, name in typed(data, dict).items()}
 
 
 def named(tag: str, name: Any) -> Any:

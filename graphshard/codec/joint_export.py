@@ -4,16 +4,17 @@
     outputs    BUFFER_MUTATION, USER_OUTPUT, GRADIENT_TO_PARAMETER, GRADIENT_TO_USER_INPUT
 
 It can be printed, saved with `torch.export.save` and read by other tools. Its state dict is on the meta device, so it
-holds no weights. `meta["custom"]`, which torch writes into a file as JSON, has what only graphshard needs: marks for
-the partitioner and the structure of the outputs.
+holds no weights. `meta["custom"]`, which torch writes into a file as JSON, has the program as a stage of a dump, which
+graphshard reads instead of the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,21 +33,20 @@ from torch.export.graph_signature import (
 )
 from torch.fx import Graph, GraphModule, Node
 
-from graphshard.codec.converter import check_phase, decode_structure, encode_structure
-from graphshard.codec.graph_format import Decoder, decode_stack, encode_marks, short_name
+from graphshard.codec.converter import decode_structure, encode_structure
+from graphshard.codec.graph_format import short_name
+from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.errors import ArgumentError, ArtifactError, InputError, UnsupportedError
 from graphshard.exported.exported_program import OURS, facts_of, joint_of
 from graphshard.exported.program_code import qualified_name
-from graphshard.frontend.joint_graph import lift_subgraphs
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.json_dataclasses import typed
 from graphshard.utils.text import brief
 
-FORMAT = 1
 _OUTPUT_KINDS = {
     ("mutation", "buffer"): OutputKind.BUFFER_MUTATION,
     ("mutation", "input"): OutputKind.USER_INPUT_MUTATION,
@@ -56,7 +56,6 @@ _OUTPUT_KINDS = {
 }
 _ORDER = tuple(_OUTPUT_KINDS.values())
 _PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tangent_"}
-_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ def to_exported(program: Program) -> ExportedProgram:
 
     The program stays unchanged.
     """
-    ((name, phase),) = program.phases.items()
+    (phase,) = program.phases.values()
     _check_supported(program, phase)
     graph, known = Graph(), dict[Node, Node]()
     slots = dict(zip(phase.placeholders, phase.inputs, strict=True))
@@ -84,11 +83,10 @@ def to_exported(program: Program) -> ExportedProgram:
     graph.output(tuple(results))
     targets = {slot: known[node].name for node, slot in slots.items()}
     outputs = [_output(value, pairs[i][1], kinds[i], targets) for value, i in zip(results, kept)]
-    places = [kept.index(i) if i in kept else None for i in range(len(pairs))]
     root = GraphModule(nn.Module(), graph)
     if give_attributes(root):
         root.recompile()
-    root.meta["custom"] = {OURS: {"phase": name, **_facts(program, phase, slots, places)}}
+    root.meta["custom"] = {OURS: {**_facts(program), "calls": _calls(root.graph)}}
     user = [spec for spec in inputs if spec.kind is InputKind.USER_INPUT]
     computed = [spec for spec in outputs if "MUTATION" not in spec.kind.name]
     signature = ModuleCallSignature(
@@ -145,17 +143,12 @@ def _output(value: Any, slot: Slot, kind: OutputKind, targets: Mapping[Slot, str
 
 
 def _meta(node: Node) -> dict[str, Any]:
-    """Return the meta that torch keeps in a file, with graphshard's marks under "custom"."""
+    """Return the meta that torch keeps in a file."""
     meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "stack_trace") if key in node.meta}
     if isinstance(meta.get("val"), list):  # a file knows tuples only, as results of operators with graphs
         meta["val"] = tuple(meta["val"])
-    own: dict[str, Any] = {"marks": encode_marks(node.meta)}
-    for key in _STACKS:
-        if calls := node.meta.get(key):
-            own[key] = {call: path for call, (path, _) in calls.items()}
-            if key == "nn_module_stack":
-                meta[key] = {call: (path, qualified_name(kind)) for call, (path, kind) in calls.items()}
-    meta["custom"] = {OURS: own}
+    if calls := node.meta.get("nn_module_stack"):
+        meta["nn_module_stack"] = {call: (path, qualified_name(kind)) for call, (path, kind) in calls.items()}
     return meta
 
 
@@ -175,8 +168,8 @@ def _state(program: Program, slots: Mapping[Node, Slot]) -> dict[str, torch.Tens
     return state
 
 
-def _facts(program: Program, phase: Phase, slots: Mapping[Node, Slot], places: list[int | None]) -> dict[str, Any]:
-    """Return what the signature lacks; `why_not` says why the program cannot be compiled again."""
+def _facts(program: Program) -> dict[str, Any]:
+    """Return what only graphshard needs; `why_not` says why the program cannot be compiled again."""
     communicates = any(axis.role in ("inner", "tensor") for axis in program.mesh.axes)
     problems = {
         "it has dynamic sizes": bool(program.sizes),
@@ -188,18 +181,23 @@ def _facts(program: Program, phase: Phase, slots: Mapping[Node, Slot], places: l
         with contextlib.suppress(ArtifactError):  # a file names no user classes: a list of results
             structure = encode_structure(program.trace.returned, "outputs")
     return {
-        "format": FORMAT,
+        "stage": program_to_json(replace(program, taken=())),
         "model": program.model,
-        "device": program.device.type,
         "units": [unit for unit in program.params.units if unit],
-        "inputs": [[slot.kind, slot.name, encode_marks(node.meta)] for node, slot in slots.items()],
-        "outputs": [[slot.kind, slot.name, slot.of, place] for slot, place in zip(phase.outputs, places, strict=True)],
         "out_spec": structure,
         "stored": {r.name: short_name(r.dtype) for r in program.params if r.dtype != r.compute_dtype},
         "ties": [list(row.names) for row in program.params if len(row.names) > 1],
-        "rewritten": {buffer: list(outputs) for buffer, outputs in program.rewritten.items()},
         "why_not": next((why for why, holds in problems.items() if holds), ""),
     }
+
+
+def _calls(graph: Graph) -> str:
+    """Return a hash of the calls of operators in a graph, and of its results, as they are after loading, too."""
+    digest = hashlib.sha256(str(graph.output_node().args).encode())
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload):
+            digest.update(f"{node.target}{node.args}{sorted(node.kwargs.items())}".encode())
+    return digest.hexdigest()
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -236,12 +234,11 @@ def joint_program(
 
 def joint_inputs(exported: ExportedProgram) -> list[tuple[torch.Size, torch.dtype, bool]]:
     """Return shape, dtype and requires_grad of the inputs of the captured call."""
-    facts = facts_of(exported)
-    assert facts is not None
-    trained = {name for kind, name, of, _ in facts["outputs"] if (kind, of) == ("grad", "input")}
-    nodes = zip(facts["inputs"], exported.graph.find_nodes(op="placeholder"))
-    found = {int(name): (node.meta["val"], name in trained) for (kind, name, _), node in nodes if kind == "input"}
-    return [(value.shape, value.dtype, needs_grad) for _, (value, needs_grad) in sorted(found.items())]
+    specs = exported.graph_signature.output_specs
+    trained = {spec.target for spec in specs if spec.kind is OutputKind.GRADIENT_TO_USER_INPUT}
+    inputs = [node for node in exported.graph.find_nodes(op="placeholder") if node.name.startswith(_PREFIXES["input"])]
+    inputs.sort(key=lambda node: int(node.name.removeprefix(_PREFIXES["input"])))
+    return [(node.meta["val"].shape, node.meta["val"].dtype, node.name in trained) for node in inputs]
 
 
 def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves: Sequence[Any]) -> str:
@@ -265,9 +262,11 @@ def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device
     facts = facts_of(exported)
     assert facts is not None
     try:
-        phase = _phase(exported, facts)
+        captured = program_from_json(typed(facts["stage"], str))
         structure = decode_structure(facts["out_spec"], "outputs")
-        rewritten = {name: tuple(outputs) for name, outputs in typed(facts["rewritten"], dict).items()}
+        (phase,) = captured.phases.values()
+        if facts["calls"] != _calls(exported.graph):
+            raise ArgumentError("its graph was changed")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ArgumentError(
             f"model: the joint program cannot be read: {type(error).__name__}: {error}. Save it again from "
@@ -279,60 +278,6 @@ def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device
                 f"model: parameter {slot.name} is used in {node.meta['val'].dtype} in the joint program, and in "
                 f"{params[slot.name].compute_dtype} by these arguments. Give the mp_policy that it was captured with."
             )
-    return Program(
-        {facts["phase"]: phase},
-        params,
-        mesh,
-        torch.device(device.type),
-        {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)},
-        structure,
-        tuple(slot.name for slot in phase.inputs if slot.kind == "tangent"),
-        differentiated=phase.differentiated,
-        rewritten=rewritten,
-        model=typed(facts["model"], str),
-    )
-
-
-def _phase(exported: ExportedProgram, facts: dict[str, Any]) -> Phase:
-    decoder, graph, known = Decoder(), Graph(), dict[Node, Node]()
-    inputs = tuple(Slot(kind, typed(name, str)) for kind, name, _ in facts["inputs"])
-    marks = iter([marks for _, _, marks in facts["inputs"]])  # torch keeps the marks of operators only
-    for place, node in enumerate(exported.graph.nodes):
-        if node.op == "output":
-            continue
-        if node.op == "placeholder":  # torch's partitioner knows tangents by their names
-            copied = graph.placeholder(f"{'tangents' if inputs[place].kind == 'tangent' else 'primals'}_{place + 1}")
-        else:
-            copied = graph.node_copy(node, known.__getitem__)
-        known[node] = copied
-        copied.meta = _value_in_mode(node, decoder)
-        own = (node.meta.get("custom") or {}).get(OURS, {})
-        copied.meta.update({key: decode_stack(own[key]) for key in _STACKS if key in own})
-        found = next(marks) if node.op == "placeholder" else own.get("marks", {})
-        copied.meta.update(decoder.marks(typed(found, dict)))
-    results = exported.graph.output_node().args[0]
-    values, outputs = [], []
-    for kind, name, of, place in facts["outputs"]:
-        value = None if place is None else results[place]
-        values.append(known[value] if isinstance(value, Node) else value)
-        outputs.append(Slot(kind, typed(name, str), of))
-    graph.output(tuple(values))
-    module = GraphModule(exported.graph_module, graph)
-    for name, subgraph in list(module.named_modules()):
-        if name and isinstance(subgraph, GraphModule):
-            subgraph = copy.deepcopy(subgraph)
-            for node in subgraph.graph.nodes:
-                node.meta = _value_in_mode(node, decoder)
-            module.set_submodule(name, subgraph)
-    lift_subgraphs(module)
-    return check_phase(Phase(GraphModule(nn.Module(), module.graph), inputs, tuple(outputs)))
-
-
-def _value_in_mode(node: Node, decoder: Decoder) -> dict[str, Any]:
-    """Return the value of a node in the decoder's fake mode: the program's may be in another one."""
-
-    def again(value: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
-
-    with decoder.mode:
-        return {"val": pytree.tree_map_only(torch.Tensor, again, node.meta["val"])} if "val" in node.meta else {}
+    constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    here = torch.device(device.type)
+    return replace(captured, params=params, mesh=mesh, device=here, constants=constants, out_spec=structure)

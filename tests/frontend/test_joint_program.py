@@ -229,6 +229,15 @@ def test_dynamic_sizes(mesh: DeviceMesh) -> None:
         graphshard.compile(exported, mesh)
 
 
+def test_rejects_a_changed_graph(mesh: DeviceMesh) -> None:
+    exported = _captured(Wide(), mesh, rows())
+    node = next(node for node in exported.graph.nodes if any(isinstance(arg, (int, float)) for arg in node.args))
+    node.args = tuple(arg + 1 if isinstance(arg, (int, float)) else arg for arg in node.args)
+    model = graphshard.compile(exported, mesh, backend="eager").to_empty(device="cpu")
+    with pytest.raises(ArgumentError, match=r"the joint program cannot be read: .* its graph was changed"):
+        model(torch.randn(5, 4))
+
+
 def test_rejects_joint_programs_of_other_tools(mesh: DeviceMesh) -> None:
     exported = _captured(Wide(), mesh, rows())
     exported.graph_module.meta.clear()
