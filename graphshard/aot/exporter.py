@@ -113,11 +113,7 @@ class Exporter:
     _count: int = field(default=0, init=False)
 
     def capture(self, call: Call) -> CompiledProgram:
-        """Return the program of a call, with its backwards.
-
-        Raises:
-            ArgumentError: the call's `entry` is no submodule, or its `gradients` are no outputs.
-        """
+        """Return the program of a call, with its backwards."""
         tracer, module = self.tracer, self.model
         if call.entry:
             try:
@@ -347,9 +343,6 @@ def export_pt2(
     """Write the program that one rank runs in inference, with the model's weights, for `torch.export.load`.
 
     Casts of the precision policy are in the graph; parameters and buffers keep their names and dtypes.
-
-    Raises:
-        ArgumentError: it is not for one such call on one rank, or a weight is on the meta device.
     """
     if [tuple(mesh.shape.values()) for mesh in meshes] != [(1,)] or len(calls) != 1 or calls[0].grad or calls[0].entry:
         raise ArgumentError(

@@ -62,10 +62,7 @@ _PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tange
 
 
 def to_exported(program: Program) -> ExportedProgram:
-    """Return a captured program, before any pass, as torch's; raise UnsupportedError if torch has no signature for it.
-
-    The program stays unchanged.
-    """
+    """Return a captured program, before any pass, as torch's; raise UnsupportedError for what torch cannot say."""
     (phase,) = program.phases.values()
     _check_supported(program, phase)
     graph, known = Graph(), dict[Node, Node]()
@@ -215,9 +212,7 @@ def joint_program(
 ) -> Program | None:
     """Return the program of a call of a module that was made of a joint program; None for any other module.
 
-    Raises:
-        InputError: the call differs from the captured one.
-        ArgumentError: the parameters differ.
+    Raise InputError if the call differs from the captured one.
     """
     exported = joint_of(module)
     if exported is None:
@@ -254,10 +249,9 @@ def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves:
 
 
 def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device: torch.device) -> Program:
-    """Inverse of `to_exported`: return the program that capture would return, for a model with these parameters.
+    """Return the program that `to_exported` was given, for a model with these parameters.
 
-    Raises:
-        ArgumentError: `to_exported` did not write it, or it does not fit the parameters.
+    Raise ArgumentError if it was not written by `to_exported`, or does not fit the parameters.
     """
     facts = facts_of(exported)
     assert facts is not None

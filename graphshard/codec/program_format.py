@@ -143,8 +143,7 @@ def program_to_json(program: Program, *, next_pass: Pass | None = None) -> str:
 def program_from_json(text: str) -> Program:
     """Inverse of `program_to_json`; constants and values of nodes become fake tensors.
 
-    Raises:
-        ArgumentError: the text is not a whole stage in this format, or needs an operator that is not registered.
+    Raise ArgumentError if it is not a whole stage in this format, or needs an operator that is not registered.
     """
     data = _load_stage(text)
     with reading("not a stage that can", ArgumentError):
@@ -210,10 +209,9 @@ def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
 def decode_lowered(
     data: dict[str, Any], compiled: Mapping[str, RegionCall], module: nn.Module | None, device: torch.device
 ) -> Program:
-    """Inverse of `encode_lowered`, for a device, with regions by key, and for a module; None only checks.
+    """Inverse of `encode_lowered`, for a device, with regions by key; raise ArtifactError for a misfit of the module.
 
-    Raises:
-        ArtifactError: it is not such a program, or does not fit the module.
+    Without a module the program is only checked.
     """
     with reading("a program cannot"):
         regions = {f"region_{index}": compiled[key] for index, key in enumerate(strings(data["regions"]))}

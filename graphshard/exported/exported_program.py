@@ -61,11 +61,7 @@ _WORD = re.compile(r"[A-Za-z0-9_.+\-]*")
 
 
 def read_program(path: Any) -> ExportedProgram:
-    """Load a program that `torch.export.save` wrote.
-
-    Raises:
-        ArgumentError: there is no such file, or it is not one, or it holds code.
-    """
+    """Load a program that `torch.export.save` wrote; raise ArgumentError if there is none, or if it holds code."""
     file = path_of("model", path, "a module, an ExportedProgram or a .pt2 file")
     shown = brief(str(path))
     if not file.is_file():
@@ -233,8 +229,7 @@ def module_of(model: Any) -> Any:
     """Return the module of an exported program or of a `.pt2` file; anything else as it is.
 
     Raises:
-        ArgumentError: the file cannot be read, or the program was not exported for training, or its state dict does
-            not fit.
+        ArgumentError: the file cannot be read, the program is not for training, or its state dict does not fit.
         UnsupportedError: the program has something that cannot be called from a module.
     """
     if isinstance(model, (str, os.PathLike)):

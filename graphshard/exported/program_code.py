@@ -79,11 +79,7 @@ class ProgramCode:
 
     @classmethod
     def of(cls, program: ExportedProgram, names: Mapping[str, Sequence[str]]) -> ProgramCode:
-        """Write the code of a program; `names` are all names of each parameter, buffer and constant, by each of them.
-
-        Raises:
-            UnsupportedError: the graph has an operator or an order of calls that cannot be written.
-        """
+        """Write the code of a program; `names` are all names of each tensor that it holds, by each of them."""
         code, graph = cls(program, names), program.graph
         code._flatten(graph, (), program.graph_module)
         end = len(code._items)

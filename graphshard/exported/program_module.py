@@ -232,11 +232,7 @@ class ProgramPart(nn.Module):
         return getattr(type(self), f"_program_call_{call}")(self, *inputs)
 
     def train(self, mode: bool = True) -> ProgramPart:
-        """Set the mode; a program with dropout or the like keeps the one that it was exported in.
-
-        Raises:
-            UnsupportedError: the program was exported in the other mode.
-        """
+        """Set the mode; raise UnsupportedError if a program with dropout or the like was exported in the other."""
         exported = type(self)._program_mode
         if exported is not None and mode != exported:
             name = {True: "train()", False: "eval()"}

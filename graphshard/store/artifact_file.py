@@ -107,11 +107,7 @@ class Artifact:
 
 
 def read_artifact(path: Path, verify: Verifier | None = None) -> Artifact:
-    """Read a file, check its signature by `verify`, and check that it is whole and complete; nothing is executed.
-
-    Raises:
-        ArtifactError: it is not.
-    """
+    """Read a file; raise ArtifactError if `verify` refuses its signature, or it is not whole and complete."""
     return artifact_of(read_archive(path, verify))
 
 

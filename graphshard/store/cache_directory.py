@@ -34,13 +34,9 @@ class HomelessError(ArgumentError):
 
 
 def directory_of(chosen: Any = None) -> Path | None:
-    """Return where programs are cached; None if they are not to be.
+    """Return where programs are cached; None if they are not to be, HomelessError if there is no such home folder.
 
-    Args:
-        chosen: a directory, True for the default, False for nowhere; None leaves it to the environment.
-
-    Raises:
-        HomelessError: it is in a home folder that does not exist.
+    `chosen` is a directory, True for the default, False for nowhere; None leaves it to the environment.
     """
     given = os.environ.get(VARIABLE, "on")
     wanted = given.lower() not in _OFF

@@ -264,11 +264,7 @@ def encode_shapes(shapes: Any) -> str | None:
 
 
 def decode_shapes(text: str) -> Any:
-    """Inverse of `encode_shapes`; None where one is computed from another. Equal names are one `Dim`.
-
-    Raises:
-        ArtifactError: the text is not what `encode_shapes` writes.
-    """
+    """Inverse of `encode_shapes`; None where one dim is computed from another. Equal names are one `Dim`."""
     dims: dict[tuple[str, int, int | None], Any] = {}
 
     def shapes_of(data: Any) -> Any:

@@ -90,8 +90,7 @@ class ProgramLibrary:
     def find(self, runner: ProgramCompiler, module: nn.Module, traced: Program) -> LoweredProgram | None:
         """Return the program of a trace, ready to be installed; None if the file has none.
 
-        Raises:
-            ArtifactError: the program of this digest belongs to another trace: export did not write the file.
+        Raise ArtifactError if the program of this digest belongs to another trace: export did not write the file.
         """
         digest, sizes = graph_digest(traced), {size.name: size.value for size in traced.sizes}
         for stored in self.of(runner.tracer.name):

@@ -26,21 +26,13 @@ _MAKE = "`openssl genpkey -algorithm ed25519 -out key.pem` makes a key."
 
 
 def signer_of(key: Any) -> Signer:
-    """Return the signing function of a private key: a PEM file without a password, or cryptography's object.
-
-    Raises:
-        ArgumentError: it is not an ed25519 private key.
-    """
+    """Return the signing function of a private key: a PEM file without a password, or cryptography's object."""
     found = _key_of("sign", key, "private")
     return lambda digest: bytes(found.sign(_PURPOSE + digest))
 
 
 def verifier_of(keys: Any) -> Verifier | None:
-    """Return the function that checks that one of these public keys signed a file; None for None, which trusts any.
-
-    Raises:
-        ArgumentError: there is none, or one is not an ed25519 public key, a PEM file or cryptography's object.
-    """
+    """Return the function that checks that one of these public keys signed a file; None for None, which trusts any."""
     if keys is None:
         return None
     several = list(keys) if isinstance(keys, (list, tuple)) else [keys]
@@ -71,7 +63,7 @@ def verifier_of(keys: Any) -> Verifier | None:
 
 
 def _key_of(argument: str, key: Any, kind: str) -> Any:
-    """Return the public or private key that an argument names."""
+    """Return the key that an argument names; raise ArgumentError if it is not an ed25519 key of that kind."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519

@@ -47,12 +47,7 @@ Verifier = Callable[[Path, bytes, bytes | None], None]
 
 @dataclass(frozen=True)
 class Archive:
-    """A file that was read and checked.
-
-    Attributes:
-        facts: the first line, without the format and the members.
-        members: contents by name.
-    """
+    """A file that was read and checked: the facts of its first line, and its members by name."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -75,11 +70,7 @@ class Archive:
 def write_archive(
     path: Path, facts: Mapping[str, Any], members: Mapping[str, bytes], sign: Signer | None = None
 ) -> None:
-    """Write a file that is whole or absent; equal contents make equal files.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that is whole or absent, or raise OSError; equal contents make equal files."""
     sizes = {name: len(content) for name, content in members.items()}
     line = json.dumps({"format": FORMAT, **facts, "members": sizes}, allow_nan=False).encode()
     content = b"".join(members.values())
@@ -96,10 +87,7 @@ def write_archive(
 
 
 def read_archive(path: Path, verify: Verifier | None = None) -> Archive:
-    """Read a file and check every byte of it; nothing is executed or unpickled.
-
-    Args:
-        verify: checks the signature before the file is interpreted.
+    """Read a file and check every byte of it, and its signature by `verify`, before it is interpreted.
 
     Raises:
         ArtifactError: the file is missing, damaged, changed, or has another format.
@@ -138,7 +126,7 @@ def read_private(path: Path) -> Archive:
 
     Raises:
         ArtifactError: it is damaged, or another user may have written it.
-        OSError: another process has removed it, or it cannot be read.
+        OSError: it is gone, or cannot be read.
     """
     for place in (path, path.parent):
         if others_can_write(place):
