@@ -245,14 +245,12 @@ class CallCode:
 
     inputs: list[Node]
     outputs: list[Any]
-    lines: list[str]
-    places: list[str]
+    lines: list[tuple[str, str]]
 
     def text(self, *, commented: bool) -> str:
         """Return the function, with the places of the model's code as comments or without."""
         names = "".join(f", x{i}" for i in range(len(self.inputs)))
-        comments = [f"  # {place}" if place and commented else "" for place in self.places]
-        lines = [f"    {line}{comment}" for line, comment in zip(self.lines, comments)]
+        lines = [f"    {line}{f'  # {place}' if place and commented else ''}" for line, place in self.lines]
         return "\n".join([f"def call(self{names}):", *(lines or ["    pass"]), ""])
 
 
@@ -262,8 +260,7 @@ class CallWriter:
     def __init__(self, path: str, names: Mapping[str, Sequence[str]], resolved: Callable[[Any], Any]) -> None:
         self._prefix, self._names, self._resolved = f"{path}." if path else "", names, resolved
         self.inputs: list[Node] = []
-        self.lines: list[str] = []
-        self.places: list[str] = []
+        self.lines: list[tuple[str, str]] = []
         self._named: dict[Node, str] = {}
         self._counts: Counter[str] = Counter()
         self._indent = 0
@@ -302,7 +299,7 @@ class CallWriter:
             self._line(f"return ({''.join(f'{text}, ' for text in texts)})")
         elif texts:
             self._line(f"return {texts[0]}")
-        return CallCode(self.inputs, results, self.lines, self.places)
+        return CallCode(self.inputs, results, self.lines)
 
     def text(self, value: Any) -> str:
         """Return an argument as code."""
@@ -335,8 +332,8 @@ class CallWriter:
         return name
 
     def _line(self, text: str, node: Node | None = None) -> None:
-        self.lines.append("    " * self._indent + text)
-        self.places.append("" if node is None else place_of(node).removeprefix(" at "))
+        place = "" if node is None else place_of(node).removeprefix(" at ")
+        self.lines.append(("    " * self._indent + text, place))
 
 
 def literal(value: Any) -> str:
