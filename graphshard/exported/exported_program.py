@@ -199,13 +199,12 @@ def _quietly() -> Iterator[list[str]]:
     """Keep what torch logs while it loads: an error of its loader is logged, and raised as another one."""
     said: list[str] = []
 
-    class Keep(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            if record.exc_info and isinstance(record.exc_info, tuple) and record.exc_info[1] is not None:
-                said.append(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}")
-            return False
+    def keep(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            said.append(f"{type(record.exc_info[1]).__name__}: {record.exc_info[1]}")
+        return False
 
-    keep, loggers = Keep(), list(map(logging.getLogger, _LOADERS))
+    loggers = list(map(logging.getLogger, _LOADERS))
     for logger in loggers:
         logger.addFilter(keep)
     try:

@@ -147,8 +147,10 @@ def _checked(origin: type, make: Callable[[Any, Converter], _Reader]) -> Callabl
     return factory
 
 
-def _row_reader(kind: Any, converter: Converter) -> _Reader:
-    """Return a reader of a tuple with a type for each position."""
+def _tuple_reader(kind: Any, converter: Converter) -> _Reader:
+    """Return a reader of a tuple with one type for all items, or a type for each position."""
+    if Ellipsis in get_args(kind):
+        return homogenous_tuple_structure_factory(kind, converter)
     readers = [(converter.get_structure_hook(item), item) for item in get_args(kind)]
 
     def read_row(data: list[Any], _: Any) -> tuple[Any, ...]:
@@ -163,10 +165,6 @@ def _set_reader(kind: Any, converter: Converter) -> _Reader:
     read_items = list_structure_factory(kind, converter)
     make = set if get_origin(kind) is set else frozenset
     return lambda data, _: make(read_items(data, kind))
-
-
-def _tuple_reader(kind: Any, converter: Converter) -> _Reader:
-    return (homogenous_tuple_structure_factory if Ellipsis in get_args(kind) else _row_reader)(kind, converter)
 
 
 _CONTAINERS: tuple[tuple[Callable[[Any], bool], type, Callable[[Any, Converter], _Reader]], ...] = (
