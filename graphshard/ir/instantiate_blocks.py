@@ -65,7 +65,7 @@ def instantiate_blocks(program: Program, *, scheduled: bool = False) -> Program:
     """
     assert program.few is not None
     repeats, params = program.few.repeats, program.few.params
-    saved = {name: Member(*each) for name, each in program.few.saved.items()} if scheduled else {}
+    saved = dict(program.few.saved) if scheduled else {}
     for blocks in _phases_of(program, saved, scheduled=scheduled):
         blocks.run()
     found = {name for name in program.differentiated if repeats.group_of(name) == TEMPLATE}
@@ -124,9 +124,6 @@ class _PhaseBlocks:
         # Groups whose windows must be equal, and of these the one that follows the missing groups.
         self.inner = self.repeats.captured[1:-1]
         self.behind = self.inner[1]
-        # Largest distance, in groups, to an argument. Where parameters arrive in backward, the next group may already
-        # be recomputed, from the output of the group two away. The first group has no such predecessor.
-        self.near = 2 if self.scheduled and self.descending else 1
 
     # --- comparing -----------------------------------------------------------------------------------------------
 
@@ -227,10 +224,14 @@ class _PhaseBlocks:
             arguments.append(given)
         if any(fact != facts[0] for fact in facts):
             raise BlocksDifferError(f"{', '.join(map(str, nodes))} differ")
-        return [self._ref(values, self.near) for values in zip(*arguments)]
+        return [self._ref(values) for values in zip(*arguments)]
 
-    def _ref(self, values: Sequence[Node], near: int) -> Of | Node:
-        """Return the value that the equal windows share, or its family and a distance of at most `near`."""
+    def _ref(self, values: Sequence[Node]) -> Of | Node:
+        """Return the value that the equal windows share, or its family and a distance.
+
+        Where parameters arrive in backward, the next group may already be recomputed, from the output of the group two
+        away. The first group has no such predecessor.
+        """
         first = values[0]
         if all(value is first for value in values):
             if first in self.group_at and self.members.get(first, Member("", -1)).group in self.inner:
@@ -242,7 +243,7 @@ class _PhaseBlocks:
         if refs[0] is None and first.op == "placeholder" and refs[1] is not None and refs[1].distance == -2:
             del refs[0]  # an input from before all groups
         ref = refs[0]
-        if ref is None or abs(ref.distance) > near or any(other != ref for other in refs):
+        if ref is None or abs(ref.distance) > FAR or any(other != ref for other in refs):
             raise BlocksDifferError(f"{', '.join(map(str, values))} do not correspond")
         return ref
 
@@ -292,7 +293,7 @@ class _PhaseBlocks:
             return None
         if len(nodes) < len(given):
             raise BlocksDifferError(f"only some blocks return {slot}")
-        return self._ref(nodes, FAR) if member.group in self.inner else None
+        return self._ref(nodes) if member.group in self.inner else None
 
     # --- instantiating -------------------------------------------------------------------------------------------
 

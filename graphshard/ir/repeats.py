@@ -146,12 +146,12 @@ class RepeatedBlocks:
     Attributes:
         repeats: the groups.
         params: the parameter table of all groups.
-        saved: values that forward saves in a group, by name: their family and group (`Member`).
+        saved: values that forward saves in a group, by name.
     """
 
     repeats: Repeats
     params: ParamTable
-    saved: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
+    saved: Mapping[str, Member] = field(default_factory=dict)
 
     def is_of_template(self, name: str, *, saved: bool) -> bool:
         """Return whether a value belongs to the template group.
@@ -159,8 +159,9 @@ class RepeatedBlocks:
         Args:
             saved: forward saves it, so its name does not tell the group.
         """
-        group = self.saved.get(name, ("", -1))[1] if saved else self.repeats.group_of(name)
-        return group == TEMPLATE
+        if saved:
+            return name in self.saved and self.saved[name].group == TEMPLATE
+        return self.repeats.group_of(name) == TEMPLATE
 
 
 def longest_run(keys: Sequence[Hashable], *, longest: int, ends: int = 1) -> tuple[int, int, int]:

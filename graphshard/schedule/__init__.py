@@ -6,7 +6,6 @@
     placement                schedules that need no search; positions of given buckets under a memory limit
     dynamic_program          buckets and their order on the link
     exact_search             every schedule of a small phase
-    coarsening               smaller problems: given cuts
     solver                   the best schedule of a problem that a budget finds, and what is proven of it
 
     graph_facts              layouts, collectives and other facts of graphs, kept while these do not change
@@ -27,7 +26,7 @@
     graph_search             the shortest schedule found, and the bound
     schedule_graph           `schedule_graph`
 
-The first eight know neither graphs nor tensors.
+The first seven know neither graphs nor tensors.
 
 Which plan is taken:
 
