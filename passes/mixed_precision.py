@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from graphshard.ir.graph import aten, emit, fake, rewrite_gradients, trace
+from graphshard.ir.graph import aten, emit, fake, rewrite_gradients
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.passes.base import Pass
@@ -52,7 +52,8 @@ def _cast_shard(shard: Node, spec: ParamSpec) -> int:
         return 0
     shard.meta["val"] = fake(shard).to(spec.dtype)
     if users := list(shard.users):
-        cast = trace(min(users), lambda value: value.to(spec.compute_dtype), shard)
+        with shard.graph.inserting_before(min(users)):
+            cast = emit(shard.graph, aten._to_copy.default, shard, dtype=spec.compute_dtype, like=min(users))
         for user in users:
             user.replace_input_with(shard, cast)
     return 1
