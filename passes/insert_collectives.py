@@ -106,8 +106,8 @@ def _gathered(spec: ParamSpec, axis: Axis | None, tensors: list[Tensor]) -> list
         wholes = [_bits(gather(_bits(tensors[0].contiguous(), dtype)), tensors[0].dtype)]
     else:
         flats = [_bits(tensor.reshape([-1]), dtype) for tensor in tensors]
-        rows = gather(torch.cat(flats)).view([axis.size, -1])
         ends = list(accumulate(map(len, flats)))
+        rows = gather(torch.cat(flats)).view([axis.size, ends[-1]])
         columns = (rows[:, start:end].contiguous() for start, end in zip([0, *ends], ends))
         typed = [_bits(column, tensor.dtype) for column, tensor in zip(columns, tensors)]
         wholes = [each.view([axis.size * len(own), *own.shape[1:]]) for each, own in zip(typed, tensors)]
