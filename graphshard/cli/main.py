@@ -23,7 +23,6 @@ from graphshard.errors import ArgumentError, GraphshardError, visible
 BACKENDS = ("inductor", "eager")
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _STAGE = "a stage of a dump (dump/08-plan.txt, .json, or dump/08)"
-_FULL = "the whole text; repeated blocks are folded otherwise"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,34 +104,28 @@ def _parser() -> Parser:
     )
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> Parser:
-        added: Parser = commands.add_parser(name, **texts)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str, epilog: str | None = None
+    ) -> Callable[..., None]:
+        """Add a subcommand; return a function that adds an argument to it by name, help and metavar."""
+        added = commands.add_parser(name, help=summary, description=description, epilog=epilog)
         added.set_defaults(run=run)
-        return added
 
-    _add_dump_commands(command)
-    _add_explain(
-        command(
-            "explain",
-            _explain,
-            help="predict the training step of a model on a mesh that need not exist",
-            description="Predict the training step of a model on a mesh and a machine that need not be here: time, "
-            "exposed communication, memory, what limits it and what would help. Several meshes, machines, networks or "
-            "batches give one table. Progress is written to stderr.",
-            epilog="The factory is a function or class without required arguments, as module:name or file.py:name. It "
-            "is called on the meta device and returns the model, or the model and a tuple of its inputs. Otherwise "
-            "inputs are int64 tensors of the shapes that --batch gives.",
-        ).add_argument
-    )
-    _add_machine_commands(command)
+        def add(flag: str, text: str, metavar: str | None = None, **settings: Any) -> None:
+            named = {} if metavar is None else {"metavar": metavar}
+            added.add_argument(flag, help=text, **named, **settings)
+
+        return add
+
+    for add_commands in (_add_dump_commands, _add_explain, _add_machine_commands):
+        add_commands(command)
     return parser
 
 
-_AddCommand = Callable[..., Parser]
+_AddCommand = Callable[..., Callable[..., None]]
 
 
 def _later(module: str, function: str) -> Callable[[argparse.Namespace], int]:
-
     def run(args: argparse.Namespace) -> int:
         return int(getattr(importlib.import_module(module), function)(args))
 
@@ -143,62 +136,50 @@ def _add_dump_commands(command: _AddCommand) -> None:
     show = command(
         "show",
         _show,
-        help="print a stage, the summary of a dump, or what an exported file holds",
-        description="Print a stage of a dump, the summary of a dump, a list of the dumps below a directory, or what a "
-        "file of graphshard.export holds.",
+        "print a stage, the summary of a dump, or what an exported file holds",
+        "Print a stage of a dump, the summary of a dump, a list of the dumps below a directory, or what a file of "
+        "graphshard.export holds.",
     )
-    show.add_argument("path", metavar="PATH", help=f"{_STAGE}, a directory, or a .gshard file")
-    show.add_argument("--graph", action="store_true", help="the scheduled graphs of a .gshard file")
-    show.add_argument("--full", action="store_true", help=_FULL)
+    show("path", f"{_STAGE}, a directory, or a .gshard file", "PATH")
+    show("--graph", "the scheduled graphs of a .gshard file", action="store_true")
     diff = command(
         "diff",
         _diff,
-        help="compare two stages",
-        description="Print the unified difference of two stages. Values keep their numbers from stage to stage, so it "
-        "shows what was inserted, erased or moved.",
-        epilog="exit status: 0 equal, 1 different, 2 trouble",
+        "compare two stages",
+        "Print the unified difference of two stages. Values keep their numbers from stage to stage, so it shows what "
+        "was inserted, erased or moved.",
+        "exit status: 0 equal, 1 different, 2 trouble",
     )
-    diff.add_argument("a", metavar="A", help=_STAGE)
-    diff.add_argument("b", metavar="B", nargs="?", help="another; may be left out with --previous")
-    diff.add_argument("--previous", action="store_true", help="compare A with the stage before it")
-    diff.add_argument("--full", action="store_true", help=_FULL)
+    diff("a", _STAGE, "A")
+    diff("b", "another; may be left out with --previous", "B", nargs="?")
+    diff("--previous", "compare A with the stage before it", action="store_true")
     repro = command(
         "repro",
         _later("graphshard.debug.show", "run_repro"),
-        help="run one pass on a stage",
-        description="Reload a dumped stage and run the next pass on it alone: one process, no process group, no "
-        "weights.",
-        epilog="exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong "
-        "arguments",
+        "run one pass on a stage",
+        "Reload a dumped stage and run the next pass on it alone: one process, no process group, no weights.",
+        "exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong arguments",
     )
-    repro.add_argument("stage", metavar="STAGE", help="a stage of a dump: dump/08-plan.json, its .txt, or dump/08")
-    repro.add_argument(
+    repro("stage", "a stage of a dump: dump/08-plan.json, its .txt, or dump/08", "STAGE")
+    repro(
         "--pass",
+        "run this pass, by its name in the default pipeline or as package.module:ClassName; by default the one that "
+        "ran on the stage next",
+        "NAME",
         dest="step",
-        metavar="NAME",
-        help="run this pass, by its name in the default pipeline or as package.module:ClassName; "
-        "by default the one that ran on the stage next",
     )
-    repro.add_argument(
-        "--verify", choices=("off", "ends", "each"), default="each", help="when to check the rules (default: each)"
-    )
-    repro.add_argument("--full", action="store_true", help="compare whole texts instead of folded ones")
-    for parser in (show, diff, repro):
-        parser.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="import MODULE first, because it registers operators of the program",
-        )
+    when = "when to check the rules (default: each)"
+    repro("--verify", when, choices=("off", "ends", "each"), default="each")
+    whole = "the whole text; repeated blocks are folded otherwise"
+    registered = "import MODULE first, because it registers operators of the program"
+    for add, full in ((show, whole), (diff, whole), (repro, "compare whole texts instead of folded ones")):
+        add("--full", full, action="store_true")
+        add("--import", registered, "MODULE", dest="imports", action="append", default=[])
 
 
 def _show(args: argparse.Namespace) -> int:
     if args.path.endswith((".gshard", ".gscache")):
-        from graphshard.cli import file_commands
-
-        return file_commands.show(args)
+        return _later("graphshard.cli.file_commands", "show")(args)
     if args.graph:
         raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")
     return _later("graphshard.debug.show", "run_show")(args)
@@ -210,65 +191,64 @@ def _diff(args: argparse.Namespace) -> int:
     return _later("graphshard.debug.show", "run_diff")(args)
 
 
-def _add_explain(add: Callable[..., Any]) -> None:
-    add("factory", metavar="MODULE:FACTORY", help="what makes the model")
+def _add_explain(command: _AddCommand) -> None:
+    add = command(
+        "explain",
+        _explain,
+        "predict the training step of a model on a mesh that need not exist",
+        "Predict the training step of a model on a mesh and a machine that need not be here: time, exposed "
+        "communication, memory, what limits it and what would help. Several meshes, machines, networks or batches give "
+        "one table. Progress is written to stderr.",
+        "The factory is a function or class without required arguments, as module:name or file.py:name. It is called "
+        "on the meta device and returns the model, or the model and a tuple of its inputs. Otherwise inputs are int64 "
+        "tensors of the shapes that --batch gives.",
+    )
+    several, flag = {"nargs": "+", "default": []}, {"action": "store_true"}
+    add("factory", "what makes the model", "MODULE:FACTORY")
     add(
         "--mesh",
+        "ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; by names pp=4,dp=16, and with "
+        "--parallelize dp=16,tp=8",
+        "SIZE",
         nargs="+",
         required=True,
-        metavar="SIZE",
-        help="ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; by names pp=4,dp=16, "
-        "and with --parallelize dp=16,tp=8",
     )
-    add("--parallelize", metavar="MODULE:FUNCTION", help="of (model, mesh): makes the model for axes tp, cp and ep")
-    add("--global-batch", type=int, metavar="N", help="sequences of all ranks in a step, in microbatches of --batch")
-    add("--degrees", nargs="+", default=[], metavar="AXIS=SIZES", help="to try for --mesh RANKS: pp=1,2,4 tp=1,8")
-    add("--pipeline", nargs="+", default=["1f1b"], choices=SCHEDULES, help="of an axis pp (default 1f1b)")
-    add("--stages-per-rank", type=int, default=2, metavar="N", help="of --pipeline interleaved (default 2)")
-    add("--best", type=int, metavar="N", help="of a table the best few by time per token, and why")
-    add("--workers", type=int, metavar="N", help="processes that predict a table (default: by its length)")
-    add("--batch", nargs="+", default=[], metavar="B,S", help="shape of the inputs of one rank, such as 1,4096")
-    add("--inputs", type=int, default=1, metavar="N", help="how many inputs of that shape (default 1)")
-    add("--hardware", nargs="+", default=["h100"], metavar="NAME", help=f"{', '.join(builtin_profiles())}, or a file")
-    add("--network", nargs="+", default=["isolated"], metavar="MODEL", help='"isolated", "in-training" or "no-rails"')
-    add("--param-dtype", metavar="DTYPE", help="of mp_policy, such as bfloat16")
-    add("--reduce-dtype", metavar="DTYPE", help="of mp_policy, such as float32")
-    add("--reshard", default="default", metavar="WHEN", help="reshard_after_forward: default, always, never, or ranks")
-    add("--units", nargs="+", metavar="PATTERN", help="modules whose parameters are gathered together: 'layers.*'")
-    add(
-        "--activation",
-        nargs="+",
-        metavar="SAVED",
-        help='"none", "full", "auto", a share from 0 to 1, or operators to save: aten.mm.default,...',
-    )
-    add("--offload", action="store_true", help="parameters, gradients and optimizer state on the host")
-    add("--backend", choices=BACKENDS, default="inductor", help="eager runs each operator by itself")
-    add("--dynamic", type=int, nargs="+", default=[], metavar="DIM", help="dims of all inputs that one program serves")
-    add("--optimizer-states", type=int, default=2, metavar="N", help="2 for Adam (default), 0 for plain SGD")
-    add("--foreach", action="store_true", help="the optimizer runs an operation at a time, as torch's does by default")
-    add("--clip-norm", type=float, metavar="NORM", help="gradients are clipped to it")
-    add("--accumulate", type=int, default=1, metavar="N", help="microbatches of --batch in a step (default 1)")
-    add("--tokens", type=float, metavar="N", help="of the whole training, such as 2e12: days and GPU hours")
-    add("--price", type=float, metavar="MONEY", help="of one GPU for an hour: what the training costs")
-    add("--memory-limit", type=int, metavar="BYTES", help="that the schedule may take")
-    add(
-        "--what-if",
-        nargs="*",
-        metavar="KIND",
-        help="what would be faster, fit, and scale: all, or batch, hardware, ...",
-    )
-    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks that --what-if scales to")
-    add(
-        "--measured",
-        metavar="FILE",
-        help="times of regions from graphshard.profiling.save_measured; a GPU's with --device",
-    )
-    add("--device", choices=("cpu", "cuda"), help="capture for a GPU, which need not be here, or for a CPU (default)")
-    add("--symbols", nargs="+", default=[], metavar="NAME=DIM", help="formulas in dims of the inputs: batch=0 seq=1")
-    add("--every-block", action="store_true", help="capture all blocks, also where many are equal")
-    add("--json", metavar="FILE", help="write all numbers")
-    add("--html", metavar="FILE", help="write the report, of a single prediction; with --what-if a page of answers")
-    add("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev, of a single prediction")
+    add("--parallelize", "of (model, mesh): makes the model for axes tp, cp and ep", "MODULE:FUNCTION")
+    add("--global-batch", "sequences of all ranks in a step, in microbatches of --batch", "N", type=int)
+    add("--degrees", "to try for --mesh RANKS: pp=1,2,4 tp=1,8", "AXIS=SIZES", **several)
+    add("--pipeline", "of an axis pp (default 1f1b)", nargs="+", default=["1f1b"], choices=SCHEDULES)
+    add("--stages-per-rank", "of --pipeline interleaved (default 2)", "N", type=int, default=2)
+    add("--best", "of a table the best few by time per token, and why", "N", type=int)
+    add("--workers", "processes that predict a table (default: by its length)", "N", type=int)
+    add("--batch", "shape of the inputs of one rank, such as 1,4096", "B,S", **several)
+    add("--inputs", "how many inputs of that shape (default 1)", "N", type=int, default=1)
+    add("--hardware", f"{', '.join(builtin_profiles())}, or a file", "NAME", nargs="+", default=["h100"])
+    add("--network", '"isolated", "in-training" or "no-rails"', "MODEL", nargs="+", default=["isolated"])
+    add("--param-dtype", "of mp_policy, such as bfloat16", "DTYPE")
+    add("--reduce-dtype", "of mp_policy, such as float32", "DTYPE")
+    add("--reshard", "reshard_after_forward: default, always, never, or ranks", "WHEN", default="default")
+    add("--units", "modules whose parameters are gathered together: 'layers.*'", "PATTERN", nargs="+")
+    saved = '"none", "full", "auto", a share from 0 to 1, or operators to save: aten.mm.default,...'
+    add("--activation", saved, "SAVED", nargs="+")
+    add("--offload", "parameters, gradients and optimizer state on the host", **flag)
+    add("--backend", "eager runs each operator by itself", choices=BACKENDS, default="inductor")
+    add("--dynamic", "dims of all inputs that one program serves", "DIM", type=int, **several)
+    add("--optimizer-states", "2 for Adam (default), 0 for plain SGD", "N", type=int, default=2)
+    add("--foreach", "the optimizer runs an operation at a time, as torch's does by default", **flag)
+    add("--clip-norm", "gradients are clipped to it", "NORM", type=float)
+    add("--accumulate", "microbatches of --batch in a step (default 1)", "N", type=int, default=1)
+    add("--tokens", "of the whole training, such as 2e12: days and GPU hours", "N", type=float)
+    add("--price", "of one GPU for an hour: what the training costs", "MONEY", type=float)
+    add("--memory-limit", "that the schedule may take", "BYTES", type=int)
+    add("--what-if", "what would be faster, fit, and scale: all, or batch, hardware, ...", "KIND", nargs="*")
+    add("--ranks", "numbers of ranks that --what-if scales to", "N", type=int, nargs="+")
+    add("--measured", "times of regions from graphshard.profiling.save_measured; a GPU's with --device", "FILE")
+    add("--device", "capture for a GPU, which need not be here, or for a CPU (default)", choices=("cpu", "cuda"))
+    add("--symbols", "formulas in dims of the inputs: batch=0 seq=1", "NAME=DIM", **several)
+    add("--every-block", "capture all blocks, also where many are equal", **flag)
+    add("--json", "write all numbers", "FILE")
+    add("--html", "write the report, of a single prediction; with --what-if a page of answers", "FILE")
+    add("--trace", "write the timeline for ui.perfetto.dev, of a single prediction", "FILE")
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -286,48 +266,45 @@ def _add_machine_commands(command: _AddCommand) -> None:
     calibrate = command(
         "calibrate",
         _later("graphshard.predict.calibrate", "run"),
-        help="measure this machine and write its profile",
-        description="Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a "
-        "profile for graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local "
-        "ranks are started.",
+        "measure this machine and write its profile",
+        "Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a profile for "
+        "graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local ranks are "
+        "started.",
     )
-    calibrate.add_argument("--out", required=True, metavar="FILE", help="the profile to write")
-    calibrate.add_argument("--name", help="name of the machine in tables (default: the file's)")
-    calibrate.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    calibrate.add_argument(
-        "--ranks",
-        type=int,
-        help="local ranks to start without torchrun (default: every GPU, or 2 on a CPU; 1: no links)",
-    )
+    calibrate("--out", "the profile to write", "FILE", required=True)
+    calibrate("--name", "name of the machine in tables (default: the file's)")
+    calibrate("--device", "default: cuda where there is one", choices=("cpu", "cuda"))
+    local = "local ranks to start without torchrun (default: every GPU, or 2 on a CPU; 1: no links)"
+    calibrate("--ranks", local, type=int)
     verify = command(
         "verify",
         _later("graphshard.cli.file_commands", "verify"),
-        help="check a .gshard file without executing it",
-        description="Check every byte of an artifact against its checksums, read every program, plan and region, and "
-        "compare regions with their keys. Nothing of it is executed.",
+        "check a .gshard file without executing it",
+        "Check every byte of an artifact against its checksums, read every program, plan and region, and compare "
+        "regions with their keys. Nothing of it is executed.",
     )
     finish = command(
         "finish",
         _later("graphshard.cli.file_commands", "finish"),
-        help="compile the regions of a .gshard file",
-        description="Compile the regions of an artifact that was exported without their code (on a machine without "
-        "such a device, or with compile_regions=False), on a machine like those that will load it. The file is "
-        "replaced when all is done.",
+        "compile the regions of a .gshard file",
+        "Compile the regions of an artifact that was exported without their code (on a machine without such a device, "
+        "or with compile_regions=False), on a machine like those that will load it. The file is replaced when all is "
+        "done.",
     )
-    for parser in (verify, finish):
-        parser.add_argument("file", metavar="FILE", help="a file that graphshard.export wrote")
-        parser.add_argument("--trust", metavar="KEY", help="PEM of the public key that must have signed it")
-    finish.add_argument("--threads", type=int, metavar="N", help="threads of each rank that CPU code is compiled for")
-    finish.add_argument("--sign", metavar="KEY", help="PEM of an ed25519 private key to sign the file with")
+    for add in (verify, finish):
+        add("file", "a file that graphshard.export wrote", "FILE")
+        add("--trust", "PEM of the public key that must have signed it", "KEY")
+    finish("--threads", "threads of each rank that CPU code is compiled for", "N", type=int)
+    finish("--sign", "PEM of an ed25519 private key to sign the file with", "KEY")
     cache = command(
         "cache",
         _cache,
-        help="list or remove what earlier launches have compiled",
-        description="List the programs that graphshard.compile has kept for the next launch, or remove all of them. "
-        "They are kept in ~/.cache/graphshard, or where GRAPHSHARD_CACHE says.",
+        "list or remove what earlier launches have compiled",
+        "List the programs that graphshard.compile has kept for the next launch, or remove all of them. They are kept "
+        "in ~/.cache/graphshard, or where GRAPHSHARD_CACHE says.",
     )
-    cache.add_argument("action", choices=("list", "clear"), metavar="ACTION", help="list or clear")
-    cache.add_argument("--dir", metavar="DIRECTORY", help="instead of the usual place")
+    cache("action", "list or clear", "ACTION", choices=("list", "clear"))
+    cache("--dir", "instead of the usual place", "DIRECTORY")
 
 
 def _cache(args: argparse.Namespace) -> int:
