@@ -112,7 +112,7 @@ def _parser() -> Parser:
         added.set_defaults(run=run)
 
         def add(flag: str, text: str, metavar: str | None = None, **settings: Any) -> None:
-            named = {} if metavar is None else {"metavar": metavar}
+            named: dict[str, Any] = {} if metavar is None else {"metavar": metavar}
             added.add_argument(flag, help=text, **named, **settings)
 
         return add

@@ -1,8 +1,4 @@
-"""Answers about a predicted step, the result of `graphshard.what_if`: as numbers, tables, JSON and an HTML page.
-
-The page is for readers who decide: no scripts, no network, and it prints. Its numbers are texts with units; bars of
-gains and the curve of scaling are CSS and SVG, made here.
-"""
+"""The result of `graphshard.what_if`: as numbers, tables, JSON, and an HTML page without scripts that prints."""
 
 from __future__ import annotations
 
@@ -33,11 +29,10 @@ _NEGLIGIBLE, _MOST_PARTS = 0.001, 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The main numbers of a predicted step; those not described here are as in `Explanation`.
+    """The main numbers of a predicted step, as in `Explanation`.
 
-    Attributes:
-        batch: sequences of one rank in a microbatch; None if inputs have no batch.
-        state_bytes: at the peak, the part that shrinks with the number of ranks.
+    `batch` are sequences of one rank in a microbatch; None if inputs have no batch. `state_bytes` is the part of the
+    peak that shrinks with the number of ranks.
     """
 
     mesh: dict[str, int]
@@ -61,8 +56,7 @@ class Outcome:
         """Take the main numbers of a prediction."""
         state = sum(found.memory.get(what, 0) for what in ("shards", OPTIMIZER_STATE, EARLIER_GRADIENTS))
         own: dict[str, Any] = {"batch": batch, "state_bytes": state}
-        names = [field.name for field in dataclasses.fields(Outcome) if field.name not in own]
-        return Outcome(**own, **{name: getattr(found, name) for name in names})
+        return Outcome(**{f.name: own.get(f.name, getattr(found, f.name, None)) for f in dataclasses.fields(Outcome)})
 
     @property
     def fits(self) -> bool:
@@ -90,14 +84,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Answer:
-    """The effect of one change.
+    """The effect of one change of a kind, `about`.
 
-    Attributes:
-        about: the kind of change.
-        change: its name.
-        gain: in tokens per second per GPU, as a share: 0.1 is ten per cent more.
-        outcome: the step with the change.
-        reason: which parts of the time per token get longer and shorter.
+    `gain` is in tokens per second per GPU, as a share: 0.1 is ten percent more. `reason` says which parts of the time
+    per token get longer and shorter.
     """
 
     about: str
@@ -118,12 +108,10 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest or smallest setting that fits into memory.
+    """The largest or smallest setting that fits into memory; prints as a sentence.
 
-    Attributes:
-        what: "the largest batch", the same with another policy of activations, or "the smallest mesh".
-        outcome: the step with it; None if nothing fits or it is not known.
-        why: why there is none, or why it may not be the last one.
+    `what` is "the largest batch", the same with another policy of activations, or "the smallest mesh". `why` says why
+    there is no outcome, or why it may not be the last one.
     """
 
     what: str
@@ -131,7 +119,6 @@ class Fit:
     why: str
 
     def __str__(self) -> str:
-        """One sentence."""
         what, outcome = f"{self.what[0].upper()}{self.what[1:]}", self.outcome
         if outcome is None:
             return f"{what}: {self.why}."
@@ -142,11 +129,10 @@ class Fit:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A predicted step, and answers about it; prints as tables.
+    """A predicted step, and answers about it; prints as a table for each question.
 
     Attributes:
-        base: the step as it is.
-        here: its main numbers.
+        base, here: the step as it is, and its main numbers.
         changes: the effect of each change: fitting ones by their gain, then the others.
         fits: the largest batch of a rank, and the fewest ranks, by halves or doubles.
         scaling: the same step on more and fewer ranks.
@@ -161,7 +147,6 @@ class WhatIf:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The step, and a table for each question."""
         parts = [str(self.base), "", "what if", self._change_table(), "", "what fits"]
         parts += [f"* {fit}" for fit in self.fits]
         if self.scaling:
@@ -198,10 +183,7 @@ class WhatIf:
         return json.dumps(self.to_dict(), indent=1)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a summary page, and the step's timeline for engineers next to it.
-
-        The page is at `path`, and links to the other, at the same path with ".timeline" before its suffix.
-        """
+        """Write a summary page, and the step's timeline for engineers, at the same path with ".timeline" inserted."""
         page = path_of("path", path, "a file to write")
         timeline = page.with_name(f"{page.stem}.timeline{page.suffix or '.html'}")
         base = self.base
@@ -214,9 +196,7 @@ class WhatIf:
 def reason_of(base: Explanation, found: Explanation, *, gain: float, note: str = "", price: float | None = None) -> str:
     """Say which parts of the time per token change, as shares of it, the largest first.
 
-    Args:
-        gain: in tokens per second per GPU.
-        price: of one of the base's GPUs for an hour, if the change is another GPU.
+    `price` is of one of the base's GPUs for an hour, if the change is another GPU.
     """
     before, after = seconds_by_part(base), seconds_by_part(found)
     ranks, whole = found.num_ranks / base.num_ranks, base.seconds_per_token
@@ -246,10 +226,7 @@ def render_summary(found: WhatIf, timeline: str, title: str) -> str:
 
 
 def drawing_of(rows: Sequence[Scaled], given: int) -> dict[str, Any] | None:
-    """Return the curve of speed over the logarithm of ranks, of several rows with the given ranks among them.
-
-    It has marks, the line that an ideal network would give, and ticks of speed. There is none of less than two rows.
-    """
+    """Return the curve of speed over the logarithm of ranks, with marks, ticks and the line of an ideal network."""
     if len(rows) < 2:
         return None
     logs = [math.log2(row.ranks) for row in rows]

@@ -51,15 +51,11 @@ class ExposedWait:
     """Exposed communication: compute waits for a bucket.
 
     Attributes:
-        bucket: the awaited one.
-        phase: "forward" or "backward".
-        seconds: how long.
-        why: "head" (the phase's first collective), "tail" (its last), "link" (the bucket queued for the link),
-            "late" (it was launched too late, or is longer than the compute that could hide it) or "model" (it is the
-            model's own collective, which runs where the model has it).
-        behind: the bucket that it queued for, or "".
-        without: for the longest waits, by the name of a cause: seconds that the wait would be shorter if the cause took
-            no time; the bucket itself is among them.
+        why: "head" (the phase's first collective), "tail" (its last), "link" (it queued for the link, `behind` another
+            bucket), "late" (it was launched too late, or is longer than the compute that could hide it) or "model"
+            (it is the model's own collective, which runs where the model has it).
+        without: for the longest waits, by the name of a cause, including the bucket: seconds that the wait would be
+            shorter if the cause took no time.
     """
 
     bucket: str
@@ -101,8 +97,6 @@ class PipelineCost:
     """A step of a pipeline. Rank i has every stage i + j * ranks.
 
     Attributes:
-        schedule: "1f1b", "gpipe" or "interleaved".
-        stages: in order.
         bubble_s: idle time of the slowest rank, waiting for other stages.
         model_comm_s: its compute waits for what the model itself communicates.
         sent_bytes, sending_s: of one microbatch from stage to stage, over the border where that takes longest.
@@ -164,18 +158,14 @@ class Explanation:
     """A predicted training step of one rank; seconds and bytes.
 
     Attributes:
-        model: class of the module.
         label: name of the setting, in a grid.
-        mesh: sizes by axis.
         data_ranks: ranks with different tokens; ranks along a tensor axis have the same.
         hardware, profile_hash: the profile's name and the hash of its numbers.
-        network: model of the network between nodes.
-        plan_hash: of the schedule.
         tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
         microbatches: forwards and backwards of a step. Waits, the critical path, slack and formulas are of one.
         step_time_s: forward, backward and optimizer.
-        step_range_s: between which seconds it lies in four of five cases (p10 to p90), as far as constants of the
-            profile are known: assumed ones have ranges there. Errors of the model itself are not included.
+        step_range_s: p10 and p90 of it, as far as constants of the profile are known: assumed ones have ranges there.
+            Errors of the model itself are not included.
         compute_s: regions of forward and backward, slowed down by the communication that runs at the same time.
         optimizer_s: reads and writes of the optimizer.
         communication_s: all collectives.
@@ -183,27 +173,21 @@ class Explanation:
         head_s, tail_s: the part of it that nothing can hide: the wait for the first gathers of the step, mostly the
             embedding's, and for its last reductions.
         lower_bound_s: no schedule of the same compute on the same link is faster, with the model's own collectives
-            where the model has them.
-        gap: step_time_s / lower_bound_s - 1.
+            where the model has them. `gap` is step_time_s / lower_bound_s - 1.
         search_stopped: the search for a plan ended at its budget of steps, before all shorter ones were ruled out.
-        peak_memory_bytes: of values alive at once between regions, with gradients and optimizer state.
-        memory: at the peak, by kind.
-        memory_capacity_bytes: of the device.
+        peak_memory_bytes, memory: of values alive at once between regions, with gradients and optimizer state; by kind.
         flop: of the model, forward and backward without recomputation, a multiply-add as two.
         mfu: time that `flop` takes at the data sheet's peak, over step_time_s.
         limit: "compute", "link", "head", "tail", "model" (the model's own communication), "bubble" (stages of a
             pipeline wait for each other) or "memory".
         advice: what would help, from formulas.
         waits: of compute for communication, longest first.
-        critical_path: its seconds, under "compute" and the names of collectives and copies in their order. They follow
-            each other without a gap from the begin of forward to the end of backward, so the step is as long as they
-            are.
-        slack: by bucket, seconds by which its collective could end later, because it began later or took longer,
-            without lengthening the step, apart from contention.
+        critical_path: seconds under "compute" and the names of collectives and copies, in order. They follow each other
+            without a gap from the begin of forward to the end of backward.
+        slack: by bucket, seconds by which its collective could end later without lengthening the step, apart from
+            contention.
         busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
-        formulas: of the step, if symbols were given.
-        cost: of a training on a number of tokens, if that was given.
         pipeline: on a mesh with a pipeline axis, the stages. Seconds are then of the rank that is busy longest, and
             memory of the one that needs the most. Numbers of one microbatch are of that rank's last one.
     """
@@ -319,7 +303,6 @@ class Explanation:
         return f"{format_seconds(low)} to {format_seconds(high)}" if low < high else ""
 
     def __str__(self) -> str:
-        """The table."""
         table = Table(box=None, show_header=False)
         for name, value in self._facts():
             table.add_row(name, Text(value))

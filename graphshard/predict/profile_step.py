@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,6 @@ def measure_regions(
         model: compiled, and called or compiled with example inputs before.
         budget: seconds to spend on each region.
         show: receives progress.
-
-    Raises:
-        ArgumentError: the model is not compiled, or has no program yet.
     """
     check_number("budget", budget, positive=True)
     check_function("show", show, "print")
@@ -92,21 +90,13 @@ def measure_regions(
 
 
 def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
-    """Write times of regions as JSON: seconds by key.
-
-    Raises:
-        ArgumentError: `measured` is something else, or the file cannot be written.
-    """
+    """Write times of regions as JSON: seconds by key."""
     check_seconds("measured", measured)
     write_given("path", path, json.dumps(dict(measured), indent=1) + "\n")
 
 
 def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Read a file of `save_measured`.
-
-    Raises:
-        ArgumentError: the file holds something else.
-    """
+    """Read a file of `save_measured`."""
     where = path_of("path", path, "a file that graphshard.profiling.save_measured wrote")
     try:
         data = json.loads(read_file(where, _MOST_BYTES))
@@ -143,8 +133,8 @@ def profile_step(
     generators are restored. Other effects of forward, such as a counter in Python, are as after the same number of
     calls.
 
-    On CPUs times are the host's. On CUDA they are events in the stream of the compute, so that a wait is as long as the
-    stream stands still. On CUDA memory comes from PyTorch's allocator, whose peak is reset for that. On CPUs it is
+    On CUDA times are events in the stream of the compute, so that a wait is as long as the stream stands still, and
+    memory comes from PyTorch's allocator, whose peak is reset for that. On CPUs times are the host's, and memory is
     shards, buffers, inputs, and the allocations beyond them that `torch.profiler` sees in one more step; None while
     another profiler runs.
 
@@ -157,8 +147,8 @@ def profile_step(
             an H100 where there is none.
 
     Raises:
-        ArgumentError: an argument is wrong, the model is not compiled, runs programs of a file or has parameters that
-            were gathered by hand. Nothing has run then. Or there is no scalar to start backward from.
+        ArgumentError: the model runs programs of a file, or has parameters that were gathered by hand; nothing has run
+            then. Or there is no scalar to start backward from.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
@@ -200,21 +190,12 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], torch.Tensor] | None
-    tensors: list[torch.Tensor] = field(init=False)
-    _sums: dict[Any, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        detached: dict[int, torch.Tensor] = {}
-
-        def own(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if id(leaf) not in detached:
-                detached[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-            return detached[id(leaf)]
-
-        self.args, self.kwargs = pytree.tree_map(own, (self.args, self.kwargs))
-        self.tensors = list(detached.values())
+        detached = functools.cache(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
+        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, detached, (self.args, self.kwargs))
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        self.tensors = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
         self._sums = dict(self.model._graphshard.accumulation.sums)
 
     def run(self) -> None:

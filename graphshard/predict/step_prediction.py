@@ -1,9 +1,8 @@
 """From a lowered program and costs to an `Explanation`, with advice read off the critical path.
 
-The plan and the bound come from `graphshard.schedule`; the timeline of the remaining regions from `estimate`. In
-advice, F and B are the compute of forward and backward; A, A' and R the gathers of forward, the gathers of backward and
-the reductions. The gain of a change is exact for the same schedule: the longest path through the timeline's graph with
-other lengths.
+In advice, F and B are the compute of forward and backward; A, A' and R the gathers of forward, the gathers of backward
+and the reductions. The gain of a change is exact for the same schedule: the longest path through the timeline's graph
+with other lengths.
 """
 
 from __future__ import annotations
@@ -51,11 +50,9 @@ class Bound(NamedTuple):
 
 
 def bound_of(program: Program, costs: Costs, plan: Plan | None, *, limit: int | None, states: int) -> Bound:
-    """Return the bound of every schedule of a partitioned program, whatever its buckets.
+    """Return the bound of every schedule of a partitioned program that uses at most `limit` bytes.
 
-    Args:
-        plan: the chosen one; parameters that it keeps gathered are in its own bound.
-        limit: bytes that schedules may use.
+    Parameters that the chosen plan keeps gathered are in its own bound.
     """
     built = build(program, costs, Settings(optimizer_states=states))
     problem = built.problem
@@ -86,10 +83,7 @@ def range_of(samples: Scalar, middle: float) -> tuple[float, float]:
 def _step_range(
     program: Program, costs: Costs, *, trained: int, training: Training, middle: float, microbatches: int
 ) -> tuple[float, float]:
-    """Return the range of a step's seconds; `middle` twice if no constant of the profile has a range.
-
-    Samples replace the profile's numbers with ranges; the schedule is fixed. Errors of the model are not included.
-    """
+    """Return the range of a step's seconds from samples of the profile's numbers; the schedule is fixed."""
     if not costs.profile.ranges:
         return middle, middle
     drawn = replace(costs, profile=sampled(costs.profile))
@@ -117,7 +111,6 @@ def explained(
         flop: of the model, by dtype.
         tokens: of one rank, in a microbatch.
         mesh: sizes by axis, where the program has several axes merged into one.
-        microbatches: of a step, each of which gathers and reduces; gradients are added up.
     """
     profile = costs.profile
     prediction = program.plan.prediction if program.plan else None
@@ -150,13 +143,12 @@ def explained(
     ideal = microbatches * sum(count / profile.rate(dtype).peak for dtype, count in flop.items())
     compute = timeline.total("compute")
     links = {"compute": compute, **timeline.by_link()}
-    critical_path: dict[str, float] = {}
+    critical_path = defaultdict[str, float](float)
     for item in timeline.critical:
-        name = "compute" if item.kind == "compute" else item.name
-        critical_path[name] = critical_path.get(name, 0.0) + item.seconds
+        critical_path["compute" if item.kind == "compute" else item.name] += item.seconds
     sizes = dict(mesh or program.mesh.shape)
-    stages = [program.mesh.pipeline] if program.mesh.pipeline else []
-    data_ranks = program.mesh.size // math.prod(axis.size for axis in (*program.mesh.tensors, *stages))
+    not_data = filter(None, (*program.mesh.tensors, program.mesh.pipeline))
+    data_ranks = program.mesh.size // math.prod(axis.size for axis in not_data)
     between = _step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
     return Explanation(
         model=program.model,
@@ -191,7 +183,7 @@ def explained(
             ExposedWait(w.name, w.phase, w.seconds, str(w.why), w.behind, timeline.delays.get(w.event, {}))
             for w in timeline.waits_for
         ),
-        critical_path=critical_path,
+        critical_path=dict(critical_path),
         slack=_slack(timeline),
         busy={name: microbatches * seconds / step for name, seconds in links.items()},
         regions=_regions(program, costs, timeline),
@@ -239,9 +231,8 @@ def _regions(program: Program, costs: Costs, timeline: Estimate) -> tuple[Region
 def critical_parts(timeline: Estimate) -> dict[str, list[Step]]:
     """Group the critical path's steps, in order.
 
-    Returns:
-        calls of regions ("compute"); transfers that the first call waits for ("head"), that are launched after the last
-        call ("tail"), and others ("link"), which could be hidden; and the model's own communication ("model").
+    They are calls of regions ("compute"); transfers that the first call waits for ("head"), that are launched after the
+    last call ("tail"), and others ("link"), which could be hidden; and the model's own communication ("model").
     """
     events = timeline.events
     calls = [index for index, event in enumerate(events) if isinstance(event, TimedCall)]
@@ -281,10 +272,7 @@ def advise(
 ) -> Iterator[str]:
     """Yield changes that would help, one sentence each; the most important first.
 
-    Args:
-        limit: see `limit_of`; or "memory".
-        flop: of the model, by dtype.
-        memory: bytes at the peak, by kind.
+    `limit` is as in `limit_of`, or "memory"; `memory` are bytes at the peak.
     """
     compute = timeline.total("compute")
     communication = timeline.communication - timeline.total(*MODEL_KINDS)  # which may be hidden

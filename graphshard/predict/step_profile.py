@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -42,8 +42,7 @@ class TimedSpan(NamedTuple):
     """A region that ran, a collective in flight, or compute that waited for one.
 
     `kind` is "compute", a bucket's kind, "upload" or "download" (only predicted), or "exposed": compute waits for it.
-    `where` are the modules of a region. `start` and `end` are seconds of the step; a measured collective ends when
-    compute has waited for it.
+    A measured collective ends when compute has waited for it.
     """
 
     program: str
@@ -89,7 +88,7 @@ def measured_spans(recording: Recording, since: Stamp) -> list[TimedSpan]:
 
 @dataclass(frozen=True)
 class RankStep:
-    """The step on one rank, from its start until the device was done; or its prediction, of rank -1.
+    """The step on one rank, or its prediction, of rank -1.
 
     `peak_bytes` of a prediction is None if several programs ran, as one's saved tensors are alive while others run.
     """
@@ -103,9 +102,9 @@ class RankStep:
         """Return the seconds of all spans of the given kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
-    def totals(self) -> dict[tuple[str, ...], float]:
+    def totals(self) -> Mapping[tuple[str, ...], float]:
         """Return seconds by key."""
-        found: dict[tuple[str, ...], float] = defaultdict(float)
+        found = defaultdict[tuple[str, ...], float](float)
         for span in self.spans:
             found[span.key] += span.seconds
         return found
@@ -149,8 +148,7 @@ def _predict(runs: Sequence[PhaseRun], costs: Costs) -> RankStep:
 class Timing:
     """A part of a step: its prediction, None where there is none, and its measurement on all ranks.
 
-    `kind` is "compute" for a region, "gather", "reduce" or "all_reduce" for a collective, "exposed" for compute's wait
-    for one, or the name of a sum. `where` are the modules that a region computes.
+    `kind` is as in `TimedSpan`, or the name of a sum. `where` are the modules that a region computes.
     """
 
     kind: str
@@ -173,10 +171,8 @@ class StepProfile:
     """One training step as it ran on all ranks, and its prediction. Seconds, and bytes of memory; prints as a table.
 
     Attributes:
-        model: class of the module.
         hardware: title of the profile that the prediction is for.
         step: from its start until the device was done; all ranks leave a barrier before.
-        compute: all regions.
         exposed: compute waits for collectives.
         head, tail: the part of it that nothing can hide: the wait for the first gathers, and the last reductions.
         other: the rest of the step: work between regions, such as views, launches and Python, the loss, and autograd.
@@ -185,7 +181,6 @@ class StepProfile:
         collectives: each from its launch until compute had waited for it. That is an upper bound: where compute did not
             wait, it had arrived before.
         waits: how long compute waited for each.
-        ranks: the spans on each rank.
     """
 
     model: str
@@ -207,7 +202,6 @@ class StepProfile:
     _costs: Costs = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        """The table: sums, then the longest regions, waits and collectives."""
         numbers = ("calls", "predicted", "median", "least", "most")
         table = new_table([f"{self.model} on {len(self.ranks)} ranks"], numbers)
         for timing in (self.step, self.compute, self.exposed, self.head, self.tail, self.other):
@@ -231,9 +225,6 @@ class StepProfile:
 
         Each rank is a process with the lanes "compute" and "communication", and so is the prediction. A rank's time
         counts from when it left the barrier before the step.
-
-        Raises:
-            ArgumentError: the file cannot be written.
         """
         processes = [(f"rank {step.rank}", step.spans) for step in self.ranks]
         processes.append((f"predicted for {self.hardware}", self._prediction.spans))
@@ -261,9 +252,6 @@ class StepProfile:
 
         Args:
             program: its title, such as "Llama-0"; needed where several programs ran in the step.
-
-        Raises:
-            ArgumentError: there is no such program, or the file cannot be written.
         """
         titles = list(self._programs)
         if program is None and len(titles) > 1:

@@ -3,15 +3,10 @@
     captured with (2, 128), (2, 64), (3, 128), (3, 64)      ->      %7: f32[batch*seq, 512]
 
 A graph is captured at a few sizes; where the captures agree apart from sizes, each size is the polynomial of the
-symbols, linear in each, that goes through them. One more capture checks it. Nothing is asked of the model: it need not
-be exportable with dynamic shapes.
-
-A formula is a straight line of definitions, so that it grows with the number of distinct regions and of buckets, and
-not with the result of substituting them:
+symbols, linear in each, that goes through them. One more capture checks it. The schedule is the one of the sizes that
+were explained. A formula is a straight line of definitions:
 
     region_3 = 3.0e-6 + Max(...)      gather_2 = Min(...)      compute_s = 2*region_0 + 8*region_3 + ...
-
-The schedule is the one of the sizes that were explained; a planner may do something else at others.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ import functools
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,8 +44,8 @@ if TYPE_CHECKING:
 RANKS = sympy.Symbol("ranks", integer=True, positive=True)
 # Significant digits of numbers in a printed formula; costs are not more precise.
 _DIGITS = 4
-# `crossover` gives up here.
-_MOST_CROSSOVER = 2**40
+# `crossover` tries values up to this power of two.
+_MOST_CROSSOVER = 40
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Definitions = list[tuple[sympy.Symbol, sympy.Expr]]
@@ -60,12 +56,7 @@ def symbolize(
 ) -> dict[str, int]:
     """Write symbolic sizes on the nodes of a captured program, in place; return each symbol's value in it.
 
-    Args:
-        dims: by symbol name, the dim of the tensor inputs whose size it is.
-        capture: captures again, at other sizes.
-
-    Raises:
-        ArgumentError: no input has the dim, the captures differ in more than sizes, or sizes are no such polynomials.
+    `dims` has, by symbol name, the dim of the tensor inputs whose size it is.
     """
     here = {name: _size(inputs, name, dim) for name, dim in dims.items()}
     # Smaller sizes where there is room, as models have limits.
@@ -199,12 +190,9 @@ def _symbolic(node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The smallest size at which communication takes no longer than compute.
+    """The smallest value of a symbol at which communication takes no longer than compute.
 
-    Attributes:
-        symbol: the varied one; the others are as in `Formulas.at`.
-        value: of the symbol.
-        formula: the value in the other symbols, with the branches of every maximum that hold there.
+    `formula` is the value in the other symbols, with the branches of every maximum that hold there.
     """
 
     symbol: str
@@ -239,11 +227,7 @@ class Formulas:
         return sympy.lambdify(list(self.symbols.values()), expressions, "math", cse=straight)
 
     def evaluate(self, **values: int) -> dict[str, float]:
-        """Return all results, with other values for some symbols.
-
-        Raises:
-            ArgumentError: there is no such symbol, or a value is not positive.
-        """
+        """Return all results, with other values for some symbols."""
         for name, value in values.items():
             if name not in self.at:
                 raise ArgumentError(f"there is no symbol {name!r}; there are {', '.join(self.at)}.")
@@ -254,36 +238,31 @@ class Formulas:
     def smooth(self, name: str, **values: int) -> sympy.Expr:
         """Return a result in symbols alone, as it holds around a point.
 
-        Every maximum is replaced by the branch that it takes there, and nothing is rounded up: the rest shows how the
-        result grows. `values` are of symbols that differ from the explained ones.
+        Every maximum is replaced by the branch that it takes there, and nothing is rounded up. `values` are of symbols
+        that differ from the explained ones.
         """
         point: dict[sympy.Symbol, float] = {self.symbols[n]: v for n, v in {**self.at, **values}.items()}
         known: dict[sympy.Symbol, tuple[sympy.Expr, float]] = {s: (s, float(v)) for s, v in point.items()}
         return sympy.expand(_branch(self.results[name], known, dict(self.definitions))[0]).evalf(_DIGITS)
 
     def crossover(self, symbol: str, **values: int) -> Crossover | None:
-        """Find the smallest value of an input's symbol at which communication takes no longer than compute.
+        """Find the smallest value of an input's symbol, up to 2**40, at which communication is hidden by compute.
 
-        `values` are of other symbols that differ from the explained ones. Returns None if communication is never
-        hidden, up to 2**40.
+        `values` are of other symbols that differ from the explained ones.
         """
         if symbol not in self.at or symbol == RANKS.name:
             inputs = ", ".join(name for name in self.at if name != RANKS.name)
             raise ArgumentError(f"communication is hidden by more work, not by {symbol!r}: vary one of {inputs}.")
 
-        def is_exposed(value: int) -> bool:
+        def is_hidden(value: int) -> bool:
             found = self.evaluate(**{**values, symbol: value})
-            return found["communication_s"] > found["compute_s"]
+            return found["communication_s"] <= found["compute_s"]
 
-        low, high = 0, 1
-        while is_exposed(high):
-            low, high = high, 2 * high
-            if high > _MOST_CROSSOVER:
-                return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if is_exposed(middle) else (low, middle)
-        return Crossover(symbol, high, self._solved(symbol, {**self.at, **values, symbol: high}))
+        high = next((1 << power for power in range(_MOST_CROSSOVER + 1) if is_hidden(1 << power)), None)
+        if high is None:
+            return None
+        least = high // 2 + 1 + bisect_left(range(high // 2 + 1, high), True, key=is_hidden)
+        return Crossover(symbol, least, self._solved(symbol, {**self.at, **values, symbol: least}))
 
     def _solved(self, symbol: str, at: Mapping[str, int]) -> sympy.Expr:
         """Solve communication = compute, with the branches that hold at a point; nan if it is not quadratic."""
@@ -297,7 +276,6 @@ class Formulas:
         return best.evalf(_DIGITS)
 
     def __str__(self) -> str:
-        """All definitions and results, one per line."""
         return "\n".join(f"{name} = {value}" for name, value in (*self.definitions, *self.results.items()))
 
 
@@ -322,16 +300,15 @@ def _branch(
         return choose(pairs, key=lambda pair: pair[1])
     if isinstance(expression, (sympy.ceiling, sympy.floor)):
         return pairs[0][0], (math.ceil if isinstance(expression, sympy.ceiling) else math.floor)(values[0])
-    if isinstance(expression, sympy.log):
-        value = math.log(values[0])
-    elif isinstance(expression, sympy.Add):
-        value = math.fsum(values)
-    elif isinstance(expression, sympy.Mul):
-        value = math.prod(values)
-    else:
-        assert isinstance(expression, sympy.Pow), expression
-        value = values[0] ** values[1]
-    return expression.func(*(smooth for smooth, _ in pairs)), value
+    return expression.func(*(smooth for smooth, _ in pairs)), _VALUES[expression.func](values)
+
+
+_VALUES: dict[Any, Callable[[list[float]], float]] = {
+    sympy.log: lambda values: math.log(values[0]),
+    sympy.Add: math.fsum,
+    sympy.Mul: math.prod,
+    sympy.Pow: lambda values: values[0] ** values[1],
+}
 
 
 def formulas_of(program: Program, costs: Costs, at: Mapping[str, int], *, training: Training) -> Formulas:

@@ -3,20 +3,18 @@
     case -> base prediction -> changes, each predicted -> largest batch, smallest mesh -> other numbers of ranks
 
 A change is a whole `Case` that differs in one field: another batch, mesh, activation or machine. Whether it is sensible
-(replicas need several nodes, another network needs a network) is decided here. Each answer is a separate prediction, as
-`explain` makes it: with another plan where another plan is better. Captures, and programs where only costs change, are
-shared.
+(replicas need several nodes, another network needs a network) is decided here.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,19 +64,29 @@ class Case:
         """Sequences of one rank; None if the inputs have no batch."""
         return batch_of(self.inputs)
 
-    def with_batch(self, batch: int) -> Case:
-        return replace(self, inputs=resized(self.inputs, {"batch": 0}, {"batch": self.batch or 0}, {"batch": batch}))
+    @property
+    def key(self) -> Hashable:
+        """Key of the prediction; options, training and profile are compared by identity."""
+        same = id(self.options), id(self.training), id(self.profile)
+        return *same, self.batch, str(self.mesh), self.network
 
-    def with_options(self, **options: Any) -> Case:
-        return replace(self, options=replace(self.options, **options))
-
-    def with_training(self, **training: Any) -> Case:
-        return replace(self, training=replace(self.training, **training))
-
-    def with_sizes(self, sizes: Sequence[int]) -> Case:
-        """Return the case with other mesh sizes on the same axes."""
-        mesh = dict(zip(self.mesh, sizes)) if isinstance(self.mesh, Mapping) else tuple(sizes)
-        return replace(self, mesh=mesh)
+    def changed(self, **fields: Any) -> Case:
+        """Return the case with other values of its fields, of options and of training; also of `batch` and `sizes`."""
+        case = self
+        for name, value in fields.items():
+            if name == "batch":
+                inputs = resized(case.inputs, {"batch": 0}, {"batch": case.batch or 0}, {"batch": value})
+                case = replace(case, inputs=inputs)
+            elif name == "sizes":  # of the mesh, on the same axes
+                mesh = dict(zip(case.mesh, value)) if isinstance(case.mesh, Mapping) else tuple(value)
+                case = replace(case, mesh=mesh)
+            elif name in Training.__dataclass_fields__:
+                case = replace(case, training=replace(case.training, **{name: value}))
+            elif name in Options.__dataclass_fields__:
+                case = replace(case, options=replace(case.options, **{name: value}))
+            else:
+                case = replace(case, **{name: value})
+        return case
 
     def with_ranks(self, ranks: int) -> Case | None:
         """Grow or shrink the outermost axis of data to that many ranks; None if there is no such mesh."""
@@ -96,24 +104,11 @@ class Case:
                 return None
             left //= sizes[index]
         sizes[data[0]] = left
-        return self.with_sizes(sizes)
-
-    def is_like(self, other: Case) -> bool:
-        """Return whether it is the same prediction; options, training and profile are compared by identity."""
-        same = self.options is other.options and self.training is other.training and self.profile is other.profile
-        return same and (self.batch, str(self.mesh), self.network) == (other.batch, str(other.mesh), other.network)
+        return self.changed(sizes=sizes)
 
 
-class Change(NamedTuple):
-    """A case to try, of a kind of `ABOUT`."""
-
-    about: str
-    name: str
-    case: Case
-
-
-# Kind, name, and maker of the case, which is called for requested kinds only: some options do not go together.
-_Offer = tuple[str, str, Callable[[], Case]]
+# Kind of `ABOUT`, name, and arguments of `Case.changed`, which is called for requested kinds only: some do not fit.
+_Offer = tuple[str, str, dict[str, Any]]
 
 
 def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
@@ -127,13 +122,9 @@ def _axes_of(mesh: MeshLike) -> list[tuple[str, int]] | None:
 
 def _sizes(case: Case) -> Iterator[_Offer]:
     if case.batch is not None:
-        for batch in (2 * case.batch, case.batch // 2):
-            if batch and (batch > case.batch or case.batch % 2 == 0):
-                yield "batch", f"batch {batch} per rank", partial(case.with_batch, batch)
-    yield from _meshes(case)
-
-
-def _meshes(case: Case) -> Iterator[_Offer]:
+        yield "batch", f"batch {2 * case.batch} per rank", {"batch": 2 * case.batch}
+        if case.batch and case.batch % 2 == 0:
+            yield "batch", f"batch {case.batch // 2} per rank", {"batch": case.batch // 2}
     axes, node = _axes_of(case.mesh), case.profile.ranks_per_node
     if axes is None:
         return
@@ -147,40 +138,41 @@ def _meshes(case: Case) -> Iterator[_Offer]:
             if size >= 1 and size % 1 == 0 and outer >= 1 and outer % 1 == 0 and near:
                 new = list(sizes)
                 new[inner], new[others[0]] = int(size), int(outer)
-                yield "mesh", f"mesh {shown_mesh(dict(zip(names, new)))}", partial(case.with_sizes, new)
+                yield "mesh", f"mesh {shown_mesh(dict(zip(names, new)))}", {"sizes": new}
     elif len(sizes) == 1 and sizes[0] > node and sizes[0] % node == 0 and node > 1:
         replicas = sizes[0] // node
-        yield "mesh", f"mesh replicate {replicas}, shard {node}", partial(replace, case, mesh=(replicas, node))
+        yield "mesh", f"mesh replicate {replicas}, shard {node}", {"mesh": (replicas, node)}
     elif len(sizes) == 2 and sizes[0] > 1:
-        yield "mesh", f"mesh shard {math.prod(sizes)}", partial(replace, case, mesh=(math.prod(sizes),))
+        yield "mesh", f"mesh shard {math.prod(sizes)}", {"mesh": (math.prod(sizes),)}
 
 
 def _options(case: Case) -> Iterator[_Offer]:
     options, axes, node = case.options, _axes_of(case.mesh) or [], case.profile.ranks_per_node
     reshard, policy, low = options.reshard_after_forward, options.mp_policy, torch.bfloat16
     if not any(name in PIPELINE for name, _ in axes):  # stages are gathered once
-        if reshard is not False and reshard != 1:
-            yield "reshard", "reshard_after_forward=False", partial(case.with_options, reshard_after_forward=False)
+        again: list[bool | int] = [False] if reshard is not False and reshard != 1 else []
         if reshard is not None and reshard is not True:
-            yield "reshard", "reshard_after_forward=True", partial(case.with_options, reshard_after_forward=True)
+            again.append(True)
         elif len(axes) == 1 and node > 1 and axes[0][1] > node and axes[0][1] % node == 0:
-            yield "reshard", f"reshard_after_forward={node}", partial(case.with_options, reshard_after_forward=node)
+            again.append(node)
+        for value in again:
+            yield "reshard", f"reshard_after_forward={value}", {"reshard_after_forward": value}
     if options.activation is None:
-        yield "activation", 'activation="full"', partial(case.with_options, activation="full")
+        yield "activation", 'activation="full"', {"activation": "full"}
     else:
-        yield "activation", "activation=None", partial(case.with_options, activation=None)
+        yield "activation", "activation=None", {"activation": None}
     if isinstance(options.offload_policy, CPUOffloadPolicy):
-        yield "offload", "nothing on the host", partial(case.with_options, offload_policy=None)
+        yield "offload", "nothing on the host", {"offload_policy": None}
     else:
-        yield "offload", "state on the host", partial(case.with_options, offload_policy=CPUOffloadPolicy())
+        yield "offload", "state on the host", {"offload_policy": CPUOffloadPolicy()}
     if policy is None or (isinstance(policy, MixedPrecisionPolicy) and policy.param_dtype is None):
         mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        yield "precision", "parameters in bfloat16", partial(case.with_options, mp_policy=mixed)
+        yield "precision", "parameters in bfloat16", {"mp_policy": mixed}
     elif isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype == torch.float32:
-        reduced = MixedPrecisionPolicy(policy.param_dtype, low, policy.output_dtype, policy.cast_forward_inputs)
-        yield "precision", "gradients reduced in bfloat16", partial(case.with_options, mp_policy=reduced)
+        reduced = replace(policy, reduce_dtype=low)
+        yield "precision", "gradients reduced in bfloat16", {"mp_policy": reduced}
     if options.backend == "eager":
-        yield "backend", 'backend="inductor"', partial(case.with_options, backend="inductor")
+        yield "backend", 'backend="inductor"', {"backend": "inductor"}
 
 
 def _costs(case: Case) -> Iterator[_Offer]:
@@ -188,20 +180,20 @@ def _costs(case: Case) -> Iterator[_Offer]:
     training, axes = case.training, _axes_of(case.mesh)
     if training.global_batch is None:
         more = _MORE * training.accumulate
-        yield "accumulate", f"accumulate {more} microbatches", partial(case.with_training, accumulate=more)
+        yield "accumulate", f"accumulate {more} microbatches", {"accumulate": more}
         if training.accumulate > 1:
-            yield "accumulate", "accumulate nothing", partial(case.with_training, accumulate=1)
+            yield "accumulate", "accumulate nothing", {"accumulate": 1}
     if training.foreach:
-        yield "optimizer", "a fused optimizer", partial(case.with_training, foreach=False)
+        yield "optimizer", "a fused optimizer", {"foreach": False}
     ranks = case.mesh.size() if isinstance(case.mesh, DeviceMesh) else math.prod(size for _, size in axes or ())
     for name in case.profile.outside if ranks > case.profile.ranks_per_node else ():
         if name != case.network:
-            yield "network", f"network {name}", partial(replace, case, network=name)
+            yield "network", f"network {name}", {"network": name}
     for name in builtin_profiles():
         profile = load_profile(name)
         alike = profile.device == case.profile.device and case.network in profile.outside
         if alike and profile.hash != case.profile.hash:  # the price is of another GPU
-            yield "hardware", f"hardware {name}", partial(replace(case, profile=profile).with_training, price=None)
+            yield "hardware", f"hardware {name}", {"profile": profile, "price": None}
 
 
 # Kinds of changes.
@@ -225,10 +217,13 @@ def check_about(given: object, argument: str = "changes") -> list[str]:
     return list(dict.fromkeys(given))
 
 
-def changes_of(case: Case, about: Sequence[str]) -> list[Change]:
-    """Return all changes of these kinds."""
+def changes_of(case: Case, about: Sequence[str]) -> Iterator[tuple[str, str, Case]]:
+    """Yield all changes of these kinds: kind, name and the case to try."""
     offers = [*_sizes(case), *_options(case), *_costs(case)]
-    return [Change(kind, name, make()) for wanted in about for kind, name, make in offers if kind == wanted]
+    for wanted in about:
+        for kind, name, fields in offers:
+            if kind == wanted:
+                yield kind, name, case.changed(**fields)
 
 
 @partial(takes_options, also=(Training,))
@@ -288,17 +283,17 @@ def answer(study: Study, case: Case, about: Sequence[str], ranks: Sequence[int])
     base = predictions.base
     answers, left_out = [], []
     fits = [predictions.largest_batch(case)]
-    for change in changes_of(case, about):
-        found = predictions.predict(change.case, change.name)
+    for kind, name, changed in changes_of(case, about):
+        found = predictions.predict(changed, name)
         if not isinstance(found, Explanation):
-            left_out.append(f"{change.name}: {found}")
+            left_out.append(f"{name}: {found}")
             continue
-        if change.about == "activation" and case.batch is not None:
-            fits.append(predictions.largest_batch(change.case, change.name))
+        if kind == "activation" and case.batch is not None:
+            fits.append(predictions.largest_batch(changed, name))
         gain = found.tokens_per_second_per_gpu / base.tokens_per_second_per_gpu - 1
-        price = case.training.price if change.about == "hardware" else None
-        reason = reason_of(base, found, gain=gain, note=_NOTES.get(change.about, ""), price=price)
-        answers.append(Answer(change.about, change.name, gain, Outcome.of(found, change.case.batch), reason))
+        price = case.training.price if kind == "hardware" else None
+        reason = reason_of(base, found, gain=gain, note=_NOTES.get(kind, ""), price=price)
+        answers.append(Answer(kind, name, gain, Outcome.of(found, changed.batch), reason))
     fits.append(predictions.smallest_mesh())
     scaling = []
     for count in sorted({*ranks, base.num_ranks}) if ranks else ():
@@ -327,7 +322,8 @@ class _Predictions:
         self._study = study
         self._by_batch = {case.batch: study}
         self.base: Explanation = study.explain(case.mesh, case.profile, case.network)
-        self._known = [(case, Outcome.of(self.base, case.batch))]
+        # The cases keep the objects whose ids are in their keys.
+        self._known = {case.key: (case, Outcome.of(self.base, case.batch))}
 
     def predict(self, case: Case, name: str) -> Explanation | str:
         if case.batch not in self._by_batch:
@@ -341,15 +337,12 @@ class _Predictions:
             return str(error)
         if case.mesh is not self.case.mesh:
             study.forget(case.mesh)
-        self._known.append((case, Outcome.of(found, case.batch)))
+        self._known[case.key] = case, Outcome.of(found, case.batch)
         return found
 
     def outcome(self, case: Case, name: str) -> Outcome | str:
-        for other, known in self._known:
-            if case.is_like(other):
-                return known
-        found = self.predict(case, name)
-        return found if isinstance(found, str) else self._known[-1][1]
+        found = None if case.key in self._known else self.predict(case, name)
+        return found if isinstance(found, str) else self._known[case.key][1]
 
     def largest_batch(self, case: Case, name: str = "") -> Fit:
         """Find the largest batch of a rank that fits; `name` is of the change that makes the case."""
@@ -358,9 +351,9 @@ class _Predictions:
         if batch is None:
             return Fit(what, None, "the inputs have no tensor with a batch")
         if case.training.global_batch is not None:  # other batches need not divide it
-            case = case.with_training(global_batch=None, accumulate=self.base.microbatches)
+            case = case.changed(global_batch=None, accumulate=self.base.microbatches)
         label = ", ".join(filter(None, (name, "largest batch")))
-        return largest(what, lambda count: self.outcome(case.with_batch(count), label), batch)
+        return largest(what, lambda count: self.outcome(case.changed(batch=count), label), batch)
 
     def smallest_mesh(self) -> Fit:
         case, ranks, what = self.case, self.base.num_ranks, "the smallest mesh"
