@@ -56,7 +56,8 @@ class Outcome:
         """Take the main numbers of a prediction."""
         state = sum(found.memory.get(what, 0) for what in ("shards", OPTIMIZER_STATE, EARLIER_GRADIENTS))
         own: dict[str, Any] = {"batch": batch, "state_bytes": state}
-        return Outcome(**{f.name: own.get(f.name, getattr(found, f.name, None)) for f in dataclasses.fields(Outcome)})
+        names = [field.name for field in dataclasses.fields(Outcome) if field.name not in own]
+        return Outcome(**own, **{name: getattr(found, name) for name in names})
 
     @property
     def fits(self) -> bool:
