@@ -50,7 +50,6 @@ class StageDifference:
     """Distance of a stage, or of a region, from its reference.
 
     Attributes:
-        name: the pass or region.
         error: largest difference of an element, relative to the largest element of its tensor; over all ranks.
         where: the output, gradient, buffer or region result with that error.
         exact: False if the pass says that it may change the numbers.
@@ -84,18 +83,17 @@ class Bisection:
 
     def __str__(self) -> str:
         worst = sorted(self.regions, key=lambda found: -found.error)[:5]
-        shown = [*self.stages, *worst]
-        width = max(len(found.name) for found in shown)
+        width = max(len(found.name) for found in (*self.stages, *worst))
         lines = []
-        for found in shown:
+        for found in (*self.stages, *worst):
             mark = "<-- first" if found is self.culprit else "" if found.exact else "may change numerics"
             where = found.where if found.error else "equal"
             lines.append(f"{found.name:{width}}  {found.error:8.1e}  {where}  {mark}".rstrip())
         if len(self.regions) > len(worst):
             lines.append(f"{len(self.regions)} region calls in all, the {len(worst)} with the largest error shown")
-        if culprit := self.culprit:
-            where = f"{culprit.where} by {culprit.error:.1e} of its largest element"
-            lines.append(f"{culprit.name} is the first to differ: {where}")
+        if found := self.culprit:
+            where = f"{found.where} by {found.error:.1e} of its largest element"
+            lines.append(f"{found.name} is the first to differ: {where}")
         else:
             lines.append(f"no stage differs from the one before by more than {self.tolerance:.1e}")
         return "\n".join(lines)
@@ -116,9 +114,6 @@ def bisect(
 
     Args:
         tolerance: relative error up to which a difference counts as rounding; None chooses by dtype.
-
-    Raises:
-        ArgumentError: the module was not compiled.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))
@@ -256,14 +251,10 @@ class _StageRunner:
 
     def _full(self, ref: ParamRef, row: ParamSpec) -> torch.Tensor:
         """Return a full parameter, or this rank's part on axes along which the model communicates."""
-        param = ref.param
-        if not isinstance(param, DTensor):
-            return param.detach()
-        if row.split is None and not row.expert:
-            return param.full_tensor()
         if row.num_shards == 1:
-            return param._local_tensor.detach()
-        shard = padded_shard(param, row).detach().contiguous()
+            param = ref.param.detach()
+            return param.to_local() if isinstance(param, DTensor) else param
+        shard = padded_shard(ref.param, row).detach().contiguous()
         shards = [torch.empty_like(shard) for _ in range(row.num_shards)]
         dist.all_gather(shards, shard, group=self._group(row.on(self.program.mesh).shard.name))
         return torch.cat(shards, row.dim).narrow(row.dim, 0, row.shape[row.dim])

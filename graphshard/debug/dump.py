@@ -289,22 +289,21 @@ def executor_source(program: Program, phase_name: str) -> str:
         ranks = f"ranks.view(-1, {', '.join(map(str, experts.shape.values()))})"
         own = [axis for axis in experts.axes if axis not in mesh.axes]
         groups |= {repr(axis.name): rows.format(ranks, experts.place(axis) + 1, axis.size) for axis in own}
+    title = visible(program.title, lines=False).translate({ord('"'): "'", ord("\\"): "/"})  # must not end the text
     return (
         template_environment(html=False)
         .get_template("executor.py.j2")
         .render(
             phase=phase_name,
-            title=visible(program.title, lines=False).translate(
-                {ord('"'): "'", ord("\\"): "/"}
-            ),  # must not end the text
-            own=any(node.target in OWN for node in phase.module.graph.nodes),
-            regions=list(dict.fromkeys(str(n.target) for n in phase.module.graph.find_nodes(op="call_module"))),
+            title=title,
+            own=any(node.target in OWN for node in graph.nodes),
+            regions=list(dict.fromkeys(str(n.target) for n in graph.find_nodes(op="call_module"))),
             code=textwrap.indent(print_lines(lines_of(graph)).strip(), "    "),
-            inputs=list(_inputs(phase.placeholders, [str(slot) for slot in phase.inputs])),
+            inputs=list(_inputs(phase.placeholders, list(map(str, phase.inputs)))),
             size=mesh.size,
             shape=[*mesh.shape.values()],
             groups=groups,
-            outputs=[str(slot) for slot in phase.outputs],
+            outputs=list(map(str, phase.outputs)),
         )
     )
 

@@ -1,10 +1,8 @@
 """HTML report of one compiled program: one file that opens without a network.
 
-Tables are written by the template, so they can be read and printed without scripts. Anything that depends on a choice
-or on the zoom (the diff of two stages, the timeline, the memory curve) is drawn by the page from data it carries.
-Stages' texts are carried compressed: at 126 layers they are megabytes each, and few of them are ever opened.
-
-Times are in seconds and sizes in bytes, here and in the page's data; only the rendered page has other units.
+Tables are written by the template, so they can be read and printed without scripts. The page draws the diff of two
+stages, the timeline and the memory curve from data it carries, in seconds and bytes. Stages' texts are carried
+compressed: at 126 layers they are megabytes each, and few of them are ever opened.
 """
 
 from __future__ import annotations
@@ -65,14 +63,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class BucketView:
-    """A bucket, and the collective in which it travels.
+    """A bucket, and the collective in which it travels: from `start` to `wait`, hidden by the regions in between.
 
-    Attributes:
-        start, wait: where the collective is launched and waited for, in words.
-        hidden_by: names of the regions in between, or "".
-        exposed_seconds: how much of `seconds` the compute stream waits.
-        slack_seconds: by how much it could be later or longer without lengthening the step.
-        in_flight, waited: measured time from launch to the end of the wait, an upper bound, and the wait of compute.
+    `exposed_seconds` is how much of `seconds` the compute stream waits. `in_flight` is measured from launch to the end
+    of the wait, an upper bound, and `waited` is the wait of compute.
     """
 
     bucket: Bucket
@@ -92,7 +86,7 @@ class Span:
     """A stretch of time on one lane, such as "compute" or "communication".
 
     `kind` is "compute", "gather", "reduce" or "exposed" (the compute lane is idle, waiting for a bucket). `slack` is
-    None for a wait. The `critical` spans follow each other without a gap: the step is as long as they are.
+    None for a wait.
     """
 
     lane: str
@@ -120,10 +114,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step as the cost model sees it.
+    """One step as the cost model sees it, and as it ran. `phases` are (name, start, end).
 
-    `phases` are (name, start, end); `critical_seconds` is the communication on the critical path; `assumptions` is one
-    sentence; `measured` is the step as it ran, if it was measured.
+    `critical_seconds` is the communication on the critical path; `assumptions` is one sentence.
     """
 
     spans: tuple[Span, ...]
@@ -139,10 +132,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class RegionView:
-    """A distinct compiled region.
+    """A distinct compiled region: `seconds` of one call, `measured` for all calls of a step.
 
-    `seconds` is for one call, `measured` for all calls of a step. `kernels` are registers and the like of kernels
-    compiled for absent GPUs; None without a file of generated kernels.
+    `kernels` are registers and the like of kernels compiled for absent GPUs; None without a file of generated kernels.
     """
 
     name: str
@@ -157,10 +149,9 @@ class RegionView:
 
 @dataclass(frozen=True)
 class Report:
-    """Contents of a report.
+    """Contents of a report. With `files` it is in a dump, and links to its files.
 
-    `error` is the traceback of the pass that failed; later parts may be missing then. With `files` it is in a dump, and
-    links to its files.
+    `error` is the traceback of the pass that failed; later parts may be missing then.
     """
 
     title: str
@@ -230,14 +221,11 @@ def report_of(
     spreads: Spreads = MappingProxyType({}),
     files: bool = True,
 ) -> Report:
-    """Build the report of a program; before it is lowered, only its stages.
+    """Build the report of a program; before it is lowered, or with an error, only its stages.
 
     Args:
-        error: traceback of the error that ended compilation.
         kernels: by name of a region that has a file of generated kernels, their resources for each kind of GPU.
         costs: of the estimated timeline; None is an H100 node.
-        measured, spreads: shown next to the estimate.
-        files: the report is in a dump, and links to its files.
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     facts = [
@@ -257,34 +245,21 @@ def report_of(
     found = estimate(program, costs)
     regions = []
     for name, key in program.region_names.items():
-        region = program.regions[key]
+        region, calls = program.regions[key], program.region_calls.count(key)
         where = list(dict.fromkeys(step.where or "the root" for step in found.steps if step.name == name))
-        regions.append(
-            RegionView(
-                name=name,
-                key=key,
-                calls=program.region_calls.count(key),
-                ops=sum(node.op == "call_function" for node in region.module.graph.nodes),
-                modules=", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}",
-                seconds=costs.region(region),
-                kernels=kernels.get(name),
-                measured=spreads.get(("compute", name)),
-            )
-        )
-    return replace(
-        report,
-        buckets=tuple(_buckets(program, found, spreads)),
-        timeline=_timeline(found, costs, measured),
-        memory=memory_of(program, found),
-        regions=tuple(regions),
-    )
+        modules = ", ".join(where) if len(where) < 4 else f"{where[0]} to {where[-1]}"
+        operators = sum(node.op == "call_function" for node in region.module.graph.nodes)
+        seconds, ran = costs.region(region), spreads.get(("compute", name))
+        regions.append(RegionView(name, key, calls, operators, modules, seconds, kernels.get(name), ran))
+    buckets, memory = tuple(_buckets(program, found, spreads)), memory_of(program, found)
+    timeline = _timeline(found, costs, measured)
+    return replace(report, buckets=buckets, timeline=timeline, memory=memory, regions=tuple(regions))
 
 
 def _buckets(program: Program, found: Estimate, spreads: Spreads) -> Iterator[BucketView]:
     exposed = defaultdict[str, float](float)
-    for step in found.steps:
-        if step.kind == "exposed":
-            exposed[step.name] += step.seconds
+    for step in found.waits_for:
+        exposed[step.name] += step.seconds
     for step in found.steps:
         if program.plan is None or step.kind not in ("gather", "reduce", "all_reduce"):
             continue

@@ -1,10 +1,6 @@
 """`graphshard show`, `diff` and `repro`: stages of dumps, summaries of dumps, lists of dumps, and one pass alone.
 
-A stage has two files: `NN-name.txt`, its folded text, and `NN-name.json`, from which the program is made again. Every
-error names the file and what to do.
-
-`repro` runs the pass that ran on a stage next once more, without ranks, and checks the rules before and after. A stage
-that made a pass fail on 512 ranks makes it fail here.
+A stage has two files: `NN-name.txt`, its folded text, and `NN-name.json`, from which the program is made again.
 """
 
 from __future__ import annotations
@@ -158,14 +154,10 @@ def run_show(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     """Run `graphshard diff A B`, or A with the stage before it; return 1 if they differ."""
     import_all(args.imports)
-    a = StageFile.at(args.a)
-    if args.previous:
-        before = a.neighbor(-1)
-        if before is None:
-            raise ArgumentError(f"{a.path} has no stage before it")
-        a, b = before, a
-    else:
-        b = StageFile.at(args.b)
+    b = StageFile.at(args.a if args.previous else args.b)
+    a = b.neighbor(-1) if args.previous else StageFile.at(args.a)
+    if a is None:
+        raise ArgumentError(f"{b.path} has no stage before it")
     return int(print_diff(a.text(full=args.full), b.text(full=args.full), str(a.path), str(b.path)))
 
 

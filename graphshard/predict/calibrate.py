@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ from graphshard.cost.profile import (
     Network,
     NodeLink,
     Profile,
-    Protocol,
+    load_profile,
     profile_of_gpu,
 )
 from graphshard.errors import ArgumentError
@@ -48,7 +49,6 @@ from graphshard.utils.text import say
 _MOST_RANKS = 1024
 # Rounds of measurements: a machine that others use is slow at times.
 ROUNDS = {"cpu": 3, "cuda": 1}
-_NOT_MODELED = "not modelled"
 # Sizes of square products.
 _SQUARES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,26 +125,19 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         "host_bandwidth": (best["host_bandwidth"], f"{here}: copy from the host"),
         "kernel_seconds": (best["kernel_seconds"], f"{here}: addition to one element"),
         "vector": (best["vector"], f"{here}: geometric mean of multiplication and exponential"),
-        "units": (0, f"{_NOT_MODELED}: rates are of whole products"),
-        "split": (0, _NOT_MODELED),
-        "split_seconds": (0.0, _NOT_MODELED),
-        "tile_seconds": (0.0, _NOT_MODELED),
-        "sustained": (1.0, f"{_NOT_MODELED}: rates are of whole products"),
-        "head_power": (0.0, _NOT_MODELED),
-        "host_seconds": ({"eager": 0.0, "compiled": 0.0}, "part of kernel_seconds"),
         "ranks_per_node": (local, "as measured"),
         "rates": (rates, f"{here}: causal attention, forward and backward"),
-        "protocols": ((Protocol("measured", "ring", 0.0, 0.0, 0.0, 0.0, 1.0),), "part of the measured latency"),
         "inside": ({kind: best[f"inside.{kind}"] for kind in KINDS}, of_links),
         "outside": ({"isolated": best["outside.isolated"]}, "part of the bandwidth of a rank"),
         "contention": (best["contention"], taken),
         "pack_below": (best["pack_below"], of_links),
-        "straggler": (0.0, f"{_NOT_MODELED}: the slowest rank was measured"),
     }
-    sources = {name: source for name, (_, source) in numbers.items()}
+    # All that is not modeled of a measured machine, such as tiles and protocols, is as in the profile of one.
+    like = load_profile("cpu-gloo")
+    sources = {path: source for path, source in like.sources.items() if path.partition(".")[0] not in numbers}
+    sources |= {name: source for name, (_, source) in numbers.items()}
     sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
     sources["outside.isolated.bandwidth"] = "measured" if nodes > 1 else "assumed: as inside; one node here"
-    sources["protocols.0.fraction"] = "part of the measured bandwidth"
     known = profile_of_gpu(torch.cuda.get_device_name()) if device == "cuda" else None
     for dtype in map(_name_of, _DTYPES):
         # Relative to the data sheet's peaks, if it is known.
@@ -154,20 +147,14 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         rates[dtype] = MatmulRate(peak, speed / peak, {"flash": AttentionSpeed(attention, attention)})
         sources[f"rates.{dtype}.peak"] = known.sources[f"rates.{dtype}.peak"] if known else product
         sources[f"rates.{dtype}.matmul"] = product
-    return Profile(
-        name=name,
-        title=f"{name}: {_title(device)}",
-        device=device,
-        tiles=(),
-        **{name: value for name, (value, _) in numbers.items()},
-        made={
-            "torch": str(torch.__version__),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "ranks": ranks,
-            "threads": torch.get_num_threads(),
-        },
-        sources=sources,
-    )
+    made = {
+        "torch": str(torch.__version__),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "ranks": ranks,
+        "threads": torch.get_num_threads(),
+    }
+    title, values = f"{name}: {_title(device)}", {name: value for name, (value, _) in numbers.items()}
+    return replace(like, name=name, title=title, device=device, **values, made=made, sources=sources)
 
 
 def best_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

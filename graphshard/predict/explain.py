@@ -70,11 +70,10 @@ def explain(
         hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
             or a `Profile`.
         network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
-        measured: seconds of regions by key, from `graphshard.profiling.measure_regions`; they replace estimates.
+        measured: seconds of regions by key, from `graphshard.profiling.measure_regions`, instead of estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and
             in the number of ranks. The model is captured at a few more sizes.
-        every_block: capture every block of a model, even where many are equal and five represent all of them. The
-            result is the same.
+        every_block: capture every block of a model, even where five represent all of them. The result is the same.
         parallelize: makes the model for a mesh along which it communicates itself. It is called with a copy of the
             model on the meta device and the `DeviceMesh`, of which this process is then rank 0, and changes the copy
             (`parallelize_module(model, mesh["tp"], plan)`, or experts as DTensors on `mesh["ep"]`), or returns a
@@ -98,7 +97,6 @@ def explain(
             a CPU, which takes no package, with rules about fusion that mostly agree.
 
     Raises:
-        ArgumentError: an argument is wrong.
         InfeasibleError: no schedule fits in memory_limit; it names the least that one needs. It is an ArgumentError.
         CaptureError: the module cannot be captured from the example inputs.
     """
@@ -133,7 +131,6 @@ def explain_grid(
     machine. Arguments not described here are the same as for `explain`, for all settings.
 
     Args:
-        model, example_inputs, example_kwargs: as for `explain`.
         meshes, hardware, network: lists of values that `explain` takes.
         settings: options by a name for the table, such as `{"keep": {"reshard_after_forward": False}}`; also `symbols`,
             `accumulate` and the like. They replace options given for all settings.
@@ -143,14 +140,12 @@ def explain_grid(
         workers: processes that predict in parallel, forked from this one; 1 predicts in this process alone. None takes
             one for each core, up to eight of about a gigabyte each, if the table takes longer than some seconds, on
             Linux, and neither CUDA, a process group nor another Python thread is in this process.
-        symbols, every_block, parallelize, device: as for `explain`, for all settings.
         global_batch: as for `explain`. A mesh is left out if it is larger than the batch or does not divide it, if no
             schedule fits in memory_limit, or if the model cannot be cut into the stages: `Grid.left_out` says why.
 
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
         GraphshardError: one of the workers ended.
-        CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain_grid, options)
     for name, value in (("meshes", meshes), ("hardware", hardware), ("network", network)):
@@ -166,12 +161,8 @@ def explain_grid(
     check_function("show", show, "print")
     profiles = [load_profile(item) for item in hardware]
     messages = Messages(show)
-    capture: dict[str, Any] = {
-        "show": messages,
-        "every_block": every_block,
-        "parallelize": parallelize,
-        "device": device,
-    }
+    capture: dict[str, Any] = {"every_block": every_block, "parallelize": parallelize, "device": device}
+    capture["show"] = messages
     groups: list[list[Task]] = []
     first: Study | None = None
     tried: list[dict[str, Any]] = []
@@ -195,11 +186,11 @@ def explain_grid(
             if staged or not repeated:
                 groups.append([Task(study, mesh, profile, name) for profile in profiles for name in network])
     made = outcomes(groups, workers, messages)
-    found = [outcome for outcome in made if isinstance(outcome, Explanation)]
     refused = [outcome for outcome in made if not isinstance(outcome, Explanation)]
-    if not found:
+    if len(refused) == len(made):
         raise refused[0]
-    return Grid(tuple(found), tuple(dict.fromkeys(map(str, refused))))
+    found = tuple(outcome for outcome in made if isinstance(outcome, Explanation))
+    return Grid(found, tuple(dict.fromkeys(map(str, refused))))
 
 
 def meshes_of(ranks: Sequence[Any], degrees: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:

@@ -189,9 +189,8 @@ class PipelineStep:
     ) -> PipelineStep:
         """Cut a partitioned program into stages, as even as whole blocks allow, and predict each; equal ones once.
 
-        Args:
-            limit: bytes that a rank may use; a stage is planned with the bytes that other microbatches leave free.
-            predict: takes a key of the program, the program and its limit.
+        A stage is planned with the bytes of `limit` that other microbatches leave free. `predict` takes a key of the
+        program, the program and its limit.
         """
         name, ranks, per_rank = order.axis.name, order.axis.size, order.stages_per_rank
         if order.num_stages > blocks.count:

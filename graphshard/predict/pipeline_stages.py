@@ -3,9 +3,9 @@
     embed | blocks 0 1 2 3 4 5 6 7 | head   ->   embed 0 1   |   2 3   |   4 5   |   6 7 head
 
 A node outside of all blocks follows its sources: a value the last block among them, and a gradient the block of the
-tensor saved for it, or of the gradient it is made from. Values of parameters alone, or of inputs alone, belong to no
-block: casts and gathers, tables of positions, masks. Each stage computes the ones it needs. Other values of earlier
-stages are sent from each stage to the next one, and their gradients come back.
+tensor saved for it, or of the gradient it is made from. Values of parameters alone, or of inputs alone (casts, gathers,
+masks) belong to no block: each stage computes the ones it needs. Other values of earlier stages are sent from each
+stage to the next one, and their gradients come back.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Blocks:
 
     def kind(self, block: int) -> object:
         """Return a key that blocks share if they are known to be equal."""
-        place = None if self.repeats is None else self.repeats.place_of(f"{self.path}.{block}")
-        return block if place is None else place[1]
+        place = self.repeats and self.repeats.place_of(f"{self.path}.{block}")
+        return place[1] if place else block
 
 
 def lists_of(model: nn.Module) -> dict[str, int]:
@@ -89,11 +89,7 @@ class _PhaseCut:
 
 
 class Stages:
-    """A partitioned program of the whole model, before its plan, cut into stages of some blocks each.
-
-    Args:
-        counts: blocks of each stage, given the compute of each block. A parameter of several stages is a StageError.
-    """
+    """A partitioned program of the whole model, before its plan, cut into stages of `counts` blocks each."""
 
     def __init__(self, program: Program, blocks: Blocks, counts: Callable[[Stages], Sequence[int]]) -> None:
         self.program, self.blocks = program, blocks
@@ -124,15 +120,12 @@ class Stages:
                 break
             if node in cut.slots:
                 slot = cut.slots[node]
+                cut.block[node] = last if slot.kind == "tangent" else self._saved.get(slot)
                 if _is_parameter(slot):
                     of_parameter.add(node)
-                if slot.kind == "input":
-                    of_input.add(node)
-                if slot.kind == "tangent":
-                    gradients.add(node)
-                    cut.block[node] = last
-                else:
-                    cut.block[node] = None if _is_parameter(slot) else self._saved.get(slot)
+                    cut.block[node] = None
+                elif slot.kind in ("input", "tangent"):
+                    (of_input if slot.kind == "input" else gradients).add(node)
                 continue
             sources = node.all_input_nodes
             for kind in (of_parameter, of_input, gradients):

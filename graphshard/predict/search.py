@@ -1,13 +1,9 @@
 """Several predictions: made in parallel processes, ranked by time per token, and compared.
 
-    this process    capture -> fork -> collect
-    worker                     | next program of the table: passes, plans, predictions | ...
-    worker                     | next program of the table ............................| ...
-
-Workers are forked once the model has been captured, so they start with the captured model. They send numbers; the
-program of a prediction is made again where a report of it is asked for. Threads do not survive a fork, nor does CUDA:
-with either one, or a process group, this process predicts alone unless it is told otherwise. The thread that shows
-progress is known: it writes to the console, which a worker reopens.
+Workers are forked once the model has been captured. They send numbers; the program of a prediction is made again where
+a report of it is asked for. Threads do not survive a fork, nor does CUDA: with either one, or a process group, this
+process predicts alone unless it is told otherwise. The thread that shows progress is known: it writes to the console,
+which a worker reopens.
 """
 
 from __future__ import annotations
@@ -56,19 +52,15 @@ _NEGLIGIBLE = 0.0005
 
 @dataclass(frozen=True)
 class Grid:
-    """Several predictions in one table.
-
-    Attributes:
-        left_out: settings without a prediction, and why: it does not fit, or the mesh is larger than the batch.
-    """
+    """Several predictions in one table, and why settings were left out."""
 
     rows: tuple[Explanation, ...]
     left_out: tuple[str, ...] = ()
 
     def ranking(self, most: int = 5) -> str:
         """Return the best few by time per token, why the first is first, and why others were left out."""
-        best = ranked(self.rows)
-        lines = []
+        fitting = [row for row in self.rows if row.limit != "memory"]
+        best, lines = sorted(fitting, key=lambda row: row.seconds_per_token), []
         if best:
             texts = {"mesh": _name, "hardware": CELLS["hardware"], "network": CELLS["network"]}
             numbers = ("per token", "step", "microbatches", "compute", "exposed", "of the model", "MFU", "memory")
@@ -76,8 +68,7 @@ class Grid:
         if len(best) > 1:
             lines.append(f"* {_name(best[0])} is best, because {_because(best[0], best[1], 'the next one')}")
         lines += [f"* {_because(best[0], other)}" for other in best[2:most]]
-        if best:
-            lines += [f"* {advice}" for advice in best[0].advice[:1]]
+        lines += [f"* {advice}" for row in best[:1] for advice in row.advice[:1]]
         too_large = [
             f"{_name(row)} on {row.hardware}: {format_bytes(row.peak_memory_bytes)} are needed, "
             f"{format_bytes(row.memory_capacity_bytes)} are there"
@@ -93,7 +84,6 @@ class Grid:
         return max(fitting or self.rows, key=lambda row: row.tokens_per_second)
 
     def __str__(self) -> str:
-        """One line for each prediction."""
         texts = {name: CELLS[name] for name in ("setting", "mesh", "hardware", "network")}
         numbers = ("step", "compute", "exposed", "bound", "gap", "tokens/s", "MFU", "memory")
         return _table(self.rows, texts, numbers)
@@ -147,11 +137,6 @@ def _table(rows: Sequence[Explanation], texts: Mapping[str, _Cell], numbers: Seq
         left = (Text(cell(row)) for cell in texts.values())
         table.add_row(*left, *(CELLS[heading](row) for heading in numbers), row.limit)
     return plain_table(table)
-
-
-def ranked(rows: Sequence[Explanation]) -> list[Explanation]:
-    """Return the rows that fit into memory, the least time per token of all ranks first."""
-    return sorted((row for row in rows if row.limit != "memory"), key=lambda row: row.seconds_per_token)
 
 
 def _name(row: Explanation) -> str:
@@ -216,8 +201,7 @@ def outcomes(
 ) -> list[Explanation | ArgumentError]:
     """Return the outcomes of all tasks, in order; tasks of a group share programs.
 
-    Args:
-        workers: processes; None is one for each core if the rest takes long and this process can be forked.
+    `workers` None is one for each core if the rest takes long and this process can be forked.
     """
     why_not = _why_not_fork()
     if workers is not None:

@@ -2,11 +2,8 @@
 
     capture (once per settings) -> passes (once per mesh) -> plan (per machine) -> regions (once per plan) -> prediction
 
-A model that communicates along axes of the mesh itself is another one on each, and is captured on each
-(`capture_target.py`).
-
-Without `device="cuda"` the graph is captured for the CPU, which takes no package for GPUs. The planner and the costs
-see the profile's kind of device.
+A model that communicates along axes of the mesh itself is captured on each mesh (`capture_target.py`). Without
+`device="cuda"` the graph is captured for the CPU; the planner and the costs see the profile's kind of device.
 """
 
 from __future__ import annotations
@@ -89,13 +86,7 @@ Kernels = dict[tuple[str, Capability], tuple[Work, ...] | None]
 
 @dataclass
 class Study:
-    """A model, its inputs and one setting; captures and programs are kept. Other fields are arguments of `explain`.
-
-    Attributes:
-        options: without machine and measurements.
-        label: name of the setting in tables.
-        show: receives progress.
-    """
+    """A model, its inputs and one setting, labeled in tables; captures and programs are kept."""
 
     model: nn.Module
     example_inputs: Sequence[Any] | None
@@ -124,11 +115,8 @@ class Study:
         precision_of(self.options.mp_policy, find_units(self.model, self.options.units))
         if self.example_inputs is None and self.example_kwargs is None:
             raise ArgumentError("explain needs example_inputs or example_kwargs, the inputs of one rank's call.")
-        symbols = self.symbols
-        named = symbols is None or (
-            isinstance(symbols, Mapping) and all(itertools.starmap(_is_symbol, symbols.items()))
-        )
-        if not named:
+        symbols = {} if self.symbols is None else self.symbols
+        if not isinstance(symbols, Mapping) or not all(itertools.starmap(_is_symbol, symbols.items())):
             raise ArgumentError(
                 f'symbols must name dims of the inputs such as {{"batch": 0, "seq": 1}}, got {brief(symbols)}.'
             )
@@ -264,10 +252,9 @@ class Study:
     def _target(self, place: Place, model: nn.Module) -> CaptureTarget:
         key = _key(place)
         if key not in self._targets:
-            repeats = None if self.every_block or not self.options.is_local else find_repeats(model)
             self._targets[key] = CaptureTarget(
                 inputs=(tuple(self.example_inputs or ()), dict(self.example_kwargs or {})),
-                repeats=repeats,
+                repeats=None if self.every_block or not self.options.is_local else find_repeats(model),
                 symbols=self.symbols or {},
                 level=self.options.verify or "off",
                 show=self._showing(),
@@ -398,11 +385,9 @@ def _check_measured(measured: Mapping[str, float], *found: Explanation) -> None:
 def schedule_regions(
     regions: Mapping[str, Region], profile: Profile, known: Kernels, show: Callable[[str], None]
 ) -> dict[str, tuple[Work, ...]]:
-    """Return the kernels that Inductor's scheduler makes for a GPU, by region key; equal regions are scheduled once.
+    """Return the kernels that Inductor's scheduler makes for a GPU, by region key; `known` ones are not made again.
 
-    Args:
-        profile: identifies the GPU by its multiprocessors; a common one if no GPU has this number.
-        known: earlier results; new ones are added.
+    The profile's number of multiprocessors identifies the GPU; a common one is taken if no GPU has this number.
     """
     capability = capability_of(int(profile.units)) or USUAL
     new = [region for key, region in regions.items() if (key, capability) not in known]

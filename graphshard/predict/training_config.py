@@ -1,7 +1,5 @@
 """How a model is trained, beyond its program: the optimizer's step, microbatches, tokens and price.
 
-    Training(accumulate=8, foreach=True, clip_norm=1.0, tokens=2e12, price=2.50)
-
 A new argument of this kind is a field here and the same key of `TrainingArguments`; then `explain`, `explain_grid` and
 `what_if` take it.
 """
@@ -134,16 +132,10 @@ def split_arguments(given: Mapping[str, Any]) -> tuple[Options, Training]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of a training on some number of tokens, at the predicted step.
+    """Cost of a training on some number of tokens, at the predicted step, without anything between steps.
 
-    Attributes:
-        tokens: of the whole training.
-        steps: of the optimizer.
-        days: from begin to end, without checkpoints, failures and anything else between steps.
-        gpu_hours: of all ranks.
-        price: of one GPU for an hour, as given; None if it was not.
-        money: `gpu_hours` times `price`, in its currency.
-        range: of the predicted step, relative to it: from the tenth to the ninetieth percentile.
+    `price` is of one GPU for an hour. `range` is of the predicted step, relative to it: from the tenth to the ninetieth
+    percentile.
     """
 
     tokens: float

@@ -248,18 +248,15 @@ def what_if(
     Arguments not described here are the same as for `graphshard.explain`.
 
     Args:
-        model, mesh, example_inputs, example_kwargs, hardware, network: of the step that changes are compared with.
         changes: kinds of changes to predict, of "batch", "mesh", "reshard", "activation", "offload", "precision",
             "backend", "accumulate", "optimizer", "network" and "hardware"; None is all. Of each kind those are tried
             that make sense for the step: twice and half the batch, replicas with shards in a node, all of the known
             GPUs, and so on.
         ranks: numbers of ranks for which the same step is predicted; () is none.
         show: receives progress.
-        every_block, parallelize, device: as for `explain`.
 
     Raises:
         ArgumentError: an argument is wrong. A change that cannot be made is no error: `WhatIf.left_out` says why.
-        CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(what_if, options)
     about = check_about(changes)
