@@ -230,11 +230,11 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _degrees(text: str) -> tuple[str, list[int]]:
-    name, _, sizes = text.partition("=")
-    found = [_whole(size) for size in sizes.split(",")]
-    if not name or not all(found):
+    name, _, listed = text.partition("=")
+    sizes = [size for size in map(_whole, listed.split(",")) if size]
+    if not name or len(sizes) <= listed.count(","):
         raise ArgumentError(f"--degrees must be axes and their sizes such as pp=1,2,4 tp=1,8, got {brief(text)}")
-    return name, [size for size in found if size]
+    return name, sizes
 
 
 def _symbol(text: str) -> tuple[str, int]:
@@ -248,17 +248,14 @@ def _reshard(text: str) -> bool | int | None:
     words = {"default": None, "always": True, "never": False}
     if text not in words and _whole(text) is None:
         raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {brief(text)}")
-    return words[text] if text in words else _whole(text)
+    return words.get(text, _whole(text))
 
 
 def _activation(text: str | None) -> Activation | None:
     """Parse "none", "full", "auto", a number, or names of operators with commas between them."""
-    if text is None or text == "none":
-        return None
-    if text == "full":
-        return "full"
-    if text == "auto":
-        return "auto"
+    words: dict[str | None, Activation | None] = {None: None, "none": None, "full": "full", "auto": "auto"}
+    if text is None or text in words:
+        return words[text]
     if text.replace(".", "", 1).isdecimal():
         return float(text)
     return tuple(map(_operator, text.split(",")))

@@ -91,9 +91,9 @@ class Bisection:
             lines.append(f"{found.name:{width}}  {found.error:8.1e}  {where}  {mark}".rstrip())
         if len(self.regions) > len(worst):
             lines.append(f"{len(self.regions)} region calls in all, the {len(worst)} with the largest error shown")
-        if found := self.culprit:
-            where = f"{found.where} by {found.error:.1e} of its largest element"
-            lines.append(f"{found.name} is the first to differ: {where}")
+        if culprit := self.culprit:
+            where = f"{culprit.where} by {culprit.error:.1e} of its largest element"
+            lines.append(f"{culprit.name} is the first to differ: {where}")
         else:
             lines.append(f"no stage differs from the one before by more than {self.tolerance:.1e}")
         return "\n".join(lines)
