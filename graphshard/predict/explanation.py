@@ -18,7 +18,7 @@ from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import LANES, render, report_of, trace_event, trace_name
 from graphshard.ir.program import Program
 from graphshard.predict.symbolic_cost import Formulas
-from graphshard.predict.training_config import TrainingCost
+from graphshard.predict.training_config import Training, TrainingCost
 from graphshard.schedule.timeline import Estimate, MemoryTimeline
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.json_dataclasses import write
@@ -380,6 +380,23 @@ class Explanation:
     def to_json(self) -> str:
         """Return all numbers as JSON."""
         return json.dumps(self.to_dict(), indent=1)
+
+
+def training_cost(training: Training, step: Explanation) -> TrainingCost | None:
+    """Return the cost of a training by a predicted step; None if no tokens are given."""
+    if training.tokens is None:
+        return None
+    steps, (low, high) = training.tokens / step.step_tokens, step.step_range_s
+    hours = steps * step.step_time_s / 3600 * step.num_ranks
+    return TrainingCost(
+        tokens=training.tokens,
+        steps=steps,
+        days=steps * step.step_time_s / 86400,
+        gpu_hours=hours,
+        price=training.price,
+        money=None if training.price is None else hours * training.price,
+        range=(low / step.step_time_s, high / step.step_time_s),
+    )
 
 
 def shown_mesh(mesh: Mapping[str, int]) -> str:

@@ -10,7 +10,6 @@ the collectives. Sending between stages overlaps with compute; it costs as much 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
-from graphshard.predict.explanation import Explanation, PipelineCost, StageCost
+from graphshard.predict.explanation import Explanation, PipelineCost, StageCost, training_cost
 from graphshard.predict.pipeline_stages import Blocks, Stages
 from graphshard.predict.step_prediction import (
     EARLIER_GRADIENTS,
@@ -35,7 +34,7 @@ from graphshard.predict.step_prediction import (
     OPTIMIZER_TEMPORARIES,
     range_of,
 )
-from graphshard.predict.training_config import Training, training_cost
+from graphshard.predict.training_config import Training
 from graphshard.schedule.clock import Launch, TimedEvent, run
 from graphshard.schedule.stages import StageSeconds, Turn, even_counts, most_alive, rounds_of, run_stages, turns_of
 from graphshard.schedule.timeline import timed_events
@@ -244,7 +243,7 @@ class PipelineStep:
         ideal = sum(count / self.costs.profile.rate(dtype).peak for dtype, count in flop.items())
         between = self._range(step)
         tokens = microbatches * head.tokens
-        return replace(
+        found = replace(
             head,
             mesh=mesh,
             tokens=tokens,
@@ -266,15 +265,9 @@ class PipelineStep:
             advice=advice,
             waits=tuple(sorted((wait for each in mine for wait in each.waits), key=lambda wait: -wait.seconds)),
             busy={"compute": compute / step, **{link: total / step for link, total in links.items()}},
-            cost=training_cost(
-                self.order.training,
-                step_tokens=tokens * head.data_ranks,
-                seconds=step,
-                between=between,
-                ranks=math.prod(mesh.values()),
-            ),
             pipeline=pipeline,
         )
+        return replace(found, cost=training_cost(self.order.training, found))
 
     @property
     def _ranks(self) -> range:

@@ -21,8 +21,8 @@ from graphshard.cost.profile import sampled
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program
-from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost
-from graphshard.predict.training_config import Training, training_cost
+from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost, training_cost
+from graphshard.predict.training_config import Training
 from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import PhaseMap, Settings, build
@@ -150,7 +150,7 @@ def explained(
     not_data = filter(None, (*program.mesh.tensors, program.mesh.pipeline))
     data_ranks = program.mesh.size // math.prod(axis.size for axis in not_data)
     between = _step_range(program, costs, trained=trained, training=training, middle=step, microbatches=microbatches)
-    return Explanation(
+    found = Explanation(
         model=program.model,
         label=label,
         mesh=sizes,
@@ -187,15 +187,9 @@ def explained(
         slack=_slack(timeline),
         busy={name: microbatches * seconds / step for name, seconds in links.items()},
         regions=_regions(program, costs, timeline),
-        cost=training_cost(
-            training,
-            step_tokens=microbatches * tokens * data_ranks,
-            seconds=step,
-            between=between,
-            ranks=math.prod(sizes.values()),
-        ),
         _make=lambda: Inside(program, costs, timeline, memory),
     )
+    return replace(found, cost=training_cost(training, found))
 
 
 def _slack(timeline: Estimate) -> dict[str, float]:

@@ -163,22 +163,3 @@ class TrainingCost:
             f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps, {self.days_in_words}, "
             f"{format_amount(self.gpu_hours)} GPU hours{money}"
         )
-
-
-def training_cost(
-    training: Training, *, step_tokens: int, seconds: float, between: tuple[float, float], ranks: int
-) -> TrainingCost | None:
-    """Return the cost of a training by the seconds of a step and their range; None if no tokens are given."""
-    if training.tokens is None:
-        return None
-    steps = training.tokens / step_tokens
-    hours = steps * seconds / 3600 * ranks
-    return TrainingCost(
-        tokens=training.tokens,
-        steps=steps,
-        days=steps * seconds / 86400,
-        gpu_hours=hours,
-        price=training.price,
-        money=None if training.price is None else hours * training.price,
-        range=(between[0] / seconds, between[1] / seconds),
-    )
