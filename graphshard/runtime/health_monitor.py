@@ -298,7 +298,8 @@ class HealthMonitor:
     def _about_next(self, mine: RankStatus) -> Finding | None:
         self._knows_next = self._knows_next or self._store.check([str(self._next)])
         if not self._knows_next:
-            if (self.doing or self.meeting) and has_closed_connection(self._next):
+            waits = self.meeting or self.doing.startswith(MAKES)
+            if waits and has_closed_connection(self._next):
                 return Finding("died", self._next, self.number + 1, f"rank {self._next} has ended.")
             self.warn_if_late(None)
             return None
