@@ -149,7 +149,11 @@ class SlotValues:
         # For each buffer the buffers of its module, and its key there.
         self._owners: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {}
         forward = self.program.phases["forward"]
-        self._updated = _updated_but_saved(forward)
+        # Buffers and inputs that a step updates in place, and of which it saves the old value, or a view of it.
+        slots, results = forward.slot_of(), list(zip(forward.results, forward.outputs, strict=True))
+        updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
+        saved = [node for node, slot in results if slot.kind not in ("output", "mutation") and isinstance(node, Node)]
+        self._updated = updated.intersection(slots.get(base_of(node)) for node in saved)
         # Inputs of forward, each with the parameter if it is a padded shard, and is not copied.
         self._inputs: list[tuple[Slot, ParamRef | None]] = []
         for slot in forward.inputs:
@@ -221,12 +225,3 @@ class SlotValues:
         if row.memory_dim > 0 and local.shape != value.shape:
             local = dense(local, row, local.device)
         return local
-
-
-def _updated_but_saved(forward: Phase) -> frozenset[Slot]:
-    """Find buffers and inputs that a step updates in place, and of which it saves the old value, or a view of it."""
-    slots = forward.slot_of()
-    results = list(zip(forward.results, forward.outputs, strict=True))
-    updated = {Slot(slot.of, slot.name) for _, slot in results if slot.kind == "mutation" and slot.of}
-    kept = [value for value, slot in results if slot.kind not in ("output", "mutation") and isinstance(value, Node)]
-    return frozenset(updated.intersection(slots.get(base_of(value)) for value in kept))

@@ -23,7 +23,6 @@ from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
-from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.step_overlap import GatherPrefetch
 from graphshard.runtime.step_recorder import current_recording
 from graphshard.runtime.unsharded import landed, start_gathering
@@ -74,19 +73,16 @@ class Executable:
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
         self.names = [name for value, name in self._results if isinstance(value, Node)]
-        self._grads: tuple[Slot, ...] = ()
-        # For each gradient its parameter; None for an input's.
-        self._wrt: list[ParamRef | None] = []
         # For each backward, where its gradients are among its outputs, and which of the others are left or kept.
         self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
-        self.trained: dict[str, ParamRef] = {}
         self._prefetch: GatherPrefetch | None = None
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
-        if "backward" in program.phases:
-            phase = program.phases["backward"]
-            self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad")
-            self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
-            self.trained.update((names[ref.row.name], ref) for ref in self._wrt if ref is not None)
+        phase = program.phases.get("backward")
+        self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad") if phase is not None else ()
+        # For each gradient its parameter; None for an input's.
+        self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
+        self.trained = {names[ref.row.name]: ref for ref in self._wrt if ref is not None}
+        if phase is not None:
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
             self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
@@ -314,7 +310,9 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executable: Executable = ctx.executable
         tangents = {name: grad for name, grad in zip(executable.names, grads) if grad is not None}
-        _check_backward(executable.program, tangents, [name for name, ref in ctx.results if _is_hooked(ref())])
+        results = [(name, result) for name, ref in ctx.results if (result := ref()) is not None]
+        hooked = [name for name, result in results if result._backward_hooks or result.retains_grad]
+        _check_backward(executable.program, tangents, hooked)
         executable.hide()
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
@@ -326,10 +324,6 @@ class _Call(torch.autograd.Function):
         fates = [] if accumulation.measured else [fate_at(node) for node, _ in ctx.next_functions]
         ctx.ran = number_of_backward()
         return (None, None, *executable.backward(saved, tangents, fates, accumulation.still_to_come(ctx)))
-
-
-def _is_hooked(result: torch.Tensor | None) -> bool:
-    return result is not None and (bool(result._backward_hooks) or result.retains_grad)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
