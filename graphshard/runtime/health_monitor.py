@@ -288,12 +288,11 @@ class HealthMonitor:
         self._beat += 1
         mine = self.status()
         self._store.set(str(self.rank), json.dumps(mine))
-        if not self._store.check(["finding"]):
-            found = self._about_next(mine)
-            if found is None:
-                return
+        found = self._about_next(mine)
+        if found is not None:
             self._store.compare_set("finding", "", json.dumps(found))
-        self._found(Finding(*json.loads(self._store.get("finding"))))
+        if self._store.check(["finding"]):  # of any rank; the first one counts
+            self._found(Finding(*json.loads(self._store.get("finding"))))
 
     def _about_next(self, mine: RankStatus) -> Finding | None:
         self._knows_next = self._knows_next or self._store.check([str(self._next)])
