@@ -24,9 +24,16 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.runtime.optimizer_updates import ELEMENTWISE, Updates, is_elementwise, is_whole
 from graphshard.runtime.shards import shard_of
-from graphshard.runtime.step_overlap import Arrival, GatherPrefetch, GradientConsumer
+from graphshard.runtime.step_overlap import (
+    ELEMENTWISE,
+    Arrival,
+    GatherPrefetch,
+    GradientConsumer,
+    Updates,
+    is_elementwise,
+    is_whole,
+)
 from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number
 from graphshard.utils.text import brief
 

@@ -7,6 +7,13 @@ Where shards are offloaded, the updates run on the host in a thread, while backw
 
 The thread waits until a gradient's copy is there, and copies to the device that started before have read the shard.
 
+Updates run an optimizer of torch.optim for some parameters at a time: its `step` runs on a stand-in for the optimizer
+whose groups have the local tensors of DTensors, with the gradients that have arrived, and the current hyperparameters.
+State is read from the optimizer and new state is put there, as the DTensors that it would have made itself, so that
+state dicts and checkpoints do not change. Only for optimizers that compute each element of a parameter by itself
+(`ELEMENTWISE`), and have a step on DTensors to be equal to. Others that are known need whole matrices or DTensors, but
+only after backward (`is_whole`).
+
 Gathers at the head of the program (`line_rewrites.take_out_gathers`) are started while other parameters are updated:
 when the last of their own has been updated, and the backward has started its last reduction. The next forward takes
 them if it is a call of the same program and the parameters were not written to; otherwise they are dropped.
@@ -18,8 +25,10 @@ what was sent is kept, a shard of the parameters, and compared with what would b
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +36,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 
 from graphshard.errors import ParameterError
 from graphshard.ir.graph import c10d
@@ -39,6 +50,7 @@ from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import Written, written
 from graphshard.torch_compat.autograd_state import disable_autocast
+from graphshard.torch_compat.dtensor import sharded_like
 from graphshard.torch_compat.torch_ops import assert_async
 
 # Inputs of a phase that share memory with a shard, whatever the phase.
@@ -328,3 +340,114 @@ def _end(gathers: Sequence[_Gather]) -> None:
     for result in (result for gather in gathers if gather.under_way for result in gather.under_way.results):
         with contextlib.suppress(RuntimeError):  # the group was torn down by an error
             c10d.wait_tensor(result)
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop)
+# Where torchao has the step of its optimizers with states of eight and four bits, and in float8.
+_TORCHAO = "torchao.optim.adam"
+# State that is one number for a parameter, and no DTensor.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step is an unchanged one of torch that computes element by element."""
+    return any(
+        isinstance(optimizer, known)
+        and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
+        for known in ELEMENTWISE
+    )
+
+
+def is_whole(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step is known to run on DTensors after a backward."""
+    step = _plain(type(optimizer), "step")
+    return step is _plain(Muon, "step") or getattr(step, "__module__", "") == _TORCHAO
+
+
+def _plain(cls: type, name: str) -> Callable[..., Any]:
+    """Return a method without torch's wrappers: hooks, ranges, no_grad."""
+    found: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
+    return found
+
+
+class Updates:
+    """The steps of an elementwise optimizer, group by group and shard by shard.
+
+    With `fuses` torch's fused kernel is taken where the optimizer leaves that to torch.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, fuses: bool = False) -> None:
+        self._optimizer, self._step = optimizer, _plain(type(optimizer), "step")
+        self._fuses = fuses and self._step is _plain(Adam, "step")
+        self._group_of: dict[int, int] = {}  # by the parameter's id: tensors are hashed in Python
+
+    def begin(self) -> None:
+        """Look at which groups there are now."""
+        groups = enumerate(self._optimizer.param_groups)
+        self._group_of = {id(param): number for number, group in groups for param in group["params"]}
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer has a parameter."""
+        return id(param) in self._group_of
+
+    @torch.no_grad()
+    def __call__(self, arrivals: Iterable[Arrival]) -> None:
+        """Update parameters of the optimizer by their gradients."""
+        groups: dict[int, list[Arrival]] = {}
+        for arrival in arrivals:
+            groups.setdefault(self._group_of[id(arrival.param)], []).append(arrival)
+        for number, members in groups.items():
+            self._update(self._optimizer.param_groups[number], members)
+
+    def _update(self, group: Mapping[str, Any], members: list[Arrival]) -> None:
+        shards, state = [], defaultdict[torch.Tensor, dict[str, Any]](dict)
+        before: list[dict[str, Any]] = []
+        for param, grad in members:
+            shard = shard_in(param).detach()
+            shard.grad = grad
+            shards.append(shard)
+            known = self._optimizer.state.get(param) or {}
+            before.append({name: shard_in(v) if isinstance(v, torch.Tensor) else v for name, v in known.items()})
+            if known:
+                state[shard] = dict(before[-1])
+        group = {**group, "params": shards}
+        if self._fuses and _can_fuse(group, before):
+            group["fused"] = True
+        stand_in = object.__new__(type(self._optimizer))
+        stand_in.__dict__.update(self._optimizer.__dict__, param_groups=[group], state=state)
+        self._step(stand_in)
+        for shard, known, (param, _) in zip(shards, before, members):
+            for name, value in state.get(shard, {}).items():
+                if name in known and known[name] is value:
+                    continue  # changed in place
+                if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and name not in _NUMBERS:
+                    value = sharded_like(value, param)
+                self._optimizer.state[param][name] = value
+
+
+def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether torch's fused kernel computes the same as its operators, for Adam and AdamW on a CPU.
+
+    It reads and writes a third of what torch's operators do one after the other, and rounds differently, as Inductor
+    does. On other devices it needs the number of the step there, which would change checkpoints.
+
+    It goes through memory from end to end, so all tensors of a parameter must have the same layout, and it reads the
+    number of a step as float32. `group` is the stand-in's, and `state` of each of its shards.
+    """
+    if any(group[name] is not None for name in ("fused", "foreach")) or group["capturable"] or group["differentiable"]:
+        return False
+    if torch.get_default_dtype() is not torch.float32:
+        return False  # steps that begin now are counted in that
+    for shard, known in zip(group["params"], state):
+        dtype = shard.dtype
+        if not (dtype.is_floating_point and shard.is_cpu and shard.is_contiguous() and shard.grad.is_contiguous()):
+            return False
+        for name, value in known.items():
+            if name in _NUMBERS:
+                if value.dtype is not torch.float32:
+                    return False
+            elif value.dtype is not dtype or not value.is_contiguous():
+                return False
+    return True

@@ -17,7 +17,7 @@ import graphshard
 from graphshard.ir import operators
 from graphshard.passes.offload_parameters import OffloadParameters
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.optimizer_updates import Updates
+from graphshard.runtime.step_overlap import Updates
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.test_compile_step import _assert_same_state, _groups, _input, _loss, _separate
 from tests.distributed.twins import fsdp2, world_mesh

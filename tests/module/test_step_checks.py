@@ -13,7 +13,7 @@ from torch import nn
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.module.compile_step import check_loss, check_optimizer
 from graphshard.runtime.gradient_accumulation import Accumulation
-from graphshard.runtime.optimizer_updates import is_elementwise
+from graphshard.runtime.step_overlap import is_elementwise
 
 SEPARATELY = r"Call loss.backward\(\), optimizer.step\(\) and optimizer.zero_grad\(\) one after the other instead"
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from graphshard.runtime.optimizer_updates import Updates
-from graphshard.runtime.step_overlap import Arrival
+from graphshard.runtime.step_overlap import Arrival, Updates
 
 Params = list[nn.Parameter]
 
