@@ -109,7 +109,6 @@ class RankStatus(NamedTuple):
         steps: the last ones it has begun.
         doing, meeting: as in `HealthMonitor`.
         where: line of the user program.
-        ended: why the process has ended; None while it lives.
         beat: grows as long as the process lives.
     """
 
@@ -119,7 +118,6 @@ class RankStatus(NamedTuple):
     doing: str = ""
     meeting: str = ""
     where: str = ""
-    ended: str | None = None
     beat: int = 0
 
     @property
@@ -129,8 +127,7 @@ class RankStatus(NamedTuple):
 
     def __str__(self) -> str:
         at = f" at {self.where}" if self.where else ""
-        doing = self.ended if self.ended is not None else f"{self.doing or USERS_PROGRAM}{at}"
-        return f"rank {self.rank} {doing}, after {self.number} steps"
+        return f"rank {self.rank} {self.doing or USERS_PROGRAM}{at}, after {self.number} steps"
 
 
 def _status_of(text: bytes) -> RankStatus:
@@ -303,8 +300,6 @@ class HealthMonitor:
             self.warn_if_late(None)
             return None
         theirs = _status_of(self._store.get(str(self._next)))
-        if theirs.ended is not None:
-            return Finding("ended", theirs.rank, theirs.number + 1, f"{theirs}.")
         now, died = time.monotonic(), ""
         if theirs.process.is_gone():
             died = "has died without a word"
@@ -362,7 +357,7 @@ class HealthMonitor:
     def leave(self, why: str) -> None:
         """Publish that this rank makes no more steps."""
         self.stop()
-        status = self.status()._replace(ended=why)
+        status = self.status()._replace(doing=why, meeting="", where="")
         finding = Finding("ended", self.rank, self.number + 1, f"{status}.")
         with contextlib.suppress(RuntimeError):  # the store has ended before
             self._store.set(str(self.rank), json.dumps(status))
