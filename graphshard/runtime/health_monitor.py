@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 # Seconds after which a rank that waits names the rank that it waits for.
 WARNS_AFTER = 4.0
 # Seconds that ranks wait at a rendezvous for one that lives and does something else: it may load data, or save a
-# checkpoint. They wait as long for one that compiles, and says so, even if they are less patient.
-PATIENT, MAKES = 600.0, "makes a program"
+# checkpoint. They wait as long for one that compiles, even if they are less patient.
+PATIENT = 600.0
+# Beginnings of what a rank does in a step, and while it compiles.
+RUNS, MAKES = "runs", "makes a program"
 # Seconds that the thread sleeps; all ranks together look at most 2,000 times a second, with three requests each.
 _SHORTEST_SLEEP, _STORE_LOOKS_A_SECOND = 0.25, 2000
 _SILENCE = 60.0
@@ -234,15 +236,15 @@ class HealthMonitor:
         digest = zlib.crc32(text.encode(), self._steps[-1].digest if self._steps else 0)
         self.number += 1
         self._steps.append(StepRecord(self.number, digest, label))
-        self.doing, self._began = f"runs {label}", time.monotonic()
+        self.doing, self._began = f"{RUNS} {label}", time.monotonic()
 
     def wait_at(self, meeting: str) -> None:
         """Begin to wait at a rendezvous."""
         self.meeting, self._began = meeting, time.monotonic()
 
     def follow(self, number: int) -> None:
-        """Adopt the step count of other ranks, which warn themselves about ranks that lag."""
-        self.number, self._warned_at = number, self._began
+        """Adopt the step count of other ranks, which run the steps."""
+        self.number = number
 
     def check_meeting(self, step: int) -> None:
         """Raise DivergenceError or PeerError if a finding keeps ranks from a rendezvous at a step."""
@@ -329,8 +331,8 @@ class HealthMonitor:
         if meeting:
             late = other is None or (other.meeting != meeting and other.number <= self.number)
         else:
-            late = other is not None and other.number < self.number
-        if not late or not (self.doing or meeting):
+            late = self.doing.startswith(RUNS) and other is not None and other.number < self.number
+        if not late:
             return
         doing = f"{self.doing}{'' if meeting else f' in step {self.number}'}"
         text = f"rank {self.rank} {doing} and has waited {waited:.0f} s for rank {self._next}: "
