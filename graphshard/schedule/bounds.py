@@ -47,7 +47,6 @@ from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.problem import Chain, Clocks, Cost, Link, Problem, Rate, Transfer
 
 _Numbers = NDArray[np.float64]
-_NONE: _Numbers = np.zeros(0)
 
 # Sizes at which a cost is asked.
 _SAMPLES = 512
@@ -175,21 +174,6 @@ class Jobs:
             cuts.append(int(before[cuts[-1]]))
         return cuts[-2::-1]
 
-    def _up_to(self, end: int, first: int) -> tuple[_Numbers, _Numbers | float]:
-        """Return the seconds of the buckets that end before a transfer, by where they begin, and their leads."""
-        begin, costs, leads = self._known.get(end, (end, _NONE, _NONE))
-        if first < begin:
-            begin = max(0, 2 * first - end)  # a longer step asks for more
-            members = self.came[end] - self.came[begin:end], self.tensors[end] - self.tensors[begin:end]
-            costs = self.costs(*members)
-            leads = _NONE if self.lead is None else self.lead(*members)
-            self._known[end] = begin, costs, leads
-        return costs[first - begin :], 0.0 if self.lead is None else leads[first - begin :]
-
-    @cached_property
-    def _known(self) -> dict[int, tuple[int, _Numbers, _Numbers]]:
-        return {}
-
     def _met(self, seconds: float) -> tuple[_Numbers, NDArray[np.int64]]:
         num = len(self.behind)
         # Rounding must not make that impossible which is just possible.
@@ -198,9 +182,9 @@ class Jobs:
         work[0] = 0.0
         first = 0
         for end in range(1, num + 1):
-            costs, leads = self._up_to(end, first)
-            ends = costs + work[first:end]
-            late = ends > deadline[first:end] - leads
+            members = self.came[end] - self.came[first:end], self.tensors[end] - self.tensors[first:end]
+            ends = self.costs(*members) + work[first:end]
+            late = ends > deadline[first:end] - (0.0 if self.lead is None else self.lead(*members))
             shortest = int(late.argmin())
             if late[shortest]:
                 break

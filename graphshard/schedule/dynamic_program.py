@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,13 +26,10 @@ from numpy.typing import NDArray
 
 from graphshard.ir.plan import CollectiveKind
 from graphshard.schedule.bounds import Jobs, jobs
-from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Contents, Link, Load, load
+from graphshard.schedule.problem import KINDS, Bucketed, Budget, Chain, Contents, Link, Transfer, load
 
 ANY = 1 << 30
 Numbers = NDArray[np.float64]
-Integers = NDArray[np.int64]
-# Earlier buckets that begin with an equal transfer and are compared with a new one.
-_MOST_COMPARED = 8
 
 # Steps of a budget for each transfer, for the buckets that begin with it, and for each of these.
 _TRANSFER, _BEGINNING, _BUCKET = 40, 30, 0.2
@@ -42,68 +39,6 @@ _VISIT, _LOOK = 40, 0.03
 # Two clocks, the channel's and compute's, the last bucket, and the label before it.
 _Label = tuple[float, float, "Bucketed | None", Any]
 _CHANNEL = itemgetter(0)
-
-
-class Beginnings:
-    """The buckets of one kind in a chain, by their first transfer.
-
-    Equal blocks have equal transfers, so buckets that begin with corresponding ones cost the same: costs are asked for
-    once and used for all.
-    """
-
-    def __init__(self, chain: Chain, link: Link, kind: CollectiveKind) -> None:
-        self.kind, self.link, self.transfers = kind, link, chain.transfers(kind)
-        each = np.array([Contents.of(t) for t in self.transfers], dtype=np.int64).reshape(-1, 6)
-        self._before = np.concatenate((np.zeros((1, 6), dtype=np.int64), each.cumsum(axis=0)))
-        groups = [len(list(members)) for _, members in itertools.groupby(self.transfers, lambda t: t.group)]
-        self._ends = [end for end, num in zip(itertools.accumulate(groups), groups) for _ in range(num)]
-        self._known: dict[Hashable, list[tuple[Integers, Numbers]]] = {}
-        self._loads: dict[Hashable, list[tuple[bool, Load]]] = {}
-
-    def end_of_group(self, first: int) -> int:
-        """Return the latest end of a bucket, as later transfers are of another group."""
-        return self._ends[first]
-
-    def of(self, first: int, end: int) -> Numbers:
-        """Return the buckets that begin with a transfer and end at `end` or before, by their length.
-
-        Columns: length, whether it is packed, and seconds, copy_in and copy_out as in `Load`.
-        """
-        link_index = self.transfers[first].link_index
-        contents = self._before[first + 1 : end + 1] - self._before[first]
-        alike = self._known.setdefault((link_index, contents[0].tobytes()), [])
-        place, both, rows = len(alike), 0, np.empty((0, 5))
-        for index, (known, columns) in list(enumerate(alike))[-_MOST_COMPARED:]:
-            same = min(len(known), len(contents))
-            if np.array_equal(known[:same], contents[:same]):
-                place, both, rows = index, same, columns
-                break
-        if both < len(contents):
-            found = [
-                (length, packed, cost.seconds, cost.copy_in, cost.copy_out)
-                for length in range(both + 1, len(contents) + 1)
-                for packed, cost in self._best(link_index, Contents(*contents[length - 1].tolist()))
-            ]
-            rows = np.concatenate((rows, np.array(found, dtype=np.float64).reshape(-1, 5)))
-            alike[place : place + 1] = [(contents, rows)]
-        return rows[: np.searchsorted(rows[:, 0], end - first, side="right")]
-
-    def _best(self, link_index: int, contents: Contents) -> list[tuple[bool, Load]]:
-        """Return the modes and loads for which no other mode is better: less of the channel, no more with copies."""
-        key = link_index, contents
-        if key not in self._loads:
-            link = self.link.of(link_index)
-            costs = [(packed, contents.load(link, self.kind, packed)) for packed in contents.modes]
-            self._loads[key] = [
-                (packed, cost)
-                for packed, cost in costs
-                if not any(
-                    other.seconds < cost.seconds and other.seconds + other.copy_in + other.copy_out <= cost.seconds
-                    for mode, other in costs
-                    if mode != packed
-                )
-            ]
-        return self._loads[key]
 
 
 @dataclass(frozen=True)
@@ -174,7 +109,9 @@ class _Program:
         self.launch = np.array([chain.elapsed[p] for p in _earliest_launches(chain, limit, effort.reserve)])
         self.ready = np.array([chain.elapsed[r.at] for r in chain.reductions])
         self.latest = _Latest(chain, link, effort.below)
-        self.beginnings = {kind: Beginnings(chain, link, kind) for kind in KINDS}
+        # By kind, the sums over the transfers before each, and the end of each one's group.
+        self.sums = {kind: _sums(chain.transfers(kind)) for kind in KINDS}
+        self.ends = {kind: _ends_of_groups(chain.transfers(kind)) for kind in KINDS}
         self.options: dict[tuple[CollectiveKind, int], _Options] = {}
         budget.spend(_TRANSFER * (len(chain.gathers) + len(chain.reductions)))
 
@@ -269,16 +206,15 @@ class _Program:
         """Return the buckets of a kind that begin with a transfer."""
         key = kind, first
         if key not in self.options:
-            begin = self.beginnings[kind]
-            end = min(begin.end_of_group(first), first + self.effort.window)
+            end = min(self.ends[kind][first], first + self.effort.window)
             if kind == "gather":
                 # What does not fit when its first transfer is needed, or does not end in time. Nor does what is longer.
                 left_out = ~self.latest.may_gather(first, end) | (self.launch[first:end] > self.use[first])
                 longer = left_out[1:].nonzero()[0]  # a transfer by itself is never left out
                 end = first + int(longer[0]) + 1 if longer.size else end
             self.budget.spend(_BEGINNING + _BUCKET * (end - first))
-            rows = begin.of(first, end)
-            ends, copy_in, copy_out = first + rows[:, 0].astype(np.int64), rows[:, 3], rows[:, 4]
+            rows = self._buckets(kind, first, end)
+            ends, copy_in, copy_out = rows[:, 0].astype(np.int64), rows[:, 3], rows[:, 4]
             if kind == "gather":
                 back = self.use[first] - self.launch[ends - 1]
                 ahead = self.use[ends] - self.use[first] + copy_in + copy_out
@@ -288,6 +224,26 @@ class _Program:
             lost = self.link.contention * seconds
             self.options[key] = _Options(kind, first, rows[:, 1], ends, seconds, lost, back[:, None], ahead[:, None])
         return self.options[key]
+
+    def _buckets(self, kind: CollectiveKind, first: int, end: int) -> Numbers:
+        """Return the buckets that begin with a transfer: end, whether packed, seconds, copy_in and copy_out."""
+        link, before = self.link.of(self.chain.transfers(kind)[first].link_index), self.sums[kind]
+        rows = []
+        for place, sums in enumerate((before[first + 1 : end + 1] - before[first]).tolist(), start=first + 1):
+            contents = Contents(*sums)
+            for packed in contents.modes:
+                cost = contents.load(link, kind, packed)
+                rows.append((place, packed, cost.seconds, cost.copy_in, cost.copy_out))
+        return np.array(rows, dtype=np.float64).reshape(-1, 5)
+
+
+def _sums(transfers: Sequence[Transfer]) -> NDArray[np.int64]:
+    return np.array([[0] * 6, *map(Contents.of, transfers)], dtype=np.int64).cumsum(axis=0)
+
+
+def _ends_of_groups(transfers: Sequence[Transfer]) -> list[int]:
+    sizes = [len(list(members)) for _, members in itertools.groupby(transfers, lambda transfer: transfer.group)]
+    return [end for end, size in zip(itertools.accumulate(sizes), sizes) for _ in range(size)]
 
 
 class _Options(NamedTuple):

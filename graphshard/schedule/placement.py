@@ -76,7 +76,6 @@ def place(
     limit: float = math.inf,
     margin: float = math.inf,
     *,
-    late: bool = False,
     aside: bool = False,
 ) -> Placement | None:
     """Start and wait for buckets in this order; return None if they do not fit in `limit` bytes.
@@ -89,19 +88,16 @@ def place(
     between its end and its use, were the link otherwise idle.
 
     Args:
-        late: second legs start after the last item, or where the memory allows no other; otherwise when the first has
-            ended.
         aside: what would hold up the next of the model's own collectives starts after it, unless it gets late.
     """
-    return _Placing(chain, link, order, limit, margin, late, aside).run()
+    return _Placing(chain, link, order, limit, margin, aside).run()
 
 
 class _Placing:
     def __init__(
-        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, late: bool, aside: bool
+        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, aside: bool
     ) -> None:
         self.chain, self.link, self.order, self.limit = chain, link, order, limit
-        self.late = late and link.all_reduce is not None
         self.end = len(chain.seconds)
         self.state = ChainState(chain, undisturbed(link))
         self.loads = [load(chain, link, bucket) for bucket in order]
@@ -145,9 +141,9 @@ class _Placing:
     def run(self) -> Placement | None:
         state = self.state
         for position in range(self.end + 1):
-            self._settle()
+            self.state.settle()
             while self._start_next():
-                self._settle()
+                self.state.settle()
             if not self._need():
                 return None
             if position == self.end:
@@ -230,11 +226,11 @@ class _Placing:
                 if not self._relieve():
                     return False
             # Compute is held up by the gather: second legs of what ends before that start meanwhile.
-            if self.link.all_reduce is not None and not self.late:
+            if self.link.all_reduce is not None:
                 while state.reductions and state.ends[state.reductions[0]] <= state.ends[number]:
                     state.pass_on()
             state.wait(number)
-            self._settle()
+            self.state.settle()
         return True
 
     def _relieve(self) -> bool:
@@ -249,9 +245,6 @@ class _Placing:
         else:
             return False
         return True
-
-    def _settle(self) -> None:
-        self.state.settle(second_legs=not self.late)
 
 
 def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:

@@ -319,11 +319,10 @@ class PhaseSearch:
         self.bound = max(self.bound, found.bound)
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
-        lates = (False, True) if self.two_legs else (False,)
         asides = (False, True) if any(fixed.at_once for fixed in self.chain.fixed) else (False,)
-        for margin, late, aside in itertools.product((math.inf, self.solver.margin), lates, asides):
+        for margin, aside in itertools.product((math.inf, self.solver.margin), asides):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin, late=late, aside=aside)
+            placement = place(self.chain, self.link, order, self.limit, margin, aside=aside)
             if placement is not None:
                 self._delayed(placement)
 
