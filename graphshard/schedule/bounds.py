@@ -221,12 +221,7 @@ def _jobs(costs: LeastCosts, transfers: Sequence[Transfer], behind: _Numbers) ->
 
 
 def lower_bound(problem: Problem, *, limit: float = math.inf, kept: frozenset[str] | None = None) -> float:
-    """Return the seconds that every step takes at least.
-
-    Args:
-        limit: bytes that schedules may use; it bounds what can stay gathered.
-        kept: the parameters that stay gathered for backward; None is for any choice.
-    """
+    """Return the seconds that every step takes at least, with any `kept` parameters that fit in a limit if None."""
     if kept is not None:
         problem = problem.keep(kept)
     bounds = [chain_bound(chain, problem.link_of(chain)) for chain in problem.chains]
@@ -250,11 +245,7 @@ def _keeping_bound(problem: Problem, backward: Chain, limit: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def chain_bound(chain: Chain, link: Link, *, spared: float = 0.0) -> float:
-    """Return the seconds that a chain takes at least.
-
-    Args:
-        spared: bytes that need not be gathered, whichever they are.
-    """
+    """Return the seconds that a chain takes at least; any `spared` bytes need not be gathered."""
     if link.all_reduce is not None:
         bounds = [chain_bound(chain, link.first_legs, spared=spared)]
         if chain.reductions:

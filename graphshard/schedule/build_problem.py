@@ -42,19 +42,13 @@ Left = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Constraints:
-    """Constraints by the user.
+    """Constraints by the user."""
 
-    Attributes:
-        units: the collectives of a unit travel together, apart from other units', as FSDP2's do.
-        forward_prefetch: by unit, the units whose gathers start where its parameters are first used in forward.
-        backward_prefetch: the same in backward.
-        keep: parameters may stay gathered between forward and backward if that pays.
-    """
-
-    units: bool = False
+    units: bool = False  # the collectives of a unit travel together, apart from other units', as FSDP2's do
+    # By unit, the units whose gathers start where its parameters are first used.
     forward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
     backward_prefetch: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
-    keep: bool = False
+    keep: bool = False  # parameters may stay gathered between forward and backward if that pays
 
     def prefetch(self, phase_name: str) -> Mapping[str, Sequence[str]]:
         """Return the prefetch lists of a phase."""
@@ -175,7 +169,6 @@ class _Builder:
         self.left: Left = ()
 
     def chain(self, phase_name: str, phase: Phase) -> Chain:
-        """Return one phase as a chain."""
         graph = phase.module.graph
         self.axes = axes = axes_of(self.program, phase)
         self.link = self.made.get(axes) or link_of(self.costs, axes, exchange=self.settings.exchange)
@@ -238,7 +231,6 @@ class _Builder:
         )
 
     def unfolded(self, chain: Chain) -> Chain:
-        """Return the chain of all blocks for the chain of few of them."""
         mapped, params = self.maps[chain.name], self.program.all_params
         parts = {
             kind: [
@@ -259,7 +251,6 @@ class _Builder:
         return self.axes.of(self.program.params[collective.params[0]]).reduction
 
     def _own(self, sent: Sent, cuts: Sequence[int]) -> FixedCollective:
-        """Return a collective of the model's own, on the channel of its axis."""
         axis = self.program.mesh.named(sent.collective.axis)
         channel = int(self.costs.link(axis) != self.costs.link(self.axes.gather))
         seconds = float(sent.collective.seconds(self.costs, axis))
@@ -354,13 +345,7 @@ class HostCopies(NamedTuple):
 def host_copies(
     layout: CollectiveRegions, cuts: Sequence[int], seconds: Sequence[float], costs: Costs, left: Left = ()
 ) -> HostCopies:
-    """Run the copies of a phase next to its compute.
-
-    Args:
-        cuts: positions at which items begin, at copies among others, and the end of the phase.
-        seconds: of the items.
-        left: copies that an earlier phase has left.
-    """
+    """Run the copies of a phase, and those `left` by an earlier one, next to the compute of items between `cuts`."""
     now, up = 0.0, 0.0
     down = max((end for _, end in left), default=0.0)
     ends: dict[Node, float] = {}

@@ -89,8 +89,7 @@ class Sizes:
 def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
     """Return what a lowered program does in a step, in the order of its executors.
 
-    Args:
-        costs: on the program's own mesh, which says what link a collective takes.
+    `costs` are on the program's own mesh, which says what link a collective takes.
     """
     measured = {name for name, key in program.region_names.items() if key in costs.measured}
     axes = {axis.name for axis in program.mesh.every_axis}  # one that is installed names process groups instead
@@ -177,12 +176,9 @@ class Times:
 def run(
     events: Sequence[TimedEvent], contention: Scalar, define: Callable[[str, Scalar], Scalar] | None = None
 ) -> Times:
-    """Run events through the clock.
+    """Run events through the clock; compute is slower by `contention` while a link is busy.
 
-    Args:
-        contention: share by which compute is slower while a link is busy.
-        define: names a value that later times are made of, so that expressions stay short; takes a name and the value,
-            and returns what to use for it.
+    `define` takes a name and a value that later times are made of, and returns a short expression to use for it.
     """
     define = define or (lambda _, value: value)
     found = Times()
@@ -226,18 +222,12 @@ class TimelineDag:
     """The timeline as a graph: critical path, slack, and what delays a wait.
 
     An event begins when all those before it have ended: the event of compute before it, the event on its link before
-    it, and, for a wait, the launch. So the longest path to the last event is as long as the step.
-
-    Contention: calls take as long as on the timeline. On a machine with contention, something longer also slows down
-    the calls next to it, and calls get faster without it, which no edge says: slack and gains leave that out. With it
-    nothing that runs next to compute would have any slack.
-
-    Attributes:
-        seconds: that each event takes; a wait takes none, it ends when its launch has. -1 is before all of them.
-        end: the last event of compute, where the step ends.
+    it, and, for a wait, the launch. So the longest path to the last event, of compute, is as long as the step. Slack
+    and gains leave contention out: with it nothing that runs next to compute would have any slack.
     """
 
     def __init__(self, events: Sequence[TimedEvent], times: Times) -> None:
+        # By event; a wait takes none, it ends when its launch has.
         self.seconds = {_BEGIN: 0.0}
         # By event: the event of compute before it, and the launch that it queues for or waits for, if any.
         self._order: list[int] = []
@@ -261,11 +251,7 @@ class TimelineDag:
         return (self._order[event],) if other is None else (self._order[event], other)
 
     def ends(self, seconds: Mapping[int, float] | None = None) -> dict[int, float]:
-        """Return when every event ends.
-
-        Args:
-            seconds: that some events take instead of their own.
-        """
+        """Return when every event ends; `seconds` replace those of some events."""
         seconds = {**self.seconds, **(seconds or {})}
         found = {_BEGIN: seconds[_BEGIN]}
         for event, (order, other) in enumerate(zip(self._order, self._other)):

@@ -203,7 +203,6 @@ class _Program:
         return found
 
     def _of(self, kind: CollectiveKind, first: int) -> _Options:
-        """Return the buckets of a kind that begin with a transfer."""
         key = kind, first
         if key not in self.options:
             end = min(self.ends[kind][first], first + self.effort.window)
@@ -265,12 +264,10 @@ class _Options(NamedTuple):
         return _Options(self.kind, self.first, *columns)
 
     def bucket(self, row: int) -> Bucketed:
-        """Return one of them."""
         return Bucketed(self.kind, self.first, int(self.ends[row]), bool(self.packed[row]))
 
 
 def _clocks(labels: list[_Label]) -> tuple[Numbers, Numbers]:
-    """Return the channel's and compute's, as rows."""
     return np.array([label[0] for label in labels]), np.array([label[1] for label in labels])
 
 

@@ -126,7 +126,6 @@ class _ExactSearch:
         return True
 
     def _freed(self, state: ChainState) -> int:
-        """Return the number of reductions whose gradients are free."""
         return state.buckets[state.reductions[0]].first if state.reductions else state.issued["reduce"]
 
     def _least(self, state: ChainState) -> float:

@@ -145,8 +145,7 @@ class PlanByUnit:
 def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tuple[list[Bucket], list[Event]]:
     """Return buckets of gradients that are all-reduced instead of scattered, over one axis after the other, at the end.
 
-    Args:
-        starts: positions at which something starts anyway, so that no region is split.
+    They start at positions at which something `starts` anyway, so that no region is split.
     """
     phase = program.phases[phase_name]
     groups: dict[tuple[str, ...], dict[str, list[Collective]]] = {}
@@ -180,9 +179,7 @@ def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tu
 def _place(buckets: Sequence[Bucket], at: Mapping[str, int], end: int, prefetch: Prefetch, most: int) -> list[Event]:
     """Return starts and waits of a phase in order of execution, with a limited number of reductions under way.
 
-    Args:
-        at: where buckets are needed or ready, by name.
-        end: of the compute.
+    `at` has the positions at which buckets are needed or ready, by name.
     """
     needed = {bucket.name: at[bucket.name] for bucket in buckets if bucket.kind == "gather"}
     boundaries = sorted(set(needed.values()))

@@ -129,8 +129,7 @@ class GraphProblem:
 def run(problem: GraphProblem, schedule: GraphSchedule, *, as_given: bool = False) -> GraphRun | None:
     """Run a schedule; return None if a transfer would start before one that it is made of.
 
-    Args:
-        as_given: wait where the graph does, not where something needs it.
+    `as_given` waits where the graph does, not where something needs it.
     """
     channels = {link: channel for channel, link in enumerate(dict.fromkeys(problem.links))}
     clocks = Clocks(channels=[0.0] * max(len(channels), 1))

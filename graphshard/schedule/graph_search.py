@@ -56,34 +56,38 @@ class Best:
     schedule: GraphSchedule
     outcome: GraphRun
 
+    def run(self, schedule: GraphSchedule | None) -> GraphRun | None:
+        """Run a schedule, if the budget has not ended."""
+        if schedule is None or self.budget.ended:
+            return None
+        self.budget.spend(_EVENT * (self.problem.end + 2 * len(self.problem.transfers)))
+        return run(self.problem, schedule)
+
     def consider(self, schedule: GraphSchedule | None, most: float | None = None) -> bool:
         """Take a schedule if it is shorter, or takes `most` seconds, and fits; return whether it was taken."""
-        if schedule is None or schedule == self.schedule or self.budget.ended:
-            return False
-        self.budget.spend(_EVENT * (self.problem.end + 2 * len(self.problem.transfers)))
-        outcome = run(self.problem, schedule)
-        allowed = self.outcome.seconds * (1 - _SHORTER) if most is None else most
-        if outcome is None or outcome.seconds > allowed or not self.fits(schedule, outcome):
+        return schedule != self.schedule and self.take(schedule, self.run(schedule), most)
+
+    def take(self, schedule: GraphSchedule | None, outcome: GraphRun | None, most: float | None = None) -> bool:
+        """Take a schedule as `consider` does, after it has run."""
+        most = self.outcome.seconds * (1 - _SHORTER) if most is None else most
+        if schedule is None or outcome is None or outcome.seconds > most or not self.fits(schedule, outcome):
             return False
         self.schedule, self.outcome = schedule, outcome
         return True
 
 
-def search(problem: GraphProblem, start: GraphSchedule, fits: Fits, budget: Budget) -> Best:
-    """Return the shortest schedule found from candidates and changes; never longer than `start`."""
-    outcome = run(problem, start)
-    assert outcome is not None, "the graph's own order is one"
-    best = Best(problem, fits, budget, start, outcome)
-    for buckets in _candidates(problem):
-        asap = soon(problem, buckets)
-        best.consider(asap)
-        if asap is not None and (ran := run(problem, asap)) is not None:
+def search(best: Best) -> None:
+    """Replace a schedule with the shortest that is found from candidates and changes."""
+    for buckets in _candidates(best.problem):
+        asap = soon(best.problem, buckets)
+        outcome = best.run(asap)
+        best.take(asap, outcome)
+        if asap is not None and outcome is not None:
             for margin in _MARGINS:
-                best.consider(_late(problem, asap, ran, margin))
-    while not budget.ended and _change(best):
+                best.consider(_late(best.problem, asap, outcome, margin))
+    while not best.budget.ended and _change(best):
         pass
     _delay(best)
-    return best
 
 
 def soon(problem: GraphProblem, buckets: Iterable[Members]) -> GraphSchedule | None:
@@ -157,7 +161,6 @@ def _delay(best: Best) -> None:
 
 
 def _candidates(problem: GraphProblem) -> Iterator[list[Members]]:
-    """Yield ways to cut the transfers into buckets."""
     yield [(index,) for index in range(len(problem.transfers))]
     for multiple in _MULTIPLES:
         yield _joined(problem, multiple)
@@ -334,8 +337,7 @@ def _pace(problem: GraphProblem, share: float) -> float:
     Of the transfers that are needed at a position or before, take those of a link that may not start before some time.
     They are carried after that time, at best as one launch of each key. Without other transfers it is the longest path.
 
-    Args:
-        share: of a transfer's seconds that count.
+    Only a `share` of a transfer's seconds counts.
     """
     came = [0.0] * (problem.end + 1)  # when compute can be at a position, before it waits for anything there
     carried: dict[str, list[tuple[float, int]]] = {}  # by link, when transfers may start
@@ -382,10 +384,7 @@ def _packed(problem: GraphProblem, came: list[float], share: float) -> float:
 
     A transfer that may not start before a position is packed after it. If that is not until all else is computed, the
     link carries it then, which takes as long as it adds to all that it might travel with: costs are concave.
-
-    Args:
-        came: when compute can be at each position.
-        share: of a transfer's seconds that count.
+    Compute can be at each position at `came`.
     """
     added: dict[int, float] = {}  # by transfer, seconds that it adds to a launch of all that it may travel with
     for transfers in problem.classes:

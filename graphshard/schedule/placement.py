@@ -70,13 +70,7 @@ def undisturbed(link: Link) -> Link:
 
 
 def place(
-    chain: Chain,
-    link: Link,
-    order: Sequence[Bucketed],
-    limit: float = math.inf,
-    margin: float = math.inf,
-    *,
-    aside: bool = False,
+    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, margin: float = math.inf
 ) -> Placement | None:
     """Start and wait for buckets in this order; return None if they do not fit in `limit` bytes.
 
@@ -85,18 +79,14 @@ def place(
 
     Reductions may overtake gathers that do not fit yet or are not urgent, and a gather that is needed overtakes
     reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
-    between its end and its use, were the link otherwise idle.
-
-    Args:
-        aside: what would hold up the next of the model's own collectives starts after it, unless it gets late.
+    between its end and its use, were the link otherwise idle. What would hold up the next of the model's own
+    collectives starts after it, unless it gets late.
     """
-    return _Placing(chain, link, order, limit, margin, aside).run()
+    return _Placing(chain, link, order, limit, margin).run()
 
 
 class _Placing:
-    def __init__(
-        self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float, aside: bool
-    ) -> None:
+    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float) -> None:
         self.chain, self.link, self.order, self.limit = chain, link, order, limit
         self.end = len(chain.seconds)
         self.state = ChainState(chain, undisturbed(link))
@@ -107,7 +97,7 @@ class _Placing:
         self.urgent = self._latest_starts(margin)
         # By channel and position, the next of the model's collectives that compute waits for at once.
         self.upcoming: dict[tuple[int, int], FixedCollective] = {}
-        for fixed in reversed([fixed for fixed in chain.fixed if aside and fixed.at_once]):
+        for fixed in reversed([fixed for fixed in chain.fixed if fixed.at_once]):
             self.upcoming.update({(fixed.channel, position): fixed for position in range(fixed.at + 1)})
         self.least = list(chain.least_memory)
 

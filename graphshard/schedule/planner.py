@@ -258,8 +258,7 @@ def _to_buckets(
 ) -> tuple[list[Bucket], list[Event]]:
     """Return a placement as the plan's buckets and events; a reduction with two legs is two buckets.
 
-    Args:
-        exchange: returns whether a reduction of one tensor of a number of bytes is cheaper as all-to-all.
+    `exchange` returns whether a reduction of one tensor of a number of bytes is cheaper as all-to-all.
     """
     first: list[Bucket] = []
     second: list[Bucket] = []  # the same where there is one leg

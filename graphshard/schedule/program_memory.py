@@ -60,8 +60,7 @@ def _first_of(slots: Mapping[Node, Slot], saved: Mapping[Slot, Saved]) -> dict[N
 def owners(program: Program, phase: Phase, saved: Mapping[Slot, Saved] | None = None) -> dict[Node, Node]:
     """Return by node the one whose memory its value has: a view's, a wait's, a region's input or result.
 
-    Args:
-        saved: memory of saved values, of which several may have one.
+    Several values in `saved` may have one memory.
     """
     first = _first_of(phase.slot_of(), saved or {})
     aliases: dict[str, list[Node | int]] = {}

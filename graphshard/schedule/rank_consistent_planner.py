@@ -241,13 +241,9 @@ def _own_positions(layout: CollectiveRegions) -> dict[str, int]:
 
 
 def fit(plan: Plan, made_for: Outline, program: Program) -> Plan | None:
-    """Return the plan with its positions moved to where a program with the same collectives needs them.
+    """Return the plan with its positions moved from an outline to where a program with the same collectives needs them.
 
-    Args:
-        made_for: the outline that the plan was made for.
-
-    Returns:
-        None if no positions would do, as the program needs its parameters in another order.
+    None if no positions would do, as the program needs its parameters in another order.
     """
     wanted = outline(program, plan.kept)
     if {name: tuple(part) for name, part in made_for.items()} == wanted:
@@ -313,9 +309,7 @@ def _moves(made_for: tuple[int, Mapping[str, int]], wanted: tuple[int, Mapping[s
 def within(limit: int, find: Callable[[int], T], peak: Callable[[T], int]) -> T:
     """Return what is found for a limit of the first rank with which every rank is within `limit`.
 
-    Args:
-        find: finds it; raises `InfeasibleError`, with the least limit for which there is one.
-        peak: returns the bytes of the rank that takes most.
+    `peak` returns the bytes of the rank that takes most.
 
     Raises:
         InfeasibleError: even with the least on the first rank another one takes more; it has the bytes of that.
@@ -376,11 +370,7 @@ def peak_of(plan: Plan, program: Program, costs: Costs, optimizer_states: int) -
     """Return the most bytes alive in forward and backward that follow a plan, counted from operator to operator.
 
     A plan's own prediction is for the program that it was made for, and counts from one place where something is
-    needed or ready to the next one.
-
-    Args:
-        program: partitioned, of all blocks; what the plan keeps gathered stays so.
-        optimizer_states: tensors of the optimizer for each parameter, which are counted, too.
+    needed or ready to the next one. The program is partitioned, of all blocks, and has gathered what the plan keeps.
     """
     state = optimizer_states * sum(row.shard_bytes(row.dtype) for row in program.params if row.trainable)
     most = 0

@@ -26,12 +26,12 @@ from graphshard.schedule.graph_problem import (
     graph_problem_of,
     run,
 )
-from graphshard.schedule.graph_search import frugal, graph_bound, search
+from graphshard.schedule.graph_search import Best, frugal, graph_bound, search
 from graphshard.schedule.problem import Budget
 from graphshard.schedule.reordering_windows import windows
 from graphshard.schedule.solver import STEPS
 from graphshard.utils.argument_validation import check_choice, check_count
-from graphshard.utils.text import brief, format_bytes, format_seconds
+from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table, styled
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,12 @@ class ScheduledGraph:
             f"exposed   {format_seconds(self.exposed_before)} -> {format_seconds(self.exposed_after)}",
             f"memory    {format_bytes(self.peak_before)} -> {format_bytes(self.peak_after)}",
         ]
-        rows = [("bucket", "group", "link", "collectives", "bytes", "seconds", "exposed")]
-        rows += [
-            (
-                *(bucket.kind, bucket.group, bucket.link, str(len(bucket.members))),
-                *(format_bytes(bucket.num_bytes), format_seconds(bucket.seconds), format_seconds(bucket.exposed)),
-            )
-            for bucket in self.buckets
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", *table] if self.buckets else lines)
+        table = new_table(("bucket", "group", "link"), ("collectives", "bytes", "seconds", "exposed"))
+        for bucket in self.buckets:
+            seconds = map(format_seconds, (bucket.seconds, bucket.exposed))
+            numbers = len(bucket.members), format_bytes(bucket.num_bytes), *seconds
+            table.add_row(*map(styled, (bucket.kind, bucket.group, bucket.link, *numbers)))
+        return "\n".join([*lines, "", plain_table(table)] if self.buckets else lines)
 
 
 log = logging.getLogger(__name__)
@@ -171,7 +166,6 @@ class _Task:
     def of(
         module: GraphModule, given: Mapping[str, Group], profile: Profile, network: str, memory_limit: float | None
     ) -> _Task:
-        """Read the graph."""
         found, groups = messages(module.graph, given)
         group_costs = {name: GroupCosts(group, profile, network) for name, group in groups.items()}
         placed = windows(module.graph, found)
@@ -182,19 +176,16 @@ class _Task:
 
     @functools.cached_property
     def given(self) -> GraphRun:
-        """Outcome of the graph as it is."""
         outcome = run(self.problem, self.problem.as_given(), as_given=True)
         assert outcome is not None, "the graph's own order is one"
         return outcome
 
     @functools.cached_property
     def peak(self) -> int:
-        """Most bytes alive in the graph as it is."""
         return self.writer.peak(self.writer.given)
 
     @property
     def limit(self) -> float:
-        """Most bytes that may be alive."""
         return self.peak if self.memory_limit is None else self.memory_limit
 
     @property
@@ -256,8 +247,9 @@ class _Task:
                 continue
             peaks.append(self.writer.peak_of(problem, start, outcome))
             if peaks[-1] <= self.limit:
-                best = search(problem, start, functools.partial(self._fits, problem, budget), budget)
-                return best.problem, best.schedule, best.outcome
+                best = Best(problem, functools.partial(self._fits, problem, budget), budget, start, outcome)
+                search(best)
+                return problem, best.schedule, best.outcome
         if self.peak <= self.limit:
             return self.problem, self.problem.as_given(), None
         smallest = min(peaks)
@@ -295,7 +287,6 @@ class _Task:
 
 
 def _check(gm: object, hardware: Hardware, network: object, memory_limit: object, steps: object) -> Profile:
-    """Return the profile; raise ArgumentError for a wrong argument."""
     if not isinstance(gm, GraphModule):
         raise ArgumentError(
             f"gm must be a torch.fx.GraphModule of ATen operators, got {brief(gm)}. Trace one with "

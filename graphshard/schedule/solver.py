@@ -83,7 +83,6 @@ class Solver:
 
     limit: float = math.inf  # bytes that may be alive at any time
     exact_kept: int = 6  # with at most this many parameters that may stay gathered, every choice is tried
-    margin: float = 1.0  # gathers end this many times their own length before they are needed, where that costs nothing
     steps: int = STEPS  # shared by all searches, see `Budget`
     exact_transfers: int = 12  # phases with at most this many transfers are searched exactly
     below: float = math.inf  # seconds; longer steps are not looked for, except the first ones of a search
@@ -155,11 +154,7 @@ def _to_keep(problem: Problem) -> list[str]:
 
 
 def fsdp2_solution(problem: Problem, limit: float = 0) -> Solution:
-    """Return FSDP2's order, see `placement.one_ahead`.
-
-    Args:
-        limit: bytes in which the largest possible number of parameters stays gathered.
-    """
+    """Return FSDP2's order (`one_ahead`), with the most parameters gathered in between that fit in `limit` bytes."""
 
     def keeping(number: int) -> Solution:
         kept = frozenset(names[:number])
@@ -235,7 +230,6 @@ class PhaseSearch:
 
     @property
     def _to_beat(self) -> float:
-        """Seconds below which a schedule is of interest."""
         return min(self.seconds, self.solver.below)
 
     def _rough(self, budget: Budget) -> None:
@@ -319,10 +313,9 @@ class PhaseSearch:
         self.bound = max(self.bound, found.bound)
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
-        asides = (False, True) if any(fixed.at_once for fixed in self.chain.fixed) else (False,)
-        for margin, aside in itertools.product((math.inf, self.solver.margin), asides):
+        for margin in (math.inf, 1.0):  # gathers as early as they can start, and not before they are urgent
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin, aside=aside)
+            placement = place(self.chain, self.link, order, self.limit, margin)
             if placement is not None:
                 self._delayed(placement)
 
@@ -330,7 +323,7 @@ class PhaseSearch:
         """Consider a placement with starts as late as they may be, which is no slower without contention."""
         if self.link.contention:
             self._consider(placement)
-        self._consider(delay(self.chain, self.link, placement, self.solver.margin))
+        self._consider(delay(self.chain, self.link, placement))
 
     def _consider(self, placement: Placement) -> None:
         run = ChainRun(self.chain, self.link, placement)

@@ -59,12 +59,7 @@ class StageSeconds:
 def turns_of(
     schedule: PipelineSchedule, rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> list[Turn]:
-    """Return the turns of a rank, in order. It has every stage `rank + i * ranks`.
-
-    Args:
-        microbatches: of "interleaved" a multiple of the rounds, see `rounds_of`.
-        stages_per_rank: more than one with "interleaved" only.
-    """
+    """Return the turns of a rank, in order. It has every stage `rank + i * ranks`, more than one if "interleaved"."""
     if schedule == "gpipe":
         return [Turn(rank, index, backward) for backward in (False, True) for index in range(microbatches)]
     if schedule == "1f1b":
@@ -111,13 +106,10 @@ def run_stages(
     sending: Sequence[tuple[Scalar, Scalar]],
     microbatches: int,
 ) -> StageTimes:
-    """Run a pipeline: a turn begins when its rank is free and its input has arrived.
+    """Run the turns of each rank: one begins when its rank is free and its input has arrived.
 
-    Args:
-        turns: by rank.
-        seconds: by stage.
-        sending: by border, seconds from a stage to the next one, and of gradients back. One transfer after the other
-            goes over a border in each direction, next to compute.
+    `sending` has by border the seconds from a stage to the next one, and of gradients back. One transfer after the
+    other goes over a border in each direction, next to compute.
     """
     ends: dict[Turn, Scalar] = {}
     arrived: dict[tuple[int, bool], Scalar] = {}  # the last one over a border
@@ -156,9 +148,7 @@ def _ready(turn: Turn, arrivals: Mapping[Turn, Scalar], ends: Mapping[Turn, Scal
 def most_alive(turns: Sequence[Turn], saved: Mapping[int, int], peaks: Mapping[int, int]) -> tuple[int, int, int]:
     """Return the most bytes that a rank's microbatches hold at once, in which stage's turn, and how many are alive.
 
-    Args:
-        saved: by stage, bytes that one microbatch leaves to its backward.
-        peaks: by stage, most bytes that one microbatch alone holds in its turns, saved ones included.
+    By stage, a microbatch leaves `saved` bytes to its backward, and alone holds at most `peaks`, these included.
     """
     alive = dict.fromkeys(saved, 0)
     best = 0, turns[0].stage, 0
@@ -174,12 +164,7 @@ def most_alive(turns: Sequence[Turn], saved: Mapping[int, int], peaks: Mapping[i
 
 
 def even_counts(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Return how many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike.
-
-    Args:
-        seconds: of each block.
-        stages: no more than there are blocks.
-    """
+    """Return how many blocks each stage gets: the slowest stage is as fast as can be, and the others are alike."""
     sums = [0.0, *itertools.accumulate(seconds)]
 
     def begins(cost: Callable[[float, float], float]) -> tuple[float, list[list[int]]]:

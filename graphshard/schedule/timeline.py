@@ -178,10 +178,8 @@ class Ends(NamedTuple):
 def ends_of(order: Sequence[tuple[str, float]]) -> Ends:
     """Return what is exposed at the ends of a step.
 
-    Casts of shards may run before the first gather, and casts of gradients after the last reduction.
-
-    Args:
-        order: of compute's actions, each "compute" or the kind of collective that it waits for, and its seconds.
+    `order` has compute's actions, each "compute" or the kind of collective that it waits for, and its seconds. Casts of
+    shards may run before the first gather, and casts of gradients after the last reduction.
     """
 
     def first_waits(actions: Iterable[tuple[str, float]]) -> Iterator[tuple[str, float]]:
@@ -209,11 +207,7 @@ def estimate(program: Program, costs: Costs) -> Estimate:
 
 
 def timed_events(program: Program, costs: Costs, drawn: Costs) -> list[TimedEvent]:
-    """Return the events of a lowered program's executors.
-
-    Args:
-        drawn: costs for their seconds: the same, or costs of samples of the profile.
-    """
+    """Return the events of a lowered program's executors; `drawn` are costs for their seconds, or for samples."""
     seconds = {key: drawn.region(region) for key, region in program.regions.items()}
     regions = {name: seconds[key] for name, key in program.region_names.items()}
     return events_of(program, costs, Sizes(drawn, program.mesh, regions, sent_bytes, num_bytes))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphshard.schedule.graph_problem import GraphProblem, GraphSchedule, GraphTransfer, run
-from graphshard.schedule.graph_search import graph_bound, search, soon
+from graphshard.schedule.graph_search import Best, graph_bound, search, soon
 from graphshard.schedule.problem import Budget
 
 LINKS = ("network", "network", "node")
@@ -125,7 +125,11 @@ def test_dependent_messages_start_after_arrival() -> None:
     problem = GraphProblem((2.0, 2.0), tuple(transfers), LINKS, _cost, 0.0)
     start = soon(problem, [(0,), (1,), (2,)])
     assert start is not None
-    assert search(problem, start, lambda *_: True, Budget(100_000)).outcome.seconds == _best(problem) == 4 + 2.75
+    outcome = run(problem, start)
+    assert outcome is not None
+    best = Best(problem, lambda *_: True, Budget(100_000), start, outcome)
+    search(best)
+    assert best.outcome.seconds == _best(problem) == 4 + 2.75
 
 
 def test_packing_takes_compute_before_the_last_message_starts() -> None:
