@@ -46,9 +46,9 @@ How it is found:
   what every schedule needs. `place` follows the order, and waits for reductions only when they have ended or memory
   forces it. `delay` moves gathers later where it costs nothing.
 * **The bound asks each kind by itself how much work of the link keeps to a step's time.** For gathers alone that is
-  exact, for any concave cost, and the cuts that are shortest for one kind tell where buckets of both may be cut. What
-  gathers and reductions take from each other is not in it: up to 6 % for small models. The dynamic program proves the
-  rest, if its budget is enough: it looks for schedules that are 2 % to 0.1 % shorter, with copies for nothing.
+  exact, for any concave cost. What gathers and reductions take from each other is not in it: up to 6 % for small
+  models. The dynamic program proves the rest, if its budget is enough: it looks for schedules that are 2 % to 0.1 %
+  shorter, with copies for nothing.
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan.
 * **Of two legs the dynamic program sees one at a time**: the first alone, the second alone, and both as one. None of
   them is exact then, so orders are also tried with reductions as soon as they are ready. The proof leaves

@@ -164,21 +164,10 @@ class Jobs:
 
     def work(self, seconds: float) -> _Numbers:
         """Return the least work of the link before each transfer, and of all, in a step of a given length; or inf."""
-        return self._met(seconds)[0]
-
-    def cuts(self, seconds: float) -> list[int]:
-        """Return the ends of the buckets with the least work in a step of a given length; [] if there are none."""
-        work, before = self._met(seconds)
-        cuts = [len(self.behind)] if work[-1] < math.inf else [0]
-        while cuts[-1] > 0:
-            cuts.append(int(before[cuts[-1]]))
-        return cuts[-2::-1]
-
-    def _met(self, seconds: float) -> tuple[_Numbers, NDArray[np.int64]]:
         num = len(self.behind)
         # Rounding must not make that impossible which is just possible.
         deadline = seconds * (1 + 1e-12) - self.behind
-        work, before = np.full(num + 1, math.inf), np.zeros(num + 1, dtype=np.int64)
+        work = np.full(num + 1, math.inf)
         work[0] = 0.0
         first = 0
         for end in range(1, num + 1):
@@ -189,11 +178,10 @@ class Jobs:
             if late[shortest]:
                 break
             ends[late] = math.inf
-            best = int(ends.argmin())
-            work[end], before[end] = ends[best], first + best
+            work[end] = ends.min()
             # A bucket that is too long for its deadline is no shorter with more in it.
             first += shortest
-        return work, before
+        return work
 
 
 def jobs(chain: Chain, link: Link, share: float = 1.0) -> tuple[Jobs, Jobs]:

@@ -47,7 +47,6 @@ class Effort:
 
     window: int = 8  # most transfers in a bucket, and most reductions that are ready and not issued
     labels: int = 4  # most pairs of clocks per state
-    reserve: float = 0.0  # bytes of gradients that wait for their reduction, for which room is left
     below: float = math.inf  # seconds that the result must stay below to be of interest
 
 
@@ -106,7 +105,7 @@ class _Program:
         self.chain, self.link, self.effort, self.budget = chain, link, effort, budget
         self.used_at = [*(g.at for g in chain.gathers), len(chain.seconds)]
         self.use = np.array([chain.elapsed[at] for at in self.used_at])
-        self.launch = np.array([chain.elapsed[p] for p in _earliest_launches(chain, limit, effort.reserve)])
+        self.launch = np.array([chain.elapsed[p] for p in _earliest_launches(chain, limit)])
         self.ready = np.array([chain.elapsed[r.at] for r in chain.reductions])
         self.latest = _Latest(chain, link, effort.below)
         # By kind, the sums over the transfers before each, and the end of each one's group.
@@ -230,9 +229,12 @@ class _Program:
         rows = []
         for place, sums in enumerate((before[first + 1 : end + 1] - before[first]).tolist(), start=first + 1):
             contents = Contents(*sums)
-            for packed in contents.modes:
-                cost = contents.load(link, kind, packed)
-                rows.append((place, packed, cost.seconds, cost.copy_in, cost.copy_out))
+            costs = [(contents.load(link, kind, packed), packed) for packed in contents.modes]
+            for cost, packed in costs:
+                # Another mode is better if it takes less of the channel, and no more with its copies.
+                total = (sum(other[:3]) for other, _ in costs if other.seconds < cost.seconds)
+                if min(total, default=math.inf) > cost.seconds:
+                    rows.append((place, packed, cost.seconds, cost.copy_in, cost.copy_out))
         return np.array(rows, dtype=np.float64).reshape(-1, 5)
 
 
@@ -308,7 +310,7 @@ class _Latest:
         return found
 
 
-def _earliest_launches(chain: Chain, limit: float, reserve: float) -> list[int]:
+def _earliest_launches(chain: Chain, limit: float) -> list[int]:
     """Return by gather the earliest position from which it, and all before it, fit next to what must be there."""
     if limit == math.inf:
         return [0] * len(chain.gathers)
@@ -318,7 +320,7 @@ def _earliest_launches(chain: Chain, limit: float, reserve: float) -> list[int]:
         first = found[-1] if found else 0
         # No gather starts before the one in front of it. Those in front hold what they took here already, so what fits
         # now fits next to all of them.
-        full = (used[first : gather.at] + (gather.num_bytes + reserve) > limit).nonzero()[0]
+        full = (used[first : gather.at] + gather.num_bytes > limit).nonzero()[0]
         position = first + int(full[-1]) + 1 if full.size else min(first, gather.at)
         used[position : gather.at] += gather.num_bytes
         found.append(position)

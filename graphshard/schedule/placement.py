@@ -70,23 +70,23 @@ def undisturbed(link: Link) -> Link:
 
 
 def place(
-    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, margin: float = math.inf
+    chain: Chain, link: Link, order: Sequence[Bucketed], limit: float = math.inf, *, urgent: bool = False
 ) -> Placement | None:
     """Start and wait for buckets in this order; return None if they do not fit in `limit` bytes.
 
     A bucket is started when its turn has come, its members are ready, and it fits until its last use next to what must
     be there. A reduction is continued, or waited for, once it has ended, or when an item would not fit otherwise.
 
-    Reductions may overtake gathers that do not fit yet or are not urgent, and a gather that is needed overtakes
-    reductions. A gather is urgent if starting it at the next position would leave less than `margin` times its length
-    between its end and its use, were the link otherwise idle. What would hold up the next of the model's own
-    collectives starts after it, unless it gets late.
+    Reductions may overtake gathers that do not fit yet, and a gather that is needed overtakes reductions. With `urgent`
+    gathers start only if starting them at the next position would leave less than their length between their end and
+    their use, were the link otherwise idle. What would hold up the next of the model's own collectives starts after it,
+    unless it gets late.
     """
-    return _Placing(chain, link, order, limit, margin).run()
+    return _Placing(chain, link, order, limit, urgent).run()
 
 
 class _Placing:
-    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, margin: float) -> None:
+    def __init__(self, chain: Chain, link: Link, order: Sequence[Bucketed], limit: float, urgent: bool) -> None:
         self.chain, self.link, self.order, self.limit = chain, link, order, limit
         self.end = len(chain.seconds)
         self.state = ChainState(chain, undisturbed(link))
@@ -94,22 +94,22 @@ class _Placing:
         self.members = [chain.members(bucket) for bucket in order]
         self.bytes = [sum(m.num_bytes for m in members) for members in self.members]
         self.waiting = {kind: deque(i for i, b in enumerate(order) if b.kind == kind) for kind in KINDS}
-        self.urgent = self._latest_starts(margin)
+        self.urgent = self._latest_starts() if urgent else {}
         # By channel and position, the next of the model's collectives that compute waits for at once.
         self.upcoming: dict[tuple[int, int], FixedCollective] = {}
         for fixed in reversed([fixed for fixed in chain.fixed if fixed.at_once]):
             self.upcoming.update({(fixed.channel, position): fixed for position in range(fixed.at + 1)})
         self.least = list(chain.least_memory)
 
-    def _latest_starts(self, margin: float) -> dict[int, float]:
-        """Return by gather the seconds of compute by which it becomes urgent; {} if every gather is at once."""
+    def _latest_starts(self) -> dict[int, float]:
+        """Return by gather the seconds of compute by which it becomes urgent."""
         found: dict[int, float] = {}
         latest = math.inf
-        for index in reversed(self.waiting["gather"]) if margin < math.inf else ():
+        for index in reversed(self.waiting["gather"]):
             seconds = self.loads[index].seconds
             # On the clock of undisturbed compute: what holds compute up moves a position and later uses alike.
             latest = min(latest, self.chain.elapsed[self.members[index][0].at]) - seconds
-            found[index] = latest - margin * seconds
+            found[index] = latest - seconds
         return found
 
     def _holds_up(self, index: int) -> bool:
@@ -237,8 +237,8 @@ class _Placing:
         return True
 
 
-def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -> Placement:
-    """Start gathers as late as keeps every clock, but so early that they end `margin` times their length before use.
+def delay(chain: Chain, link: Link, placement: Placement) -> Placement:
+    """Start gathers as late as keeps every clock, but so early that they end their length before their use.
 
     Memory is held no longer than it pays: compute, and everything else on the link, keep their clocks.
     """
@@ -264,7 +264,7 @@ def delay(chain: Chain, link: Link, placement: Placement, margin: float = 1.0) -
         members = chain.members(bucket)
         # A copy takes time of compute: moving it would move compute's clock.
         if bucket.kind == "gather" and not cost.copy_in and all(m.start is None for m in members):
-            latest = min(limit - cost.seconds, max(start, run.waited[event.bucket] - (1 + margin) * cost.seconds))
+            latest = min(limit - cost.seconds, max(start, run.waited[event.bucket] - 2 * cost.seconds))
             # The last position to which compute has come by then. `arrivals` is before the events of a position, and
             # what is moved becomes the first of them, so it is launched at that very time.
             at = max(at, min(bisect.bisect_right(run.arrivals, latest) - 1, position, members[0].at))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphshard.errors import InfeasibleError
-from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
+from graphshard.schedule.bounds import chain_bound, lower_bound
 from graphshard.schedule.dynamic_program import ANY, Effort, channel_order, shortest_order
 from graphshard.schedule.exact_search import search_exactly
 from graphshard.schedule.placement import delay, laziest, one_ahead, place, singles
@@ -51,8 +51,6 @@ _EQUAL = 1e-4
 _PLACES = 24
 # Steps between the cuts that are tried around the cuts of the best.
 _AROUND = (8, 4, 2, 1)
-# Longer than the bound by so much, the least work that keeps to it tells where rough buckets may be cut, too.
-_BEYOND = (1e-6, 0.003, 0.01)
 # Shares by which a schedule must be shorter to be looked for, one after the other: the larger, the sooner ruled out.
 _GAINS = (0.02, 0.01, 0.005, 0.001)
 # Under a memory limit, which the proof does not know, it is only tried for gaps that are smaller.
@@ -202,8 +200,6 @@ class PhaseSearch:
         self.two_legs = link.all_reduce is not None and bool(chain.reductions)
         # Links that the search for buckets and their order assumes.
         self.looks = [link.first_legs, *([link.second_legs, link.both_legs] if self.two_legs else [])]
-        sizes = sorted(t.num_bytes for t in (*chain.gathers, *chain.reductions))
-        self.typical = float(sizes[len(sizes) * 9 // 10]) if sizes else 0.0
 
     def run(self, budget: Budget) -> None:
         """Search until the bound is met or the budget ends."""
@@ -233,13 +229,7 @@ class PhaseSearch:
         return min(self.seconds, self.solver.below)
 
     def _rough(self, budget: Budget) -> None:
-        cuts = [even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS]
-        num = len(self.chain.reductions)
-        for look in self.looks:
-            gathers, reductions = jobs(self.chain, look)
-            for beyond in _BEYOND:
-                cuts[0] += gathers.cuts(self.bound * (1 + beyond))
-                cuts[1] += [num - cut for cut in reductions.cuts(self.bound * (1 + beyond))]
+        cuts = (even_cuts(self.chain.transfers(kind), _PLACES) for kind in KINDS)
         self._search(Coarse.at_cuts(self.chain, *cuts), ANY, budget)
         before = math.inf
         while not self._met and not budget.ended and self.seconds < before * (1 - _GAINS[-1]):
@@ -251,15 +241,13 @@ class PhaseSearch:
                 self._search(Coarse.at_cuts(self.chain, *around), 16, budget)
 
     def _search(self, coarse: Coarse, window: int, budget: Budget) -> None:
-        """Consider the best order of a coarse chain, with and without room for gradients."""
-        reserves = (0.0, self.typical) if self.limit < math.inf else (0.0,)
-        for look, reserve in itertools.product(self.looks, reserves):
+        """Consider the best orders of a coarse chain."""
+        for look in self.looks:
             if self._met:
                 return
             # Two legs one after the other may take longer than what they are to beat.
             below = math.inf if look.reduce is not self.link.reduce else self._to_beat
-            effort = Effort(window, reserve=reserve, below=below)
-            order = channel_order(coarse.joined, look, effort, budget, self.limit)
+            order = channel_order(coarse.joined, look, Effort(window, below=below), budget, self.limit)
             if order is not None:
                 found = coarse.original(order)
                 self._order(budget, found)
@@ -313,9 +301,9 @@ class PhaseSearch:
         self.bound = max(self.bound, found.bound)
 
     def _order(self, budget: Budget, order: Sequence[Bucketed]) -> None:
-        for margin in (math.inf, 1.0):  # gathers as early as they can start, and not before they are urgent
+        for urgent in (False, True):
             budget.spend(_PLACED * (len(self.chain.seconds) + 2 * len(order)))
-            placement = place(self.chain, self.link, order, self.limit, margin)
+            placement = place(self.chain, self.link, order, self.limit, urgent=urgent)
             if placement is not None:
                 self._delayed(placement)
 
