@@ -45,7 +45,6 @@ from graphshard.lower.inductor_rewrites import (
     float_inputs,
     floats_as_tensors,
     has_one_hots,
-    numbers_as_tensors,
     sums_as_sizes,
     unknown_in,
     with_dims,
@@ -311,9 +310,7 @@ def decompose(module: GraphModule) -> tuple[GraphModule, list[Any]]:
     inputs = distinct(values, torch.Tensor.detach)  # make_fx knows inputs by these objects
     outputs = outputs_of(module)
     with torch.no_grad(), outputs[0].fake_mode:
-        decomposed = make_fx(with_attributes(numbers_as_tensors(module)), _decompositions(), tracing_mode="real")(
-            *inputs
-        )
+        decomposed = make_fx(with_attributes(module), _decompositions(), tracing_mode="real")(*inputs)
         if has_one_hots(decomposed.graph):
             decomposed = make_fx(OneHots(decomposed).run, _decompositions(), tracing_mode="real")(*inputs)
     for part in decomposed.graph.find_nodes(op="call_function", target=operator.getitem):

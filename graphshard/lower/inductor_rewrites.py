@@ -5,12 +5,11 @@ parts, and where these are not known the sum is one number:
 
     %x: f32[u6 + u7, 8] = input                %x: f32[u9, 8] = input
 
-`floats_as_tensors`: floats that calls give. `numbers_as_tensors`: numbers that are read of tensors, where operators
-have the same result for a tensor without dimensions:
+`floats_as_tensors`: floats that calls give.
 
     %lr = input: 0.1                           %t: f64[] = input: tensor(0.1)
                                                %n = _local_scalar_dense(%t)
-    %y = mul.Tensor(%x, %lr)                   %y = mul.Tensor(%x, %n)            then %y = mul.Tensor(%x, %t)
+    %y = mul.Tensor(%x, %lr)                   %y = mul.Tensor(%x, %n)
 
 `OneHots`: constants scattered into constants, which Inductor would write to memory and read again, such as the gradient
 of a loss over a vocabulary. torch.compile does the same in a pass over the joint graph, which regions skip:
@@ -33,11 +32,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.torch_version import TorchVersion
 
 from graphshard.ir.graph import aten
-from graphshard.ir.sizes import evaluate, expression, is_size, numbers_in, symbols_of
+from graphshard.ir.sizes import evaluate, expression, numbers_in, symbols_of
 from graphshard.lower.regions import Boxed
 from graphshard.torch_compat.aot_autograd import fake_mode_of
 from graphshard.torch_compat.symbolic_sizes import is_unknown, new_symbols_dropped, new_unknown_size
-from graphshard.torch_compat.torch_ops import OpOverload
 
 # Before torch 2.13 Inductor ends a sum over several dims that keeps them, `(1, 1, width)`, by a call of torch and
 # returns `(width,)`, where a normalization's gradients and its weight's share a kernel on a GPU.
@@ -142,43 +140,6 @@ def with_float_inputs(run: Boxed, places: list[int]) -> Boxed:
 
     call.__dict__.update(source_code=getattr(run, "source_code", ""))
     return call
-
-
-def numbers_as_tensors(module: GraphModule) -> GraphModule:
-    """Let operators take tensors without dimensions instead of the numbers that are read of them, where they can."""
-    if not module.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
-        return module
-    graph = copy.deepcopy(module.graph)
-    for read in graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
-        for user in list(read.users):
-            target = _overload_for_tensor(user, read)
-            if target is not None:
-                user.target = target
-                user.replace_input_with(read, read.all_input_nodes[0])
-        if not read.users:
-            graph.erase_node(read)
-    return GraphModule(module, graph)
-
-
-def _overload_for_tensor(user: Node, number: Node) -> OpOverload | None:
-    """Find the overload that computes the same of a tensor instead of a number."""
-    if not isinstance(user.target, OpOverload) or number not in user.args:  # or it is one of several sizes
-        return None
-    values = [n.meta["val"] for n in user.all_input_nodes if not is_size(n)]
-    known = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    like, tensor = (1.0 if isinstance(number.meta["val"], torch.SymFloat) else 1), number.all_input_nodes[0].meta["val"]
-    # A number may count for less in type promotion than a tensor.
-    if known is None or torch.result_type(known, tensor) != torch.result_type(known, like):
-        return None
-    packet, index = user.target.overloadpacket, user.args.index(number)
-    for overload in [
-        user.target,
-        *(getattr(packet, n) for n in ("Tensor", "Tensor_Tensor") if n in packet.overloads()),
-    ]:
-        arguments = overload._schema.arguments
-        if max(index + 1, len(user.args)) <= len(arguments) and str(arguments[index].type) == "Tensor":
-            return overload
-    return None
 
 
 def has_one_hots(graph: Graph) -> bool:
