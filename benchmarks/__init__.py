@@ -1,4 +1,4 @@
-"""Measurements. Programs are compiled where that is measured, not found: what keeps them is switched off."""
+"""Measurements. The compile cache is off, so that compilation is measured and not the cache."""
 
 import os
 

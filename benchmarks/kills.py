@@ -68,7 +68,7 @@ class Found:
             if what == "saved":
                 self.complete = max(self.complete, step)
             elif self.digests.setdefault(step, digest[0]) != digest[0]:
-                self.faults.append(f"{what} step {step} is another than before")
+                self.faults.append(f"{what} step {step} differs from before")
             if what == "loaded" and step < self.complete:
                 self.faults.append(f"step {step} was loaded after step {self.complete} had been saved")
 

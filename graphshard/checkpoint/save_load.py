@@ -23,7 +23,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -315,7 +314,7 @@ class Ranks:
             raise CheckpointError(f"{self.task}: a rank ended, or the process group did ({error})") from error
         return values
 
-    @contextmanager
+    @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Make an exception in the block on any rank a CheckpointError on all, at its end."""
         cause: BaseException | None = None
