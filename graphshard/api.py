@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import Unpack
 
 from graphshard.aot.load import artifact_path, library_for
@@ -33,10 +32,7 @@ from graphshard.module.tracer import ModuleCall
 from graphshard.options.mesh_axes import DataParallelMeshDims
 from graphshard.options.options import (
     CompileArguments,
-    ModelArguments,
-    Options,
-    PlacementFn,
-    check_names,
+    FullyShardArguments,
     options_given,
     takes_options,
 )
@@ -180,13 +176,8 @@ def fully_shard(
     module: ModuleOrListT,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    **options: Unpack[ModelArguments],
+    **options: Unpack[FullyShardArguments],
 ) -> ModuleOrListT:
     """Shard a module's parameters as one unit, in place: FSDP2's `fully_shard`, for code that calls it.
 
@@ -210,20 +201,12 @@ def fully_shard(
         ArgumentError: an argument is wrong, or the module is sharded already, or part of a model that is.
         UnsupportedError: units are to be sharded over different meshes, or to be kept on different devices.
     """
-    if isinstance(mp_policy, Mapping):
+    chosen = options_given(fully_shard, options)
+    if isinstance(chosen.mp_policy, Mapping):
         raise ArgumentError(
-            f"mp_policy: fully_shard takes one policy for its unit, got {brief(mp_policy)}. Policies by unit are for "
-            "compile."
+            f"mp_policy: fully_shard takes one policy for its unit, got {brief(chosen.mp_policy)}. Policies by unit "
+            "are for compile."
         )
-    check_names(fully_shard, options)
-    chosen = Options(
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        **options,
-    )
     modules = module if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ArgumentError("module is an empty list. Give the modules that are one unit.")

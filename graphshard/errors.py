@@ -174,16 +174,3 @@ class GraphBreak(CaptureError):
         self.differentiates = "autograd.grad" in reason or "requires_grad" in reason
         at = f" at {where}\n    {source}\n" if where else ": "
         super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")
-
-
-class UntraceableError(Exception):
-    """Unsupported operation, raised where it happens, so that the traceback has the line.
-
-    Args:
-        what: name of the operator or tensor.
-        advice: what to do, for the error that replaces this one.
-    """
-
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(what)
-        self.advice = advice

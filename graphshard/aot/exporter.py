@@ -126,7 +126,7 @@ class Exporter:
                 ) from None
             tracer = tracer.entry(call.entry, "forward", module)
         given, structure = pytree.tree_flatten((tuple(call.inputs), dict(call.kwargs)))
-        leaves = tracer.on_device(stand_ins(given, meta_only=True), structure)
+        leaves = tracer.on_device(stand_ins(given), structure)
         with torch.set_grad_enabled(call.grad):
             signature = tracer.signature(module, leaves, structure)
         # A trace knows that a tensor on the meta device has no values.

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from graphshard.errors import CheckpointError
-from graphshard.torch_compat.checkpoint_files import MemoryFormatEncoding, StorageInfo
+from graphshard.torch_compat.dtensor import checkpoint_classes
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import brief
 
@@ -48,6 +48,7 @@ _CLASSES = {
     *("pathlib._local.PosixPath", "pathlib._local.WindowsPath"),  # as Python 3.13 calls them
 }
 
+StorageInfo, MemoryFormatEncoding = checkpoint_classes()
 # Of these, classes that pickle makes first and fills afterwards.
 _BUILT = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),

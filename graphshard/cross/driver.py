@@ -39,10 +39,16 @@ import torch
 
 from graphshard.errors import ArgumentError
 from graphshard.ir.gpus import PRETENDED, Capability, OfSeveral, differs, properties_of
-from graphshard.torch_compat.cuda import accelerator, convolution_backend, without_stream
 from graphshard.torch_compat.dynamo import CudaInterface
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_tensor_module
-from graphshard.torch_compat.torch_ops import DispatchKey, OpOverload, replaced
+from graphshard.torch_compat.torch_ops import (
+    DispatchKey,
+    OpOverload,
+    accelerator,
+    convolution_backend,
+    replaced,
+    without_stream,
+)
 
 # ATen's operators with a kernel for CUDA, and a form in C++ or in Python that torch takes apart where there is none.
 # Which there are says native_functions.yaml; tests/cross/test_cuda_library.py compares.

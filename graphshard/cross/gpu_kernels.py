@@ -29,8 +29,7 @@ from torch.fx import Graph, GraphModule
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import Capability, dotted
 from graphshard.lower.inductor_cache import ELF_HEADER, elf_sections
-from graphshard.torch_compat.cuda import current_raw_stream, static_launcher
-from graphshard.torch_compat.torch_ops import use_boxed_calls
+from graphshard.torch_compat.torch_ops import current_raw_stream, static_launcher, use_boxed_calls
 
 # Kernels are compiled for tensors that begin at multiples of this number of bytes, as torch's allocator places them.
 _ALIGNMENT = 16

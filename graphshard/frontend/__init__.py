@@ -2,27 +2,19 @@
 
     module, one call --Dynamo--> torch-level graph, guards, bytecode --AOTAutograd--> joint ATen graph -> Program
 
-**Tracing** (`capture.py`, by the tracers of `torch.export`):
-
-* **Dynamo traces what Python means** (`dynamo_capture.py`), as for `torch.export.export(strict=True)`. Its guards say
-  which later calls a program serves, its bytecode replays what forward does to objects.
+* **Dynamo traces Python** (`dynamo_capture.py`), as for `torch.export.export(strict=True)`. Its guards say which later
+  calls a program serves, its bytecode replays what forward does to objects.
 * **AOTAutograd differentiates the torch-level graph** (`joint_graph.py`), under full fake parameters in the compute
   dtype. So nothing is allocated, and custom backwards, hooks and checkpointed regions are in the graph.
 * **A unit's boundary is a call** (`unit_boundaries.py`): its class casts inputs and results, and sends inputs through
   one node of autograd, as FSDP2's hooks do. Sums of gradients then have FSDP2's order, hence its bits.
-* **Mechanisms that torch's tracers lack have separate packages**: parameters and results that are tensor subclasses
-  (`graphshard.subclasses`), what guards do not look at (`graphshard.guards`), equal blocks (`graphshard.repeats`).
-* **Operators are not decomposed at capture.** Inductor's decompositions run when a region is lowered. The graph between
-  is the same for both backends, and `backend="eager"` runs the operators that eager mode runs, hence its bits.
-* **Submodules have entries** (`ir/submodule_entry_points.py`). The `forward` of a submodule is an `EntryPoint` in its
-  `__dict__`, which is taken away while a module is captured. The class and `repr` of submodules stay the user's, and
-  `model.encoder(x)` runs a separate program.
-* **Private names of torch are checked when the package is imported** (`torch_compat/names.py`).
+* **Operators are not decomposed at capture.** Inductor's decompositions run when a region is lowered, and
+  `backend="eager"` runs the operators of eager mode, hence its bits.
+* **Submodules have entries** (`ir/submodule_entry_points.py`): their `forward` is an `EntryPoint` in their `__dict__`,
+  which is taken away while a module is captured. `model.encoder(x)` runs a separate program.
 
 Pitfalls:
 
-* `aten.native_dropout`, which tracing puts in place of CPU dropout, rounds differently in bfloat16
-  (`eager_operators.py`).
 * AOTAutograd calls the flat function twice, first without a graph. What a mode needs to know it keeps itself.
 * AOTAutograd traces leaves as results of something else, and autocast keeps casts of leaves only: `leaves_stay_leaves`.
 * Guards are built against the compiled module, whose units have other classes: the trace gives units the same classes,

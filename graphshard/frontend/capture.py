@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graphshard.errors import CaptureError, UntraceableError
+from graphshard.errors import CaptureError
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.dynamo_capture import TRACING, GraphInput, TracedFunction, trace_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
-from graphshard.frontend.graph_breaks import explain_failure
 from graphshard.frontend.inputs import constraints_of, dynamic_dims, stand_in_inputs
 from graphshard.frontend.joint_graph import (
     FlatGraph,
@@ -61,13 +60,7 @@ from graphshard.utils.text import users_class
 
 @dataclass
 class ModuleTensor:
-    """A parameter or buffer of a module, and the attributes that hold it.
-
-    Attributes:
-        slot: its name in programs.
-        tensor: what the module holds.
-        places: (module, "_parameters" or "_buffers", name) of each attribute.
-    """
+    """A parameter or buffer, and the attributes that hold it: (module, "_parameters" or "_buffers", name)."""
 
     slot: Slot
     tensor: torch.Tensor
@@ -117,12 +110,7 @@ def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
 
 
 def check_registered(values: Iterable[Any], function: str) -> None:
-    """Check that forward reads parameters from modules: what lists and closures still hold is no longer trained.
-
-    Args:
-        values: inputs of the graph that are no parameters or buffers.
-        function: that was traced, for the message.
-    """
+    """Check that other inputs of a graph are no parameters: those that lists and closures hold are not trained."""
     for value in values:
         name = getattr(value, REPLACED, None) if isinstance(value, nn.Parameter) else None
         if name is not None:
@@ -206,19 +194,21 @@ def capture(
         check_changes(trace.changed, module, blocks)
     trace.repeats, trace.method = repeats, spec.method
     slots = {id(found.get(entry.slot.name, entry.tensor)): entry.slot for entry in held}
-    tensors = [(index, each) for index, each in enumerate(trace.inputs) if isinstance(each.fake, torch.Tensor)]
-    inputs = [(index, each) for index, each in tensors if id(each.value) not in slots]
+    slot_at = {index: slots[id(each.value)] for index, each in enumerate(trace.inputs) if id(each.value) in slots}
+    used = set(slot_at.values())
+    others = [(index, each) for index, each in enumerate(trace.inputs) if index not in slot_at]
+    inputs = [(index, each) for index, each in others if isinstance(each.fake, torch.Tensor)]
+    slot_at |= {index: Slot("input", str(number)) for number, (index, _) in enumerate(inputs)}
     check_registered((each.value for _, each in inputs), f"{spec.forward_class.__name__}.{spec.method}")
     mode = new_tracing_mode(trace.sizes)
     extensions = Extensions(spec.extended, mode)
     given: list[tuple[Slot, Any]] = []
-    used = {slots[id(each.value)] for each in trace.inputs if id(each.value) in slots}
     for entry in held:
         if entry.slot.kind == "param" or entry.slot in used:
             given.append((entry.slot, fake_state(entry.slot, originals, spec.params, spec.device, mode)))
     given += extensions.tensors.items()
     fakes = [_fake_input(each, mode, spec.device) for _, each in inputs]
-    given += [(Slot("input", str(number)), fake) for number, fake in enumerate(fakes)]
+    given += zip((slot_at[index] for index, _ in inputs), fakes)
     sizes = list(find_sizes(dict(enumerate(fakes))))
     for number, (_, each) in enumerate(inputs):
         if _is_dynamic_float(each) and not each.fake.item_memo.node.expr.is_number:
@@ -234,26 +224,23 @@ def capture(
     names = {size.symbol: size.name for size in sizes}
     numbers = [each.fake for each in trace.inputs if _is_symbol(each.fake) and each.fake.node.expr in names]
     given += [(Slot("size", names[number.node.expr]), number) for number in numbers]
-    order = _order(trace.inputs, slots, inputs, names)
+    order = [slot_at.get(index, _number_or_object(each, names)) for index, each in enumerate(trace.inputs)]
     layouts = {
-        Slot("input", str(number)): Layout(
-            given.device_mesh,
-            given.placements,
-            torch.Size(map(expression, given.shape)),
-            tuple(map(expression, given.stride())),
+        slot_at[index]: Layout(
+            each.fake.device_mesh,
+            each.fake.placements,
+            torch.Size(map(expression, each.fake.shape)),
+            tuple(map(expression, each.fake.stride())),
         )
-        for number, given in enumerate(each.fake for _, each in inputs)
-        if isinstance(given, DTensor)
+        for index, each in inputs
+        if isinstance(each.fake, DTensor)
     }
     # Meshes are found here: the trace would take the tensor of ranks that a mesh is made of for fake.
     unsharded = functools.partial(_unsharded, extensions, spec.params, spec.communicating, layouts)
     data = frozenset(name for row in spec.params if row.split is not None for name in row.split.around)
     flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
-        try:
-            joint = joint_graph(flat, [fake for _, fake in given], mode)
-        except UntraceableError as error:
-            raise explain_failure(error, spec.forward_class) from error
+        joint = joint_graph(flat, [fake for _, fake in given], mode)
     lift_subgraphs(joint)
     erase_boundaries(joint.graph)
     mark_regions(joint.graph, trace.graph)
@@ -301,11 +288,7 @@ def capture_example(
 
 
 def _of_traced_blocks(module: nn.Module, spec: CaptureSpec, repeats: Repeats) -> CaptureSpec:
-    """Return a spec without the parameters and units of blocks that are left out.
-
-    Raises:
-        BlocksDifferError: a parameter of such a block is elsewhere in the model, too.
-    """
+    """Return a spec without the parameters and units of blocks that are left out."""
     params = captured_params(spec.params, repeats)
     known = {name for row in params for name in row.names}
     for name in (name for names in named_parameters(module) for name in names):
@@ -324,26 +307,14 @@ def _is_dynamic_float(each: GraphInput) -> bool:
     return isinstance(each.value, float) and each.fake.item_memo is not None
 
 
-def _order(
-    inputs: Sequence[GraphInput],
-    slots: Mapping[int, Slot],
-    tensors: Sequence[tuple[int, GraphInput]],
-    names: Mapping[Any, str],
-) -> list[Any]:
-    """Return the slot of each graph input, or the object that it is, such as a device mesh."""
-    numbers = {index: number for number, (index, _) in enumerate(tensors)}
-    order: list[Any] = []
-    for index, each in enumerate(inputs):
-        if _is_symbol(each.fake):
-            symbol = each.fake.node.expr
-            order.append(Slot("size", names[symbol]) if symbol in names else hint(each.fake))
-        elif isinstance(each.fake, torch.SymInt):  # a guard says which number it is
-            order.append(int(each.fake.node.expr))
-        elif index in numbers:
-            order.append(Slot("input", str(numbers[index])))
-        else:
-            order.append(slots.get(id(each.value), each.value))
-    return order
+def _number_or_object(each: GraphInput, names: Mapping[Any, str]) -> Any:
+    """Return the slot or value of a number among the graph's inputs, or an object such as a device mesh."""
+    if not isinstance(each.fake, torch.SymInt):
+        return each.value
+    symbol = each.fake.node.expr
+    if symbol.is_number:  # a guard says which number it is
+        return int(symbol)
+    return Slot("size", names[symbol]) if symbol in names else hint(each.fake)
 
 
 def _unsharded(

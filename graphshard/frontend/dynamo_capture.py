@@ -4,11 +4,8 @@
                                    guards                                           which later calls it serves
                                    bytecode                                         reads inputs, replays side effects
 
-This is the tracer of `torch.export.export(strict=True)` and `torch.compile(fullgraph=True)`. Both call
-`fullgraph_capture`; so does this file, which is the only one that imports private names of `torch._dynamo`.
-
-Parameters are graph inputs, because Dynamo inlines modules. `GraphInput.value` is the object that the module held
-during the trace, so the caller finds out which parameter, buffer or argument an input is by identity.
+This is the tracer of `torch.export.export(strict=True)` and `torch.compile(fullgraph=True)`. Parameters are graph
+inputs, because Dynamo inlines modules; the caller knows inputs by the identity of the objects that the module held.
 """
 
 from __future__ import annotations
@@ -93,10 +90,9 @@ def _call_replaced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 @dataclass
 class TracedFunction:
-    """The function that Dynamo traces for one module or entry, and what it has seen of changing numbers and sizes.
+    """The function that Dynamo traces for one module or entry, and the changing numbers and sizes that it has seen.
 
-    Automatic dynamic shapes remember values by code object. The sizes that one model has seen do not make the sizes of
-    another dynamic.
+    Automatic dynamic shapes remember these by code object, and models must not share them.
     """
 
     name: str
@@ -118,13 +114,7 @@ class TracedFunction:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One input of the traced graph.
-
-    Attributes:
-        source: expression that reads it, such as L['args'][0].
-        value: the object that was read during the trace; a number for a dynamic one.
-        fake: fake tensor or symbolic number that stands for it in the graph.
-    """
+    """One input of the traced graph: the expression that reads it, the object that was read, its fake or symbol."""
 
     source: str
     value: Any
@@ -137,10 +127,8 @@ class DynamoTrace:
 
     Attributes:
         graph: torch-level graph; its placeholders are `inputs` in order, its results a tuple.
-        inputs: of the graph.
         sizes: where symbolic sizes and their guards live; None if the graph is empty.
         repeats: equal blocks of which a few were traced; guards are of all.
-        method: of the root, which was traced.
         branches: on values of inputs, that the program is for; None if there are none.
         changed: what forward changes of the objects that were there before: modules, or the names of other objects.
         prints: the call prints, or warns.
@@ -205,12 +193,10 @@ class DynamoTrace:
     def build_guards(self, keep: Callable[[str, str, Any], bool], device: torch.device) -> tuple[Any, ExtraGuards]:
         """Build the guard manager against the module as it is now.
 
+        It has `check(scope)` and `check_verbose(scope)`; the second result checks the rest.
+
         Args:
             keep: whether to keep a guard, given its source, its kind and, for a key of a dict, the key.
-            device: of the program.
-
-        Returns:
-            An object with `check(scope)` and `check_verbose(scope)`, and what checks the rest.
         """
         output = self._captured.graph_capture_output
         graph = output.output_graph
@@ -225,7 +211,8 @@ class DynamoTrace:
         _relax(graph)
         with TRACING, dynamo_config.patch(_known(_GUARD_SETTINGS)):
             made = self._guard_manager()
-        with _materialized(graph.local_scope["module"], device):
+        module = graph.local_scope["module"]
+        with _materialized(module, device):
             if not made.check(graph.local_scope):
                 parts = made.check_verbose(graph.local_scope).verbose_code_parts
                 raise AssertionError(f"a guard fails for the call that was traced: {parts}")
@@ -234,7 +221,7 @@ class DynamoTrace:
         # Only guards are made of these. A view among them keeps its base where the garbage collector does not look.
         if graph.shape_env is not None:
             graph.shape_env.tracked_fakes = None
-        return made, ExtraGuards(graph.local_scope["module"], sources, values)
+        return made, ExtraGuards(module, sources, values)
 
     def _guard_manager(self) -> Any:
         """Return what checks the guards of the trace, without having checked or measured them."""
@@ -353,10 +340,6 @@ def trace_call(
     Args:
         forward: what the call runs, a method of the module or a function that replaces one.
         constraints: on sizes, as torch.export makes them of dynamic shapes.
-
-    Raises:
-        torch._dynamo.exc.Unsupported: something cannot be traced; the message names the line.
-        GraphBreak, CaptureError: no guard can say whether the trace serves the next call.
     """
     scope = dict(zip(_SCOPE, (module, args, dict(kwargs))))
     answers: list[bool] | None = []

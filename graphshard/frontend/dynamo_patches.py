@@ -1,7 +1,7 @@
-"""Torch changed while Dynamo traces: global hooks, numbers that are not finite, tensors that a region is given twice.
+"""Patches of torch while Dynamo traces: global hooks, numbers that are not finite, tensors that are given twice.
 
-Global hooks that torch sets to count, such as CommDebugMode's, run around the model, and not in it. Those of
-the user are traced and guarded by Dynamo. Symbols of floats stand for finite numbers, which nan and infinity are not:
+Global hooks of torch, such as CommDebugMode's, run around the model, not in it; Dynamo traces and guards the user's.
+Symbols of floats stand for finite numbers, which nan and infinity are not:
 
     total != total      False, says the algebra of symbols; True of nan
     total * 0           0; nan of nan and of infinity
@@ -21,21 +21,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx.experimental.sym_node import SymNode
-from torch.nn.modules import module as modules
 
 from graphshard.errors import GraphBreak
+from graphshard.guards.unguarded_state import GLOBAL_HOOKS
 from graphshard.torch_compat.aot_autograd import TracingContext
 from graphshard.torch_compat.dynamo import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable, TensorVariable
 from graphshard.torch_compat.torch_ops import replaced
 from graphshard.utils.source_lines import is_users, source_line
-
-# What `register_module_forward_hook` and its like fill.
-_HOOKS: tuple[dict[int, Any], ...] = (
-    modules._global_forward_pre_hooks,
-    modules._global_forward_hooks,
-    modules._global_backward_pre_hooks,
-    modules._global_backward_hooks,
-)
 
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _COMPUTED = ("sub", "mul", "float_truediv", "int_truediv", "mod", "floordiv", "int_floordiv")
@@ -44,12 +36,12 @@ _ORDERED = ("sym_min", "sym_max")
 
 def without_torchs_hooks() -> contextlib.AbstractContextManager[None]:
     """Set torch's own hooks of all modules aside in the block, which traces or looks at guards."""
-    return _set_aside() if any(_HOOKS) else contextlib.nullcontext()
+    return _set_aside() if any(GLOBAL_HOOKS) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _set_aside() -> Iterator[None]:
-    kept = [(hooks, dict(hooks)) for hooks in _HOOKS]
+    kept = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
     for hooks, content in kept:
         hooks.clear()
         hooks.update({key: hook for key, hook in content.items() if _is_users_hook(hook)})

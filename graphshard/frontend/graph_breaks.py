@@ -18,10 +18,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from graphshard.errors import CaptureError, GraphBreak, GraphshardError, UntraceableError
+from graphshard.errors import CaptureError, GraphBreak, GraphshardError
 from graphshard.torch_compat.dynamo import ObservedException, TorchDynamoException, TorchRuntimeError
 from graphshard.torch_compat.fake_tensors import (
     DataDependentOutputException,
@@ -29,7 +28,7 @@ from graphshard.torch_compat.fake_tensors import (
     UnsupportedOperatorException,
     quiet_tracing,
 )
-from graphshard.utils.source_lines import codes_of, is_users, source_line, source_of, user_frame
+from graphshard.utils.source_lines import codes_of, is_users, source_line
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,15 +85,7 @@ _ANY_REMEDY = "Move this out of forward, or write it with functions of torch."
 
 
 def traced_or_break(function: str, trace: Callable[[], T]) -> T:
-    """Return the result of a function that traces; turn errors of tracing into `GraphBreak`.
-
-    Args:
-        function: name of what is traced, such as "Net.forward".
-
-    Raises:
-        GraphBreak: forward cannot be traced whole.
-        GraphshardError: a check of this package failed while torch traced.
-    """
+    """Return the result of a function that traces "Net.forward", say; turn errors of tracing into `GraphBreak`."""
     try:
         with quiet_tracing():
             for message in _QUIET:
@@ -218,11 +209,3 @@ def _reason(error: Exception) -> str:
         reason = f"{reason.rstrip('.')}: {mutated[1].rstrip('.')}."
     reason = reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
     return reason if reason.endswith(".") else f"{reason}."
-
-
-def explain_failure(error: UntraceableError, cls: type[nn.Module]) -> CaptureError:
-    """Return the error to raise instead: file, line and source in the model, and what to change."""
-    frame, what = user_frame(error), f"graphshard cannot capture {cls.__name__}.forward"
-    if frame is None:
-        return CaptureError(f"{what}: {error}\n{error.advice}")
-    return CaptureError(f"{what} at {frame.filename}:{frame.lineno}\n    {source_of(frame)}\n{error.advice}\n({error})")

@@ -6,9 +6,8 @@ Operators are not decomposed, so that the same graph serves `backend="eager"`, b
 decomposes when a region is lowered.
 
 The graph becomes a phase: inputs and outputs with a meaning, and no attributes. Graphs of higher-order operators become
-arguments of their nodes. Torch's marks of checkpointed regions become the partitioner's: Dynamo keeps
-`torch.utils.checkpoint` as an operator with a graph, and AOTAutograd marks the nodes of such a graph with the region
-(`ac_graph_id`) and with what the policy of a selective checkpoint says of them (`recompute`).
+arguments of their nodes. AOTAutograd marks the nodes of a checkpointed region (`ac_graph_id`) and what the policy of a
+selective checkpoint says of them (`recompute`); these marks become the partitioner's.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ Unsharded: TypeAlias = Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, tor
 
 
 class FlatGraph(nn.Module):
-    """Dynamo's torch-level graph as a function of flat tensors and sizes; it has no parameters itself.
+    """Dynamo's torch-level graph as a function of flat tensors and sizes.
 
     Args:
         slots: of what the function takes, in order.
@@ -118,12 +117,7 @@ class FlatGraph(nn.Module):
 
 
 def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode) -> GraphModule:
-    """Differentiate a flat graph; return the graph with AOTAutograd's descriptors.
-
-    Args:
-        given: fake tensors and symbolic sizes for what the graph takes.
-        mode: of the fake tensors.
-    """
+    """Differentiate a flat graph for fake tensors and symbolic sizes; the result has AOTAutograd's descriptors."""
     with leave_modes_on_error(), contextlib.ExitStack() as stack, tracing(TracingContext(mode)), quiet_tracing():
         stack.enter_context(leaves_stay_leaves())
         stack.enter_context(draws_stay())
@@ -237,11 +231,7 @@ _ORDER = {"mutation": 0, "output": 1}
 
 
 def phase_of(joint: GraphModule, flat: FlatGraph) -> Phase:
-    """Return the joint graph with slots for what AOTAutograd describes.
-
-    Raises:
-        GraphBreak: there is an input or output of a kind that modules do not have.
-    """
+    """Return the joint graph with slots for what AOTAutograd describes."""
     graph = joint.graph
     graph.set_codegen(CodeGen())
     (output,) = graph.find_nodes(op="output")
@@ -336,8 +326,7 @@ def _unexpected(desc: AOTInput | AOTOutput) -> GraphBreak:
 def lift_subgraphs(module: GraphModule) -> None:
     """Make each graph that a higher-order operator is given an argument of its node, in place.
 
-    Raises:
-        GraphBreak: a graph has a collective, draws random numbers, or holds a tensor.
+    A graph that has a collective, draws random numbers, or holds a tensor is a GraphBreak.
     """
     found: dict[str, Subgraph] = {}
     for node in module.graph.find_nodes(op="get_attr"):
@@ -396,9 +385,6 @@ def mark_regions(graph: Graph, traced: GraphModule) -> None:
 
     Torch's partitioner may save what a full checkpoint merely prefers to recompute. What leaves a region is saved.
     Torch counts regions in the process; here they are counted in the graph, so that equal traces have equal graphs.
-
-    Args:
-        traced: by Dynamo, with a graph for each region.
     """
     known = sorted({node.meta["ac_graph_id"] for node in graph.nodes if "ac_graph_id" in node.meta})
     for node in graph.nodes:

@@ -23,8 +23,6 @@ class CaptureSpec:
     """What a capture depends on in addition to the module and the inputs.
 
     Attributes:
-        dynamic_shapes: in torch.export's format.
-        method: the method that is captured.
         extended: parameters that decide themselves what is gathered of them.
         tensor: mesh of the tensor axis, on which the program is for this rank's place.
         experts: meshes of parameters that lie otherwise on the ranks.

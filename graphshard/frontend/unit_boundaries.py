@@ -4,12 +4,9 @@
          |                   |
          +--- cast -- node --+- unit ---
 
-FSDP2 sends all inputs of a unit that require gradients through one autograd function, to learn when the backward of
-the unit ends. Autograd then adds the unit's part of a gradient at once, and at another time. Sums of floating-point
-numbers depend on that, so the node is here, too.
-
-Dynamo traces the boundary with the module. The node is a function that stays in the graph as it is, and AOTAutograd
-runs it when it differentiates the graph.
+FSDP2 sends all inputs of a unit that require gradients through one autograd function, to learn when its backward ends.
+Autograd then adds the unit's part of a gradient at once. Sums of floating-point numbers depend on that, so the node is
+here, too. Dynamo leaves it in the graph, and AOTAutograd runs it.
 """
 
 from __future__ import annotations
@@ -74,9 +71,8 @@ class UnitBoundary:
         unit: name of the unit; "" for the root.
         module: number of the module in its unit, as text: a number that is another in the next trace would be dynamic.
         num_modules: of the unit, as text; with several, the first that is called has the node.
-        param_dtype: that floating-point inputs are cast to; None casts none.
-        output_dtype: that floating-point results are cast to; None casts none.
-        has_node: whether the unit has parameters that are sharded.
+        param_dtype, output_dtype: that floating-point inputs and results are cast to; None casts none.
+        has_node: the unit has parameters that are sharded.
         block: the module is one of equal blocks, of which some are left out of the trace.
         num_blocks: how many there are, as text; of the root.
         checkpointed: settings of the composable `checkpoint`, whose hooks the module had.

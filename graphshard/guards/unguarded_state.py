@@ -47,7 +47,8 @@ _ENVIRON = re.compile(r"\b(environ|getenv)\b")
 _FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.MULTILINE)
 # What modules hold themselves; their classes are known without.
 _OF_MODULES = re.compile(r"_parameters|_buffers|_hooks|_modules(?:'\])?(?:\['[^']+'\])?$")
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+# What `register_module_forward_hook` and its like fill.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)
 )
 # Guards by ==, which -0.0 passes for 0.0.
@@ -79,9 +80,7 @@ _ANY_REMEDY = "Ask outside of forward, and pass the answer into it."
 class ExtraGuards:
     """Checks of one program, made when it is installed.
 
-    Args:
-        guards: expressions that guards read, and kinds of the guards.
-        values: of the names in these expressions.
+    `guards` are expressions that guards read, with the kinds of the guards; `values` are of the names in these.
     """
 
     def __init__(self, module: nn.Module, guards: Sequence[tuple[str, str]], values: Mapping[str, Any]) -> None:
@@ -153,7 +152,7 @@ def _functions_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hooks_now() -> list[list[Any]]:
-    return [list(hooks.values()) for hooks in _GLOBAL_HOOKS]
+    return [list(hooks.values()) for hooks in GLOBAL_HOOKS]
 
 
 # --- state that no guard can compare ------------------------------------------------------------------------------
@@ -169,15 +168,11 @@ def reject_unguarded(
 ) -> None:
     """Raise an error where no guard can say whether a trace serves the next call.
 
+    It is a GraphBreak where Python does it right, and a CaptureError otherwise: modules hold shards.
+
     Args:
-        codes, graph: that were traced.
         sources: of the graph's inputs.
         values: of the names in sources.
-        function: that was traced, for the message.
-
-    Raises:
-        GraphBreak: Python does it right.
-        CaptureError: Python does not, as modules hold shards, or tensors were cast.
     """
     sources = list(sources)
     codes = [code for code in codes if is_users(code.co_filename)]

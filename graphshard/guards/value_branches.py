@@ -4,14 +4,13 @@
                         graph     assert_async(mask.all() or its negation)
                         guard     the same condition, computed from the inputs before each call
 
-Dynamo cannot go either way at such a branch. A function whose branch is known asks `decide` for the answer. The first
-trace takes the likely way. The conditions that it leaves in the graph are computed for the inputs of the call, and
-where the call goes another way, it is traced again with the answers that were found. The assertion stays in the
-program, which may run without the guard, as one that was exported does.
+A function whose branch is known asks `decide` for the answer. The first trace takes the likely way. The conditions that
+it leaves in the graph are computed for the inputs of the call, and where the call goes another way, it is traced again
+with the answers that were found. The assertion is for programs that run without the guard, as exported ones do.
 
-The functions are transformers'. It makes an explicit attention mask where it is told that it is traced, its
-eager code makes none, and gradients differ in the last bit. So its questions are answered as in eager mode while
-graphshard traces, through `torch.compiler.substitute_in_graph`; other uses of `torch.compile` hear the truth.
+The functions are transformers'. It makes an explicit attention mask where it is told that it is traced, its eager code
+makes none, and gradients differ in the last bit. So its questions are answered as in eager mode while graphshard
+traces, through `torch.compiler.substitute_in_graph`; other uses of `torch.compile` hear the truth.
 
     is_tracing, is_torchdynamo_exporting     no
     fast_all, _ignore_bidirectional_mask     whether a mask has padding: a branch on values
@@ -51,12 +50,9 @@ _PADDING = "a mask has padding, or no longer has. Pass a mask of four dims to be
 
 @dataclass
 class _Open:
-    """The answers of the trace that is open.
+    """Answers of the trace that is open: known ones in the order of questions, and given ones in this run of forward.
 
-    Attributes:
-        answers: that are known, in the order of the questions; None leaves all branches to Dynamo.
-        given: in this run of forward; Dynamo may begin a trace again.
-        depth: number of open traces.
+    Without known ones, all branches are left to Dynamo. `depth` is the number of open traces.
     """
 
     answers: Sequence[bool] | None = None
@@ -105,9 +101,7 @@ def begin_answers() -> bool:
 def decide(condition: torch.Tensor, likely: bool, what: str) -> bool:
     """Return whether a condition holds, for a branch of a function that Dynamo traces.
 
-    Args:
-        likely: the answer, if the trace does not know it.
-        what: what decides, and what to do about it, as the end of a message.
+    `likely` is the answer if the trace does not know it; `what` says what decides and what to do, for a message.
     """
     answer = _next_answer(likely)
     if answer is None:
@@ -128,10 +122,7 @@ def _next_answer(likely: bool) -> bool | None:
 def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any], answers: Sequence[bool]) -> Any:
     """Return the `ValueBranches` of a trace; None if it has none, False if they are not about inputs alone.
 
-    Args:
-        sources: of the graph's inputs, in order.
-        values: of the graph's inputs.
-        answers: of the trace.
+    `sources` and `values` are of the graph's inputs, in order, `answers` of the trace.
     """
     asserts = [node for node in graph.graph.nodes if node.target is assert_async]
     asked = [node for node in asserts if str(node.args[-1]).startswith(_BEGIN)]
@@ -173,8 +164,7 @@ def _is_pure(node: Node) -> bool:
 def eager_answers(answers: Sequence[bool] | None = ()) -> Iterator[list[bool]]:
     """Answer as eager mode does while the block is open; yield the answers of the last run, complete when it ends.
 
-    Args:
-        answers: to questions about values that are known, in their order; None leaves them to Dynamo.
+    `answers` to questions about values are known, in their order; None leaves these to Dynamo.
     """
     for name, substitute in (
         ("transformers.utils.import_utils", _substitute_questions),

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.traceback import get_current_meta
 
+from graphshard.errors import CaptureError
 from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS, UPLOADS
 from graphshard.ir.plan import CollectiveKind
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
@@ -329,6 +331,12 @@ def is_backward(node: Node) -> bool:
 def place_of(node: Node) -> str:
     """Return the location of a call in user code, as the end of a message; "" if unknown."""
     return place_in(node.meta.get("stack_trace"))
+
+
+def error_here(what: str) -> CaptureError:
+    """Return an error for the operator of a graph that runs now, which says what "it", forward, does."""
+    place = place_in(get_current_meta().get("stack_trace")).removeprefix(" at ")
+    return CaptureError(f"graphshard cannot capture forward: it {what}. {place}".rstrip())
 
 
 def place_in(stack: str | None) -> str:

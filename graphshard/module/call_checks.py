@@ -31,7 +31,7 @@ from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.shards import ParamRef, place_of
 from graphshard.torch_compat.autograd_state import transform_of
-from graphshard.torch_compat.dtensor import is_checkpointed
+from graphshard.torch_compat.dtensor import was_applied
 from graphshard.torch_compat.torch_ops import memory_of, pytree
 from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import brief, users_class
@@ -257,7 +257,7 @@ def _ours(module: nn.Module) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return names of attributes that graphshard sets, and sources of modules that were traced in a class of ours."""
     entries = (name for part in module.modules() for name, value in vars(part).items() if type(value) is EntryPoint)
     named = [(name, part) for name, part in module.named_modules() if name]
-    paths = [name for name, part in named if is_checkpointed(part) and not isinstance(part, BoundaryModule)]
+    paths = [name for name, part in named if was_applied("checkpoint", part) and not isinstance(part, BoundaryModule)]
     sources = tuple("".join(f"._modules['{key}']" for key in path.split(".")) for path in paths)
     return frozenset({BOUNDARY, WARNING, "forward", *entries}), sources
 

@@ -7,8 +7,7 @@ machines.
 
 * **The model is listed once.** `check_model` returns `ModelContents`: modules, parameters and buffers by name. What
   follows reads these.
-* **Signatures are made of fields.** `compile` and the others take `**options: Unpack[...]`. A new option is a field, a
-  key of the `TypedDict`, its check and its paragraph in the docstring of `compile`; written-out signatures would repeat
-  it eight times. mypy and IDEs read the `TypedDict`, `help` the signature that `takes_options` makes.
+* **Signatures are made of fields.** `compile` and the others take `**options: Unpack[...]`; written-out signatures
+  would repeat an option eight times. mypy reads the `TypedDict`, `help` the signature that `takes_options` makes.
 * **An unknown name is an ArgumentError** that says which one may be meant; Python does so from 3.13 on only.
 """

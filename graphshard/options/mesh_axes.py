@@ -57,10 +57,8 @@ _NUMBER = "mesh {} must have one data axis (to shard over) or two (to replicate 
 class MeshAxes:
     """Axes of a mesh by what a model does along them.
 
-    Attributes:
-        mesh, data: the data axes, by name and role and as a DeviceMesh; no DeviceMesh for a mesh that need not exist.
-        experts: meshes of the parameters that are sharded over another mesh, if there are any.
-        placements: chosen by `shard_placement_fn`, by names of parameters; None if it has not been asked.
+    `mesh` and `data` are the data axes, by name and role and as a DeviceMesh, which need not exist; `placements` those
+    that `shard_placement_fn` chose, by names of parameters, None if it has not been asked.
     """
 
     mesh: Mesh
@@ -182,10 +180,8 @@ def tensor_axis(
 ) -> DeviceMesh | None:
     """Return the mesh of the tensor axes that the model's DTensors are on; None if it has none.
 
-    Args:
-        given: the tensor axes of the mesh that the model is to be compiled for.
-        known: parameters that are sharded already.
-        whole_model: False for a part of one, which need not have DTensors.
+    `given` are the tensor axes of the mesh to compile for, `known` parameters that are sharded already. A part of a
+    model need not have DTensors.
     """
     found, first, whole = given, "", None
     of_experts = experts.params if experts is not None else ()
@@ -337,11 +333,8 @@ def find_experts(
 ) -> ExpertMeshes | None:
     """Return the meshes of the parameters that are sharded over another mesh than `data`; None without such.
 
-    Args:
-        given: the expert axes by their names.
-        placements: chosen by `shard_placement_fn`, by names of parameters.
-        left_out: parameters that are sharded already, or to be left alone.
-        whole_model: False for a part of one, which need not have experts.
+    `given` are the expert axes by their names, `left_out` parameters that are sharded already or to be left alone. A
+    part of a model need not have experts.
     """
     named = {name: param for name, param in contents.named.items() if param not in left_out}
     found = _chosen_meshes(placements, data)

@@ -2,9 +2,8 @@
 
     compile(model, mesh, units=["layers.*"])  ->  Options(units=["layers.*"])  ->  CompileRequest
 
-A new option touches two files: here it is a field of `Options` and a key of `OptionArguments`, with its check in
-`validate.py`, and a paragraph in the docstring of `compile`. All public functions that take options take it then.
-`resolve.py` applies it, and `store/fingerprint.py` says how a file is compared with it.
+A new option is a field of `Options`, a key of a `TypedDict` here, a check in `validate.py` and a paragraph in the
+docstring of `compile`. `resolve.py` applies it, and `store/fingerprint.py` says how a file is compared with it.
 
     @takes_options
     def load(path, model, mesh=None, **options: Unpack[CompileArguments]): ...
@@ -82,9 +81,14 @@ class Options:
         return self.passes is None and not by_budget and self.dynamic_shapes is None
 
 
-class _ModelOptions(TypedDict, total=False):
-    """Options for a model as a whole."""
+class _UnitOptions(TypedDict, total=False):
+    """Options of one unit, or of a model as a whole."""
 
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: PolicySpec
+    offload_policy: OffloadPolicy | None
+    ignored_params: Iterable[nn.Parameter] | None
     backend: Backend
     activation: Activation | None
     memory_limit: int | None
@@ -95,20 +99,15 @@ class _ModelOptions(TypedDict, total=False):
     verify: Level | None
 
 
-class ModelArguments(_ModelOptions, total=False):
-    """Fields of `Options` that FSDP2's `fully_shard` does not have, as keyword arguments."""
+class FullyShardArguments(_UnitOptions, total=False):
+    """Fields of `Options` as keyword arguments, except `units`."""
 
     hardware: Hardware | None
 
 
-class OptionArguments(_ModelOptions, total=False):
+class OptionArguments(_UnitOptions, total=False):
     """Fields of `Options` as keyword arguments, except `hardware`, which has another meaning in `explain`."""
 
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: PlacementFn | None
-    mp_policy: PolicySpec
-    offload_policy: OffloadPolicy | None
-    ignored_params: Iterable[nn.Parameter] | None
     units: Sequence[UnitSpec] | None
 
 

@@ -1,7 +1,5 @@
 """Options resolved against one model and one mesh: `resolve(model, mesh, options) -> CompileRequest`.
 
-Everything after reads the request: its parameter table, its axes by role, its pipeline with the planner.
-
 Unless the user's passes name a planner, costs of the machine decide when collectives start. FSDP2's order, one unit
 ahead, stays unless another order is predicted to gain what it costs: it may split blocks, where equal blocks would
 share their compiled regions, and no cost model sees that compilation. `activation="auto"` takes the shortest step: of
@@ -98,12 +96,9 @@ class CompileRequest:
 
 
 def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_dims: Any = None) -> CompileRequest:
-    """Resolve options against a model and a mesh; nothing is changed.
+    """Resolve options against a module, an exported program, or the path of one, and a mesh; None is all ranks.
 
-    Args:
-        model: a module, an exported program, or the path of one.
-        mesh: None is all ranks.
-        dp_mesh_dims: FSDP2's `DataParallelMeshDims`; None goes by the names of the axes.
+    Without FSDP2's `DataParallelMeshDims` axes go by their names.
     """
     model, options = resolve_model(model, options)
     contents = check_model(model)
@@ -133,10 +128,8 @@ def request_for(
 ) -> CompileRequest:
     """Resolve options where the axes of the mesh are known.
 
-    Args:
-        device: this rank's; where it is not here, the kind that the program is for.
-        known: parameters that are sharded already, as parts of the model.
-        whole: the mesh of all axes, if parts of the model have DTensors on it.
+    `device` is this rank's, or the kind that the program is for. Parts of the model may be sharded already: `known` are
+    their parameters, and `whole` is the mesh of all axes if they have DTensors on it.
     """
     spec = capture_spec(contents, axes, options, device, known, whole)
     profile = profile_here(device, options.hardware)
@@ -330,8 +323,8 @@ def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, o
     """
     if any(isinstance(step, Float8AllGather) for step in pipeline):  # costs do not know the sizes of its gathers
         costs = None
-    index = next((i for i, step in enumerate(pipeline) if type(step) is MakePlan and step.planner is None), None)
-    if index is None or costs is None:
+    plan = next((step for step in pipeline if type(step) is MakePlan and step.planner is None), None)
+    if plan is None or costs is None:
         if options.memory_limit is not None:
             why = (
                 "no hardware profile of this device is known: measure one with `graphshard calibrate` and pass it as "
@@ -350,9 +343,7 @@ def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, o
         worth=0.0 if keep else WORTH,
         worth_seconds=0.0 if keep else WORTH_SECONDS,
     )
-    passes = list(pipeline)
-    passes[index] = replace(passes[index], planner=planner)  # type: ignore[call-arg]
-    return Pipeline(tuple(passes))
+    return pipeline.replace(plan.name, replace(plan, planner=planner))
 
 
 def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following: tuple[str, ...]) -> Pipeline:
@@ -363,15 +354,13 @@ def with_prefetch(pipeline: Pipeline, direction: Direction, unit: str, following
 
 def planned_by_unit(pipeline: Pipeline, setter: str, **choices: Any) -> Pipeline:
     """Return the pipeline with a plan unit by unit, and these fields of the planner."""
-    index, plan = next(((i, p) for i, p in enumerate(pipeline) if isinstance(p, MakePlan)), (0, None))
+    plan = next((step for step in pipeline if isinstance(step, MakePlan)), None)
     given = plan.planner if plan is not None else None
     free = given is None or isinstance(given, PlanByUnit) or (isinstance(given, PlanByCost) and not given.memory_limit)
     if plan is None or not free:
         who = "memory_limit" if isinstance(given, PlanByCost) else "a planner in passes="
         raise UnsupportedError(f"{setter}: {who} decides when collectives start and what they hold. Leave it out.")
-    passes = list(pipeline)
-    passes[index] = replace(plan, planner=replace(_planner_by_unit(pipeline), **choices))
-    return Pipeline(tuple(passes))
+    return pipeline.replace(plan.name, replace(plan, planner=replace(_planner_by_unit(pipeline), **choices)))
 
 
 def _planner_by_unit(pipeline: Pipeline) -> PlanByUnit:

@@ -84,12 +84,9 @@ def needs_parallelize(mesh: Any) -> bool:
 def simulated_mesh(
     model: nn.Module, shape: Mapping[str, int], parallelize: Parallelize, device_type: str, rank: int = 0
 ) -> Iterator[tuple[nn.Module, DeviceMesh]]:
-    """Make a mesh for the block, and yield a parallelized copy of the model with it.
+    """Make a mesh of a shape from `shape_of` for the block, and yield a parallelized copy of the model with it.
 
-    Args:
-        shape: sizes by name, outermost first, from `shape_of`.
-        device_type: of the mesh; "cuda" need not be here where something stands in for it.
-        rank: number of this process.
+    `device_type` "cuda" need not be here where something stands in for it; `rank` is the number of this process.
     """
     check_function("parallelize", parallelize, "a function of (model, mesh)")
     if dist.is_initialized():

@@ -27,7 +27,7 @@ from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.unsharded import WholeParameter
-from graphshard.torch_compat.dtensor import ShardPlacementResult, is_replicated
+from graphshard.torch_compat.dtensor import ShardPlacementResult, was_applied
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.argument_validation import answer_of, check_bool, check_choice, check_count, is_int
 from graphshard.utils.text import brief, users_class
@@ -69,7 +69,8 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "units": _Rule(
         "a sequence of name patterns such as ['layers.*']",
-        lambda value: isinstance(value, Sequence) and not isinstance(value, bytes),
+        lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
+        lambda value: f"one string. Pass [{brief(value)}]" if isinstance(value, str) else brief(value),
     ),
     "activation": _Rule(
         "None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 that activations may "
@@ -97,10 +98,6 @@ _RULES: Mapping[str, _Rule] = {
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ArgumentError for an option that is wrong whatever the model and the mesh; `hardware` is read later."""
-    if isinstance(options["units"], str):
-        raise ArgumentError(
-            f"units must be a sequence of name patterns, got one string. Pass [{brief(options['units'])}]."
-        )
     for name, rule in _RULES.items():
         value = options[name]
         if value is not None and not rule.fits(value):
@@ -280,7 +277,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]
         known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
         if known and not (in_parts and name):
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
-        if is_replicated(module):
+        if was_applied("replicate", module):
             yield (
                 f"{cannot}: torch's replicate was applied to {which}, whose gradients it reduces in hooks. Apply "
                 "replicate to a module around the compiled one, or leave it out."
@@ -343,11 +340,9 @@ def check_params(
     distributed: bool,
     num_ranks: int,
 ) -> None:
-    """Check that parameters can be sharded over a mesh of `num_ranks` devices.
+    """Check that parameters can be sharded over a mesh of `num_ranks` devices, except `known` ones, which are already.
 
-    Args:
-        known: parameters that are sharded already.
-        distributed: DTensors on tensor or expert axes are expected; `mesh_axes` has checked them.
+    Where `distributed`, DTensors on tensor or expert axes are expected; `mesh_axes` has checked them.
     """
     for name, param in contents.named.items():
         if param in known:

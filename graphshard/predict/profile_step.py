@@ -28,9 +28,9 @@ from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
 from graphshard.predict.calibrate import seconds_of
 from graphshard.predict.step_profile import RankStep, StepProfile, measured_spans, profile_of
+from graphshard.runtime.bound_program import profiling
 from graphshard.runtime.process_groups import is_fake
 from graphshard.runtime.step_recorder import Recording, clock_of, recording
-from graphshard.torch_compat.autograd_state import is_profiling
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import (
     answer_of,
@@ -260,7 +260,7 @@ def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.dev
 
 def _peak_on_host(step: _Step) -> int | None:
     """Return the bytes held before a step plus the most allocated during it at once, in one more step."""
-    if is_profiling():
+    if profiling():
         step.run()  # as on the other ranks
         return None
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]

@@ -42,8 +42,7 @@ from graphshard.ir.program import Program, Region
 from graphshard.ir.sizes import is_size
 from graphshard.lower.executor import Boxed, CallLine, Executor, Line, Variable
 from graphshard.lower.line_rewrites import Run, take_out_runs
-from graphshard.torch_compat.cuda import clear_cublas_workspaces
-from graphshard.torch_compat.torch_ops import OpOverload, foreach_copy_
+from graphshard.torch_compat.torch_ops import OpOverload, clear_cublas_workspaces, foreach_copy_
 
 log = logging.getLogger(__name__)
 

@@ -52,11 +52,7 @@ class _Held:
 
 
 def relied_on(params: Iterable[tuple[torch.Tensor, nn.Module]]) -> tuple[Hashable, ...]:
-    """Return what a program relies on of parameters that decide themselves what is gathered of them, to be compared.
-
-    Args:
-        params: with the modules that hold them; plain ones are ignored.
-    """
+    """Return what a program relies on of parameters that decide what is gathered of them, with their modules."""
     known: dict[types.FunctionType, Hashable] = {}
     found: list[Hashable] = []
     for param, owner in params:

@@ -2,9 +2,9 @@
 
     parts -> shard -> fsdp_pre_all_gather -> subclass_all_gather -> fsdp_post_all_gather -> parameter of the module
 
-Both methods are traced at every capture, so what they compute is part of the program. The result is a leaf, as FSDP2's
-unsharded parameter is: nothing is differentiated through the methods, and the gradient of their result is the
-parameter's. A program makes the result again wherever it gathers, so `out=` is never passed.
+What both methods compute is part of the program. The result is a leaf, as FSDP2's unsharded parameter is: nothing is
+differentiated through the methods, and the gradient of their result is the parameter's. A program makes the result
+again wherever it gathers, so `out=` is never passed.
 
 Methods of all parameters are traced before the forward. `settle_gathers` moves them to where the parameter is needed,
 because otherwise every parameter would be gathered first:
@@ -73,14 +73,9 @@ _KEEP_ORDER = frozenset(
 
 @dataclass(frozen=True)
 class Extended:
-    """A parameter that follows the protocol, and what its methods are told.
+    """A parameter that follows the protocol, sharded or not yet, and what its methods are told.
 
-    Attributes:
-        row: its spec, with the policy's dtypes; `described` completes it.
-        param: sharded, or not yet.
-        module: the module that holds it.
-        policy: its unit's.
-        mesh: the axis it is sharded along.
+    `row` is its spec with the policy's dtypes, which `described` completes; `mesh` the axis it is sharded along.
     """
 
     row: ParamSpec
@@ -100,11 +95,7 @@ class Extended:
         return padded_to(stand_in, row.padded_shape, row.dim)
 
     def described(self) -> ParamSpec:
-        """Return the spec with the gathered tensors and the dtype of the result.
-
-        Raises:
-            CaptureError: a method fails, or breaks the protocol.
-        """
+        """Return the spec with the gathered tensors and the dtype of the result."""
         self._check()
         with new_fake_mode(), torch.no_grad():
             stand_in = self.stand_in()
@@ -232,8 +223,7 @@ class Extended:
 class Extensions:
     """The parameters of a module that follow the protocol, while its forward is traced.
 
-    Attributes:
-        tensors: fake parts of their shards by slot; the function that is traced takes them.
+    `tensors` are fake parts of their shards by slot, which the traced function takes.
     """
 
     def __init__(self, extended: Iterable[Extended], fake_mode: FakeTensorMode) -> None:
@@ -286,13 +276,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardOperators(TorchDispatchMode):
-    """Mode that notes operators on plain tensors.
-
-    Attributes:
-        random: the first that draws random numbers; "" for none.
-        mixing: the first that computes across rows, such as a sum.
-        communicating: the first that communicates and is not functional.
-    """
+    """Mode that notes the first operator that is random, that computes across rows, and that communicates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,11 +300,7 @@ class ShardOperators(TorchDispatchMode):
 def settle_gathers(phase: Phase, axis: Axis, group: str) -> None:
     """Move what is computed of shards to where it is used, and let it name the mesh axis that it reduces over.
 
-    Args:
-        group: name of the process group of the axis.
-
-    Raises:
-        CaptureError: something else is communicated, or a shard is written to.
+    `group` is the name of the axis's process group. Other communication, and a write to a shard, is a CaptureError.
     """
     graph = phase.module.graph
     for node in [n for n in _of_parts(phase) if getattr(n.target, "namespace", "") == "_c10d_functional"]:

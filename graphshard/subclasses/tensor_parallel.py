@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from graphshard.errors import CaptureError, UntraceableError
-from graphshard.ir.graph import WAIT, aten, c10d, emit
+from graphshard.errors import CaptureError
+from graphshard.ir.graph import WAIT, aten, c10d, emit, error_here
 from graphshard.ir.mesh import Mesh, PendingReduction
 from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec, ParamTable
@@ -60,10 +60,10 @@ def distributed(
 
 
 class OneCast(TorchFunctionMode):
-    """Raises UntraceableError where autocast would cast a distributed parameter again.
+    """Mode that raises CaptureError where autocast would cast a distributed parameter again.
 
-    Eager mode casts a parameter once for all its uses in a block of autocast, and their gradients are added up in the
-    low precision. A distributed parameter is made of a piece here, and autocast keeps casts of leaves only.
+    Eager mode casts it once for all uses, and adds their gradients in the low precision. Here the parameter is made of
+    a piece, and autocast keeps casts of leaves only.
     """
 
     def __init__(self, used: Mapping[Slot, torch.Tensor], device: str) -> None:
@@ -79,11 +79,10 @@ class OneCast(TorchFunctionMode):
             for leaf in pytree.arg_tree_leaves(*args, **kwargs):
                 name = self._names.get(id(leaf))
                 if name in self._cast:
-                    raise UntraceableError(
-                        f"parameter {name}, {getattr(func, '__name__', func)}",
-                        "Autocast casts a parameter that is a DTensor once for all its uses, which a program cannot "
-                        "yet. Use it once in the block, cast it yourself, or use param_dtype of mp_policy in the place "
-                        "of autocast.",
+                    raise error_here(
+                        f"uses parameter {name} again ({getattr(func, '__name__', func)}). Autocast casts a parameter "
+                        "that is a DTensor once for all its uses, which a program cannot yet. Use it once in the "
+                        "block, cast it yourself, or use param_dtype of mp_policy instead of autocast"
                     )
                 if name is not None:
                     self._cast.add(name)
@@ -109,10 +108,9 @@ class Distributed(torch.autograd.Function):
         assert isinstance(grad, DTensor)
         of_data = grad.placements[: ctx.num_data]
         if any(placement.is_shard() for placement in of_data):
-            raise UntraceableError(
-                f"a gradient of {ctx.name} is placed as {of_data} there",
-                "A gradient of a parameter on the whole mesh lies in pieces along data axes, over which it is to be "
-                "reduced. Use the parameter with activations that are cut there by their batch, or whole.",
+            raise error_here(
+                f"makes a gradient of {ctx.name} that is placed as {of_data} along data axes, over which it is to be "
+                "reduced. Use the parameter with activations that are cut there by their batch, or whole"
             )
         placements = (*of_data, *ctx.placements[ctx.num_data :])
         if grad.placements != placements:
@@ -168,11 +166,7 @@ def _is_last_sum(value: Any, kinds: Sequence[Any]) -> TypeGuard[Node]:
 def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: str) -> Mesh:
     """Let the model's collectives run at once, and name an axis; return the mesh with the axes that were found.
 
-    Args:
-        groups: names of the process groups of this rank by the names of the axes; new ones are added.
-
-    Raises:
-        CaptureError: the model communicates otherwise, or with other ranks.
+    `groups` are the names of this rank's process groups by axis; new ones are added.
     """
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") in ("_c10d_functional", "_dtensor") and node.target is not WAIT:

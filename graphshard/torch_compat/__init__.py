@@ -1,9 +1,8 @@
 """Private names of torch: only this package imports them, and a command checks them against a release.
 
-* **A door for each part of torch** (`dynamo`, `aot_autograd`, `inductor_compiler`, ...) imports its private names and
-  offers them, some through a function that says why they are needed. Doors know nothing of graphshard.
-* **`names.py` reads the imports of the doors**, and has a table of the attributes that imports do not show. Tests
-  compare both with the installed torch.
+* **A door for each part of torch** (`dynamo`, `aot_autograd`, ...) imports its private names, and knows nothing of
+  graphshard.
+* **`names.py` reads the imports of the doors**, and has a table of the attributes that imports do not show.
 * **`inductor_settings` is apart from `inductor_compiler`**, because importing the compiler takes seconds, and a second
   launch runs kept code without it.
 

@@ -8,6 +8,6 @@ from graphshard.torch_compat.names import DOORS, TESTED, missing_attributes, mis
 
 missing = [f"{door}: {name}" for door in DOORS for name in missing_names(door)]
 missing += [f"attributes: {name}" for name in missing_attributes()]
-print(f"torch {torch.__version__} (tested: {TESTED.first} to {TESTED.last}): {len(missing)} private names are missing")
+print(f"torch {torch.__version__} (tested: {TESTED}): {len(missing)} private names are missing")
 print(*missing, sep="\n", end="\n" if missing else "")
 sys.exit(bool(missing))

@@ -16,9 +16,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 Fate = Literal["accumulated", "returned", "dropped"]
 
 
-def disable_autocast() -> torch._C._DisableAutocast:
-    """Run the operators of a graph without autocast: the graph contains its casts."""
-    return torch._C._DisableAutocast()
+# Runs the operators of a graph without autocast: the graph contains its casts.
+disable_autocast = torch._C._DisableAutocast
+# Hides operators from dispatch modes, such as counters of FLOPs, and from a running trace.
+without_dispatch_modes = _disable_current_modes
+# Number of the running backward pass, -1 outside of one, and whether it was called with `retain_graph=True`.
+number_of_backward = torch._C._current_graph_task_id
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 @contextlib.contextmanager
@@ -46,13 +50,6 @@ def leave_modes_on_error() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def without_dispatch_modes() -> Iterator[None]:
-    """Hide the operators of the block from dispatch modes, such as counters of FLOPs, and from a running trace."""
-    with _disable_current_modes():
-        yield
-
-
 def transform_of(leaves: Sequence[object]) -> str:
     """Return which transform, not backward, runs a call with these inputs, for a message; "" if none does."""
     if torch._C._functorch.maybe_current_level() is not None:
@@ -62,16 +59,6 @@ def transform_of(leaves: Sequence[object]) -> str:
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             return "forward-mode differentiation"
     return ""
-
-
-def number_of_backward() -> int:
-    """Return the number of the running backward pass, -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def keeps_graph() -> bool:
-    """Return whether the running backward pass was called with `retain_graph=True`."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def fate_at(node: torch.autograd.graph.Node) -> Fate:
@@ -90,8 +77,3 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 def modes_of_functions() -> list[str]:
     """Return the class names of active torch function modes, except for the default device."""
     return [type(mode).__qualname__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
-
-
-def is_profiling() -> bool:
-    """Return whether a profiler of autograd runs."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)

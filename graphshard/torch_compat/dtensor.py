@@ -25,6 +25,10 @@ try:
 except ImportError:  # torch 2.11 has none
     ShardPlacementResult = None  # type: ignore[assignment, misc]
 
+# The mesh that a mesh is a part of; its axes as one, which torch keeps with it, as code for FSDP2 makes it.
+root_of, flattened_mesh = DeviceMesh._get_root_mesh, DeviceMesh._flatten
+# The store that the default process group was made with.
+rendezvous_store = dist.distributed_c10d._get_default_store
 _CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 
 
@@ -86,16 +90,6 @@ def is_part(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
     return set(names) < set(whole.mesh_dim_names or ()) and bool(whole[names] == mesh)
 
 
-def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a mesh is a part of."""
-    return mesh._get_root_mesh()
-
-
-def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh as one, as code for FSDP2 makes it; torch keeps it with the mesh."""
-    return mesh._flatten()
-
-
 def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMesh:
     """Return a mesh of one axis as one of two, the second of size `inner`; all ranks must call this together.
 
@@ -110,11 +104,6 @@ def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMe
 def rank_in_group(group: str) -> int:
     """Return this rank's place in a process group that is known by name."""
     return int(process_group(group).rank())
-
-
-def rendezvous_store() -> dist.Store:
-    """Return the store that the default process group was made with."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -180,19 +169,22 @@ def track_draws(mesh: DeviceMesh) -> None:
             _random._rng_tracker = tracker(mesh, run_state_sync=False)
 
 
-def is_replicated(module: nn.Module) -> bool:
-    """Return whether torch's composable `replicate` was applied to the module itself."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, {})
+def checkpoint_classes() -> tuple[type, Any]:
+    """Return classes in the metadata of torch.distributed.checkpoint (DCP), which takes long to import."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _StorageInfo, _MEM_FORMAT_ENCODING
 
 
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether torch's composable `checkpoint` was applied to the module itself."""
-    return "checkpoint" in module.__dict__.get(REGISTRY_KEY, {})
+def was_applied(name: str, module: nn.Module) -> bool:
+    """Return whether torch's composable `replicate` or `checkpoint` was applied to the module itself."""
+    return name in module.__dict__.get(REGISTRY_KEY, {})
 
 
 def take_checkpoint_hooks(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
     """Remove the hooks of the composable `checkpoint`; return its settings, None if it was not applied."""
-    if not is_checkpointed(module):
+    if not was_applied("checkpoint", module):
         return None
     settings: dict[str, Any] = {}
     for attribute in ("_forward_pre_hooks", "_forward_hooks"):

@@ -1,8 +1,7 @@
 """Private names of torch that graphshard uses: the imports of each door, and attributes that imports do not show.
 
-torch may move or rename a private name in any release. `python -m graphshard.torch_compat` prints the names that the
-installed release does not have, and `frontend/` checks the names of the tracer when it is imported, so that a missing
-name is one error with the release instead of an `AttributeError` during a trace.
+`python -m graphshard.torch_compat` prints the names that the installed release lacks. `frontend/` checks the tracer's
+when it is imported, so that a missing name is one error with the release, not an `AttributeError` during a trace.
 """
 
 from __future__ import annotations
@@ -12,21 +11,13 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from graphshard.errors import UnsupportedError
 
-
-class Releases(NamedTuple):
-    """First and last release of torch that the tests ran with."""
-
-    first: str
-    last: str
-
-
-TESTED = Releases("2.11", "2.15")
+# Releases of torch that the tests ran with.
+TESTED = "2.11 to 2.15"
 DOORS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "names")
 # Attributes of objects that any package of graphshard reads, by the path of the object.
 ATTRIBUTES = {
@@ -89,8 +80,7 @@ def check_names(*doors: str) -> None:
     """Check that torch has the names of some doors; raise UnsupportedError with those that are missing."""
     if missing := list(missing_names(*doors)):
         raise UnsupportedError(
-            f"torch {torch.__version__} does not have {'; '.join(missing)}. Install a release of torch from "
-            f"{TESTED.first} to {TESTED.last}."
+            f"torch {torch.__version__} does not have {'; '.join(missing)}. Install a release of torch from {TESTED}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Operators, pytrees, dispatch modes, code of FX graphs and torch's logs; questions to operators."""
+"""Operators, pytrees, dispatch modes, code of FX graphs, torch's logs, kernels of a GPU; questions to operators."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+accelerator = torch._C._accelerator_getAccelerator
 assert_async = torch._assert_async
 foreach_copy_ = torch._foreach_copy_
 make_subclass = torch.Tensor._make_subclass
@@ -128,3 +129,31 @@ def forget_sources() -> Iterator[None]:
         for name in set(graph_module._loader.eval_cache) - known:
             graph_module._loader.eval_cache.pop(name, None)
             linecache.cache.pop(name, None)
+
+
+# --- kernels of a GPU ------------------------------------------------------------------------------------------------
+
+
+def current_raw_stream(index: int) -> int:
+    """Return the handle of the stream that is current on a GPU."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def static_launcher() -> Any:
+    """Return the class that loads and launches compiled kernels; AttributeError if torch was built without CUDA."""
+    return torch._C._StaticCudaLauncher
+
+
+def convolution_backend(x: torch.Tensor, weight: torch.Tensor, **settings: Any) -> str:
+    """Return the name of the backend that torch selects for a convolution."""
+    return str(torch._C._select_conv_backend(x, weight, **settings))
+
+
+def clear_cublas_workspaces() -> None:
+    """Let cuBLAS allocate new workspaces; builds without CUDA have none."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+def without_stream() -> tuple[Any, dict[str, Any]]:
+    """Return the owner of the current stream's query, and an answer for a machine without a GPU."""
+    return torch._C, {"_cuda_getCurrentRawStream": lambda index: 0}

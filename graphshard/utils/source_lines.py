@@ -48,7 +48,7 @@ def source_line(stack: Sequence[FrameSummary]) -> tuple[str, str]:
     """Return the position of the innermost line of user code in a stack, as "file:line", and its source."""
     for frame in reversed(list(stack)):
         if is_users(frame.filename):
-            source = source_of(frame)
+            source = linecache.getline(frame.filename, frame.lineno or 0).strip()
             return f"{frame.filename}:{frame.lineno}", source if len(source) <= _LONGEST else f"{source[:_LONGEST]}..."
     return "", ""
 
@@ -61,16 +61,5 @@ def is_users(file: str) -> bool:
 
 def line_of(error: Exception) -> str:
     """Return " at file:line: source" for an error raised in user code, "" for other errors."""
-    frame = user_frame(error)
-    return f" at {frame.filename}:{frame.lineno}: {source_of(frame)}" if frame else ""
-
-
-def source_of(frame: FrameSummary) -> str:
-    """Return the source line of a frame."""
-    return linecache.getline(frame.filename, frame.lineno or 0).strip()
-
-
-def user_frame(error: Exception) -> FrameSummary | None:
-    """Return the innermost frame of user code in an error's traceback."""
-    user = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return user[-1] if user else None
+    where, source = source_line(extract_tb(error.__traceback__))
+    return f" at {where}: {source}" if where else ""

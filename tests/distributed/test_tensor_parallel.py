@@ -301,7 +301,8 @@ def test_autocast(ranks: Ranks) -> None:
     """Autocast would cast a parameter twice, where eager mode caches the first cast: the error names the parameter."""
     for message in ranks(4).run(_autocast):
         assert "Autocast casts a parameter that is a DTensor once for all its uses" in message
-        assert "parameter mlp.up.weight, linear" in message
+        assert "parameter mlp.up.weight again (linear)" in message
+        assert "test_tensor_parallel.py" in message  # the line
 
 
 def _gathered_by_hand(rank: int, world_size: int) -> None:

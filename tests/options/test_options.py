@@ -102,7 +102,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"ignored_params": nn.Parameter(torch.ones(1))}, "ignored_params must be a set .* got a Parameter"),
     ({"ignored_params": 3}, "ignored_params must be a set of the model's parameters, got a int"),
-    ({"units": "layers.*"}, r"units must be a sequence of name patterns, got one string\. Pass \['layers\.\*'\]"),
+    ({"units": "layers.*"}, r"units must be a sequence .*, got one string\. Pass \['layers\.\*'\]"),
     ({"backend": "cudagraphs"}, "backend must be one of 'inductor', 'eager', got 'cudagraphs'"),
     ({"activation": "some"}, "activation must be None, 'full', 'auto', a list of operators to save, or .* got 'some'"),
     ({"memory_limit": 0}, "memory_limit must be a positive number of bytes, got 0"),

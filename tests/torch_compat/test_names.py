@@ -37,6 +37,7 @@ FOREIGN = {
     "_check_value",
     "_current_frames",
     "_expr",  # set on new SymNodes
+    "_flat_weights_names",  # set on new RNNs
     "_getframe",
     "_ignore_bidirectional_mask_sdpa",
     "_is_accelerate_prepared",
