@@ -21,7 +21,7 @@ from torch.export import Dim
 from graphshard.errors import ArgumentError, InputError
 from graphshard.ir.gpus import is_pretended
 from graphshard.ir.subclasses import overrides_operators
-from graphshard.subclasses.results import Layout
+from graphshard.subclasses.results import DTensorParts, Layout
 from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
 from graphshard.torch_compat.fake_tensors import new_fake_mode
 from graphshard.torch_compat.torch_ops import distinct, pytree
@@ -42,13 +42,7 @@ def _marked_like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def dynamic_dims(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
     """Return the dims of each input to trace as dynamic, in torch.export's format; None if there are none.
 
-    Args:
-        forward: the module, or its method, that is called.
-        shapes: what the user declared, in torch.export's format, or None.
-
-    Raises:
-        ArgumentError: the declaration does not fit the inputs.
-        InputError: a size is outside the range of its `Dim`.
+    A declaration (`shapes`) that does not fit the inputs is an ArgumentError, a size out of its range an InputError.
     """
     inputs = combine_args(forward, args, dict(kwargs))
     _check_shapes("dynamic_shapes", shapes)
@@ -140,23 +134,8 @@ def constraints_of(
             vars(tensor).update(marks)
 
 
-class LocalInput:
-    """An input that is a DTensor: its local tensor, which is an input of the program, and its layout."""
-
-    def __init__(self, local: Any, layout: Layout) -> None:
-        self.local, self.layout = local, layout
-
-
-pytree.register_pytree_node(
-    LocalInput,
-    lambda given: ([given.local], given.layout),
-    lambda locals_, layout: LocalInput(next(iter(locals_)), layout),
-    flatten_with_keys_fn=lambda given: ([(pytree.GetAttrKey("local"), given.local)], given.layout),
-)
-
-
 def flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a call, and its structure, with `LocalInput`s instead of DTensors.
+    """Return the leaves of a call, and its structure, with the local tensors of DTensors.
 
     Raises:
         InputError: a DTensor wants a gradient.
@@ -167,14 +146,14 @@ def flat_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     return leaves, structure
 
 
-def _local_input(given: DTensor) -> LocalInput:
+def _local_input(given: DTensor) -> DTensorParts:
     if given.requires_grad:
         raise InputError(
             f"an input is a DTensor of shape {list(given.shape)} that requires a gradient. Pass its local tensor, "
             "x.to_local(), and let PrepareModuleInput distribute it."
         )
     layout = Layout(given.device_mesh, tuple(given.placements), given.shape, given.stride())
-    return LocalInput(given._local_tensor, layout)
+    return DTensorParts(given._local_tensor, layout)
 
 
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
@@ -235,11 +214,10 @@ def _remedy(leaf: Any) -> str:
     )
 
 
-def stand_ins(leaves: Iterable[Any], *, meta_only: bool = False) -> list[Any]:
-    """Return leaves with stand-ins for tensors, or for those on the meta device; one tensor has one."""
+def stand_ins(leaves: Iterable[Any]) -> list[Any]:
+    """Return leaves with stand-ins for tensors on the meta device; one tensor has one."""
     once = functools.cache(stand_in)
-    kind = torch.Tensor
-    return [once(leaf) if isinstance(leaf, kind) and (leaf.is_meta or not meta_only) else leaf for leaf in leaves]
+    return [once(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
 
 
 def apart(leaves: Iterable[Any]) -> list[Any]:

@@ -25,12 +25,8 @@ from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.torch_ops import pytree
 
 
-def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorResult:
-    """Take a result apart if it is a tensor subclass; raise GraphBreak if its size is dynamic.
-
-    Args:
-        data: names of the data axes that parameters are DTensors on, too.
-    """
+def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | SubclassResult | DTensorParts:
+    """Take a result apart if it is a tensor subclass; `data` names the data axes that parameters are DTensors on."""
     if not is_subclass(leaf):
         return leaf
     if any(isinstance(size, torch.SymInt) for size in leaf.shape):
@@ -41,7 +37,7 @@ def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | S
         local = leaf.to_local(grad_placements=of_gradient)
         names = leaf.device_mesh.mesh_dim_names or ()
         fixed = tuple((place, of_gradient[place]) for place, name in enumerate(names) if name in data)
-        return DTensorResult(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride(), fixed))
+        return DTensorParts(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride(), fixed))
     parts = _Parts.apply(leaf)
     with without_dispatch_modes():
         held = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in parts]
@@ -60,9 +56,8 @@ class SubclassResult:
 class Layout:
     """All of a DTensor but its local tensor.
 
-    Attributes:
-        fixed: how its gradient is placed along data axes, by the place of the axis. Gradients of parameters are the
-            mean over these ranks, of whole ones or of parts, so that another placement would change them.
+    `fixed` says how its gradient is placed along data axes, by the place of the axis: gradients of parameters are the
+    mean over these ranks, of whole ones or of parts, so that another placement would change them.
     """
 
     mesh: DeviceMesh
@@ -77,8 +72,8 @@ class Layout:
         return DTensor.from_local(local, self.mesh, self.placements, **settings)
 
 
-class DTensorResult:
-    """The local tensor of a result that is a DTensor."""
+class DTensorParts:
+    """The local tensor of an input or result that is a DTensor, and how it lies on its mesh."""
 
     def __init__(self, local: Any, layout: Layout) -> None:
         self.local, self.layout = local, layout
@@ -87,7 +82,7 @@ class DTensorResult:
 def _as_dtensor(local: Any, layout: Layout) -> Any:
     (local,) = local
     if not isinstance(local, torch.Tensor):
-        return DTensorResult(local, layout)
+        return DTensorParts(local, layout)
     made = layout.around(local)
     if layout.fixed and made.requires_grad:
         made.register_hook(functools.partial(_check_gradient, layout.fixed))
@@ -112,7 +107,12 @@ def _put_together(parts: Any, like: torch.Tensor) -> Any:
     return _Whole.apply(like, *parts)
 
 
-pytree.register_pytree_node(DTensorResult, lambda result: ([result.local], result.layout), _as_dtensor)
+pytree.register_pytree_node(
+    DTensorParts,
+    lambda parts: ([parts.local], parts.layout),
+    _as_dtensor,
+    flatten_with_keys_fn=lambda parts: ([(pytree.GetAttrKey("local"), parts.local)], parts.layout),
+)
 pytree.register_pytree_node(SubclassResult, lambda result: (list(result.parts), result.like), _put_together)
 
 

@@ -215,6 +215,24 @@ def test_a_program_of_a_model_on_the_meta_device_serves_it_later(mesh: DeviceMes
     assert len(graphshard.programs(model)) == 1
 
 
+def test_an_example_that_is_a_dtensor(fake_world: FakeWorld) -> None:
+    class Multiplies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: DTensor, factor: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.to_local() * factor)  # type: ignore[no-any-return]
+
+    fake_world(1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    inputs = distribute_tensor(torch.ones(2, 4), mesh["tp"], [Replicate()]), torch.ones(4)
+    model = graphshard.compile(Multiplies(), mesh["dp"], backend="eager", example_inputs=inputs)
+    assert len(graphshard.programs(model)) == 1
+    model(*inputs)
+    assert len(graphshard.programs(model)) == 1
+
+
 def test_a_submodule_called_directly_sees_a_replaced_forward(mesh: DeviceMesh) -> None:
     ours = compiled(Deep(), mesh)
     x = torch.randn(3, 4)
