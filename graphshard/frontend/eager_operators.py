@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +26,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.traceback import get_current_meta
 
-from graphshard.errors import CaptureError
-from graphshard.ir.graph import WRONG_IN_PYTHON, interpolations, place_in, place_of
+from graphshard.ir.graph import WRONG_IN_PYTHON, error_here, interpolations, place_of
 from graphshard.ir.param_table import inverse_of, memory_order
 from graphshard.ir.program import LinalgCheck, RuntimeAssert, Slot
 from graphshard.ir.subclasses import shard_in
-from graphshard.torch_compat.aot_autograd import torch_decompositions
+from graphshard.torch_compat.aot_autograd import one_layer_lstm, torch_decompositions
 from graphshard.torch_compat.fake_tensors import keep_strides
 from graphshard.torch_compat.torch_ops import (
     DispatchKey,
@@ -67,8 +66,11 @@ def eager_kernels() -> Iterator[None]:
                 op.py_kernels[key] = functools.partial(_chosen, op, key, op.py_kernels[key])
                 op._dispatch_cache.clear()
     layers = functools.partial(_layers, torch_decompositions._rnn_helper)
+    with_helper = replaced(torch_decompositions, "_rnn_helper", layers)
+    # Torch would take oneDNN's layer for an input without a gradient, which then has none for parameters either.
+    with_layer = replaced(torch_decompositions, "select_one_layer_lstm_function", lambda *_: one_layer_lstm)
     try:
-        with replaced(torch_decompositions, "_rnn_helper", layers):
+        with with_helper, with_layer:
             yield
     finally:
         for op, key, kernel in others:
@@ -89,19 +91,20 @@ def _layers(
     batch_first: bool,
     layer: Callable[..., Any],
 ) -> tuple[Tensor, list[Any]]:
-    """Run the layers of an nn.RNN, LSTM or GRU one by one, with dropout between them."""
-    directions = 2 if bidirectional else 1
-    x = x.transpose(0, 1) if batch_first else x
-    final: list[Any] = []
-    for number in range(num_layers):
-        own = slice(directions * number, directions * (number + 1))
-        x, ends = run(x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer)
+    """Run the layers of an nn.RNN, LSTM or GRU with dropout between them, which torch's function forgets."""
+    calls, dropped = itertools.count(), dict[int, Tensor]()
+
+    def after_dropout(x: Tensor, begins: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        number = next(calls) // (2 if bidirectional else 1)
+        if number and train and dropout:
+            if number not in dropped:
+                dropped[number] = torch.dropout(x, dropout, train=True)
+            x = dropped[number]
+        x, ends = layer(x, begins, *args, **kwargs)
         # Torch 2.11 leaves an LSTM's final state a dimension too many.
-        begins = [*hidden[own]]
-        final += pytree.tree_map(lambda e, b: e if e.dim() == b.dim() else e.reshape(b.shape), ends, begins)
-        if train and dropout and number < num_layers - 1:
-            x = torch.dropout(x, dropout, train=True)
-    return (x.transpose(0, 1) if batch_first else x), final
+        return x, pytree.tree_map(lambda e, b: e if e.dim() == b.dim() else e.reshape(b.shape), ends, begins)
+
+    return run(x, hidden, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first, after_dropout)
 
 
 def _chosen(op: OpOverload, key: DispatchKey, in_python: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -186,16 +189,16 @@ class OperatorWatch(TorchDispatchMode):
             self.checks.append((LinalgCheck(args[1], kwargs["is_matrix"]), args[0]))
             return None
         if getattr(func, "namespace", "") == "c10d":
-            raise _error(
+            raise error_here(
                 f"runs {func}, a collective of a process group. Use torch.distributed._functional_collectives, or "
                 "communicate outside of forward"
             )
         if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
-            raise _error("makes sparse gradients, and gradients are reduced densely. Leave sparse=True out")
+            raise error_here("makes sparse gradients, and gradients are reduced densely. Leave sparse=True out")
         if draws(func, args, kwargs):
             given = pytree.arg_tree_leaves(*args, **kwargs)
             if any(isinstance(each, DTensor) and each.device_mesh.device_type != "cpu" for each in given):
-                raise _error(
+                raise error_here(
                     f"draws random numbers for a DTensor ({func}), which on a GPU sets the generator's state around "
                     "it. Draw for local tensors: leave nn.Dropout out of the plan, or call to_local() first"
                 )
@@ -204,7 +207,9 @@ class OperatorWatch(TorchDispatchMode):
             written = [(tensor, tensor.stride()) for tensor in written_by(func, args, kwargs)]
             for slot in (self._given.get(memory_of(shard_in(tensor))) for tensor, _ in written):
                 if slot is not None and slot.kind == "param":
-                    raise _error(f"writes parameter {slot.name} ({func}). Write it outside of forward, or use a buffer")
+                    raise error_here(
+                        f"writes parameter {slot.name} ({func}). Write it outside of forward, or use a buffer"
+                    )
         result = func(*args, **kwargs)
         for tensor, stride in written:
             if len(stride) == tensor.dim() and torch.Tag.inplace_view not in func.tags:
@@ -289,12 +294,6 @@ def _needs_gradient(value: Any) -> bool:
 
 def _laid(value: Any) -> Any:
     return _Laid.apply(value) if _needs_gradient(value) else value
-
-
-def _error(what: str) -> CaptureError:
-    """Return the error for the operator that runs now."""
-    place = place_in(get_current_meta().get("stack_trace")).removeprefix(" at ")
-    return CaptureError(f"graphshard cannot capture forward: it {what}. {place}".rstrip())
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch._decomp import decompositions as torch_decompositions
 from torch._decomp import get_decompositions
+from torch._decomp.decompositions import one_layer_lstm
 from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
@@ -69,10 +70,7 @@ def cached_casts(cached: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves_stay_leaves() -> Iterator[None]:
-    """Trace a leaf as a leaf, which AOTAutograd would make the result of an operator.
-
-    Autocast caches casts of leaves only, and code may ask for `is_leaf`.
-    """
+    """Trace a leaf as a leaf, as autocast caches casts of leaves only; AOTAutograd makes it a result of an operator."""
     mirror = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
 
     def as_it_was(source: torch.Tensor, traced: torch.Tensor) -> None:

@@ -48,6 +48,30 @@ def test_training_equals_fsdp2_on_the_module(ranks: Ranks, name: str, strict: bo
     ranks(2).run(_train_program, name, strict)
 
 
+class _Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.layers = kind(4, 4, num_layers=3, dropout=0.5, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, last = self.layers(x)
+        states = last if isinstance(last, tuple) else (last,)
+        return y.square().sum() + sum(state.sin().sum() for state in states)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # torch's, of the layers' lists of parameters
+def test_recurrent_layers_with_dropout(mesh: DeviceMesh, kind: Any) -> None:
+    """Torch's function for tracing leaves dropout between the layers out."""
+    model, x = _Recurrent(kind), torch.randn(3, 5, 4)
+    compiled = graphshard.compile(torch.export.export(model, (x,), strict=False), mesh, backend="eager")
+    for each in (model, compiled):
+        torch.manual_seed(1)
+        each(x).backward()
+    for name, param in compiled.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), model.get_parameter(name).grad)
+
+
 def _train_in_bfloat16(rank: int, world_size: int) -> None:
     model, inputs = _model("wide")
     theirs = fsdp2(copy.deepcopy(model), world_mesh(), mp_policy=BF16)
