@@ -19,57 +19,35 @@ from typing import TYPE_CHECKING, Any
 from graphshard import errors
 
 if TYPE_CHECKING:
-    from graphshard.aot.export import Call, export
-    from graphshard.aot.load import load
-    from graphshard.api import compile, fully_shard, programs, register_forward_method
-    from graphshard.debug.bisect import Bisection, bisect
-    from graphshard.errors import GraphshardError
-    from graphshard.ir.plan import Plan
-    from graphshard.ir.program import Program
-    from graphshard.module.compile_step import CompiledStep, compile_step
-    from graphshard.module.uncompiled import uncompiled
-    from graphshard.passes import Pass
-    from graphshard.pipeline.pipeline import Pipeline
-    from graphshard.predict.answers import WhatIf
-    from graphshard.predict.explain import explain, explain_grid
-    from graphshard.predict.explanation import Explanation
-    from graphshard.predict.search import Grid
-    from graphshard.predict.what_if import what_if
-    from graphshard.schedule.fsdp2_order import PlanByUnit
-    from graphshard.schedule.graph_collectives import Group
-    from graphshard.schedule.schedule_graph import ScheduledGraph, schedule_graph
+    from graphshard.aot.export import Call as Call
+    from graphshard.aot.export import export as export
+    from graphshard.aot.load import load as load
+    from graphshard.api import compile as compile
+    from graphshard.api import fully_shard as fully_shard
+    from graphshard.api import programs as programs
+    from graphshard.api import register_forward_method as register_forward_method
+    from graphshard.debug.bisect import Bisection as Bisection
+    from graphshard.debug.bisect import bisect as bisect
+    from graphshard.errors import GraphshardError as GraphshardError
+    from graphshard.ir.plan import Plan as Plan
+    from graphshard.ir.program import Program as Program
+    from graphshard.module.compile_step import CompiledStep as CompiledStep
+    from graphshard.module.compile_step import compile_step as compile_step
+    from graphshard.module.uncompiled import uncompiled as uncompiled
+    from graphshard.passes import Pass as Pass
+    from graphshard.pipeline.pipeline import Pipeline as Pipeline
+    from graphshard.predict.answers import WhatIf as WhatIf
+    from graphshard.predict.explain import explain as explain
+    from graphshard.predict.explain import explain_grid as explain_grid
+    from graphshard.predict.explanation import Explanation as Explanation
+    from graphshard.predict.search import Grid as Grid
+    from graphshard.predict.what_if import what_if as what_if
+    from graphshard.schedule.fsdp2_order import PlanByUnit as PlanByUnit
+    from graphshard.schedule.graph_collectives import Group as Group
+    from graphshard.schedule.schedule_graph import ScheduledGraph as ScheduledGraph
+    from graphshard.schedule.schedule_graph import schedule_graph as schedule_graph
 
     __version__: str
-
-__all__ = [
-    "Bisection",
-    "Call",
-    "CompiledStep",
-    "Explanation",
-    "GraphshardError",
-    "Grid",
-    "Group",
-    "Pass",
-    "Pipeline",
-    "Plan",
-    "PlanByUnit",
-    "Program",
-    "ScheduledGraph",
-    "WhatIf",
-    "bisect",
-    "compile",
-    "compile_step",
-    "explain",
-    "explain_grid",
-    "export",
-    "fully_shard",
-    "load",
-    "programs",
-    "register_forward_method",
-    "schedule_graph",
-    "uncompiled",
-    "what_if",
-]
 
 # Where a public name is defined; type checkers read the block above.
 _HOMES = {
@@ -114,6 +92,7 @@ _MOVED = {
     ),
 }
 _HOME = {name: f"{__name__}.{home}" for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
 _MOVED_TO = {name: f"{__name__}.{module}" for module, names in _MOVED.items() for name in names}
 
 
