@@ -41,7 +41,7 @@ from graphshard.options.resolve import device_of, request_for
 from graphshard.options.validate import ModelContents, check_ignored, check_mesh, placements_of
 from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.shards import ParamRef
-from graphshard.torch_compat.dtensor import is_part, mesh_of_both
+from graphshard.torch_compat.dtensor import mesh_of_both
 from graphshard.utils.argument_validation import is_int
 from graphshard.utils.text import brief
 
@@ -223,11 +223,8 @@ def _tensor_of_parts(own: DeviceMesh | None, parts: Sequence[ShardedPart], mesh:
     """Return the tensor axes of a model with parts."""
     for part in parts:
         theirs = part.runner.tracer.spec.tensor if part.runner.mesh == mesh else None
-        if own is None or theirs is None or is_part(theirs, own):
-            own = own or theirs
-            continue
         try:
-            own = mesh_of_both(own, theirs)
+            own = mesh_of_both(own, theirs) if own is not None and theirs is not None else own or theirs
         except (RuntimeError, KeyError):
             raise UnsupportedError(
                 f"mesh: parameters of {part.label} are distributed over {theirs}, others over {own}. Distribute all "

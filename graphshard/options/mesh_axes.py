@@ -451,7 +451,7 @@ def _both(first: DeviceMesh | None, second: DeviceMesh | None) -> DeviceMesh | N
         if first is not second:
             raise RuntimeError("one of them is no DTensor")
         return None
-    return first if is_part(second, first) else mesh_of_both(first, second)
+    return mesh_of_both(first, second)
 
 
 def _names(mesh: DeviceMesh | None) -> tuple[str, ...]:

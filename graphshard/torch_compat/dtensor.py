@@ -73,6 +73,8 @@ def mesh_of_both(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError, KeyError: there is none.
     """
+    if is_part(second, first):
+        return first
     root = first._get_root_mesh()
     wanted = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
     names = tuple(name for name in root.mesh_dim_names or () if name in wanted)
