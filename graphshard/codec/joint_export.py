@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from graphshard.codec.converter import decode_structure, encode_structure
 from graphshard.codec.graph_format import short_name
 from graphshard.codec.program_format import program_from_json, program_to_json
 from graphshard.errors import ArgumentError, ArtifactError, InputError, UnsupportedError
-from graphshard.exported.exported_program import OURS, facts_of, joint_of
+from graphshard.exported.exported_program import INPUT_PREFIX, OURS, facts_of, joint_inputs, joint_of, wrong_call
 from graphshard.exported.program_code import qualified_name
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamTable
@@ -45,7 +45,6 @@ from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.subgraph import give_attributes
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.json_dataclasses import typed
-from graphshard.utils.text import brief
 
 _OUTPUT_KINDS = {
     ("mutation", "buffer"): OutputKind.BUFFER_MUTATION,
@@ -55,7 +54,7 @@ _OUTPUT_KINDS = {
     ("grad", "input"): OutputKind.GRADIENT_TO_USER_INPUT,
 }
 _ORDER = tuple(_OUTPUT_KINDS.values())
-_PREFIXES = {"param": "p_", "buffer": "b_", "input": "input_", "tangent": "tangent_"}
+_PREFIXES = {"param": "p_", "buffer": "b_", "input": INPUT_PREFIX, "tangent": "tangent_"}
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -225,27 +224,6 @@ def joint_program(
     if wrong:
         raise InputError(f"{program.model}: {wrong}, unlike the call that the joint program was captured for.")
     return program
-
-
-def joint_inputs(exported: ExportedProgram) -> list[tuple[torch.Size, torch.dtype, bool]]:
-    """Return shape, dtype and requires_grad of the inputs of the captured call."""
-    specs = exported.graph_signature.output_specs
-    trained = {spec.target for spec in specs if spec.kind is OutputKind.GRADIENT_TO_USER_INPUT}
-    inputs = [node for node in exported.graph.find_nodes(op="placeholder") if node.name.startswith(_PREFIXES["input"])]
-    inputs.sort(key=lambda node: int(node.name.removeprefix(_PREFIXES["input"])))
-    return [(node.meta["val"].shape, node.meta["val"].dtype, node.name in trained) for node in inputs]
-
-
-def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves: Sequence[Any]) -> str:
-    """Return how a call differs from the captured one; "" if it does not."""
-    if len(leaves) != len(expected) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return f"the inputs are {brief(leaves)}, and {len(expected)} tensors are expected"
-    for number, (leaf, (shape, dtype, needs_grad)) in enumerate(zip(leaves, expected)):
-        if (leaf.shape, leaf.dtype) != (shape, dtype):
-            return f"input {number} is {leaf.dtype}{list(leaf.shape)}, not {dtype}{list(shape)}"
-        if leaf.requires_grad != needs_grad:
-            return f"input {number} has requires_grad={leaf.requires_grad}"
-    return ""
 
 
 def to_program(exported: ExportedProgram, params: ParamTable, mesh: Mesh, device: torch.device) -> Program:

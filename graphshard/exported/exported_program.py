@@ -23,7 +23,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -222,6 +222,8 @@ _GRADIENTS = (OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPU
 
 # The entry of `meta["custom"]` that holds what graphshard writes into a program.
 OURS = "graphshard"
+# Names of the inputs of the captured call in a joint program begin with this; the number follows.
+INPUT_PREFIX = "input_"
 
 
 def module_of(model: Any) -> Any:
@@ -338,3 +340,24 @@ def facts_of(exported: ExportedProgram) -> dict[str, Any] | None:
     """Return what graphshard has written into a joint program in addition to its graph; None for others."""
     facts = exported.graph_module.meta.get("custom", {}).get(OURS)
     return facts if isinstance(facts, dict) else None
+
+
+def joint_inputs(exported: ExportedProgram) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    """Return shape, dtype and requires_grad of the inputs of the captured call."""
+    specs = exported.graph_signature.output_specs
+    trained = {spec.target for spec in specs if spec.kind is OutputKind.GRADIENT_TO_USER_INPUT}
+    inputs = [node for node in exported.graph.find_nodes(op="placeholder") if node.name.startswith(INPUT_PREFIX)]
+    inputs.sort(key=lambda node: int(node.name.removeprefix(INPUT_PREFIX)))
+    return [(node.meta["val"].shape, node.meta["val"].dtype, node.name in trained) for node in inputs]
+
+
+def wrong_call(expected: Sequence[tuple[torch.Size, torch.dtype, bool]], leaves: Sequence[Any]) -> str:
+    """Return how a call differs from the captured one; "" if it does not."""
+    if len(leaves) != len(expected) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return f"the inputs are {brief(leaves)}, and {len(expected)} tensors are expected"
+    for number, (leaf, (shape, dtype, needs_grad)) in enumerate(zip(leaves, expected)):
+        if (leaf.shape, leaf.dtype) != (shape, dtype):
+            return f"input {number} is {leaf.dtype}{list(leaf.shape)}, not {dtype}{list(shape)}"
+        if leaf.requires_grad != needs_grad:
+            return f"input {number} has requires_grad={leaf.requires_grad}"
+    return ""

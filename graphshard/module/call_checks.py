@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.codec.joint_export import joint_inputs, wrong_call
 from graphshard.errors import InputError, MaterializationError, ParameterError, UnsupportedError
-from graphshard.exported.exported_program import joint_of
+from graphshard.exported.exported_program import joint_inputs, joint_of, wrong_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
 from graphshard.guards.unguarded_state import read
