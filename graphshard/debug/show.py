@@ -154,10 +154,14 @@ def run_show(args: argparse.Namespace) -> int:
 def run_diff(args: argparse.Namespace) -> int:
     """Run `graphshard diff A B`, or A with the stage before it; return 1 if they differ."""
     import_all(args.imports)
-    b = StageFile.at(args.a if args.previous else args.b)
-    a = b.neighbor(-1) if args.previous else StageFile.at(args.a)
-    if a is None:
-        raise ArgumentError(f"{b.path} has no stage before it")
+    a = StageFile.at(args.a)
+    if args.previous:
+        before = a.neighbor(-1)
+        if before is None:
+            raise ArgumentError(f"{a.path} has no stage before it")
+        a, b = before, a
+    else:
+        b = StageFile.at(args.b)
     return int(print_diff(a.text(full=args.full), b.text(full=args.full), str(a.path), str(b.path)))
 
 
