@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.runtime.parameter_writes import report_step
 from graphshard.runtime.shards import shard_of
 from graphshard.runtime.step_overlap import (
     ELEMENTWISE,
@@ -279,12 +280,12 @@ def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parame
     Parameters of the model that are at hand are `known`; to walk all of its modules takes longer.
     """
     name = type(optimizer).__name__
-    hooks = (
+    hooks = [
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
         *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    )
+        *(hook for hook in torch_optimizer._global_optimizer_post_hooks.values() if hook is not report_step),
+    ]
     if hooks:
         raise UnsupportedError(
             f"compile_step: optimizer: a hook is registered on the step of {name}, {_place(hooks[0])}, "

@@ -278,6 +278,7 @@ def _take_over(runner: Runner, parts: Sequence[ShardedPart]) -> None:
         sums = {left._replace(name=new[left.name]): value for left, value in old.accumulation.sums.items()}
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
+        runner.unsharded.sums.update({new[name]: value for name, value in old.unsharded.sums.items()})
         runner.methods += [f"{part.label}.{method}" for method in old.methods]
         runner.event = runner.event or old.event
         runner.take_over_plan(old, {unit: MODULE_SEPARATOR.join(paths) for unit, paths in part.units.items()})

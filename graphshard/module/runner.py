@@ -38,6 +38,7 @@ from graphshard.runtime.collective_launches import UserCollectives
 from graphshard.runtime.cuda_graphs import ModelGraphs
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
+from graphshard.runtime.parameter_writes import changed_on_any_rank
 from graphshard.runtime.process_groups import whole_mesh
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 from graphshard.torch_compat.dtensor import process_group
@@ -247,7 +248,9 @@ class Runner(ProgramCompiler):
             current = {row.name: row for row in self.tracer.current_spec().params}
             pairs = [(current[ref.row.name], ref.param) for ref in missing]
             spec = self.tracer.spec
-            self.unsharded.full.update(start_gathering(pairs, spec.mesh, self.groups, spec.device))
+            gathering = start_gathering(pairs, spec.mesh, self.groups, spec.device)
+            for ref in missing:
+                self.unsharded.add(ref, gathering[ref.row.name])
             self.change({ref.row.name for ref in missing}, held=True)
         return UnshardHandle(self.unsharded, chosen)
 
@@ -276,19 +279,30 @@ class Runner(ProgramCompiler):
             self.accumulation.drop_prefetch()
         calls, before = self.unsharded.calls[called.name], self.unsharded.several.get(called.name, 0)
         several = torch.is_grad_enabled() and calls < before  # other calls follow before a backward, as last time
-        if self.unsharded.left:
-            self.unsharded.free(self.unsharded.written(self.tracer.params) if several else list(self.unsharded.left))
+        if not several:
+            self.unsharded.free(list(self.unsharded.left))
+        if self.unsharded.full:
+            self._gather_what_changed()
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
         if several:  # gather once what stays gathered from each of these calls to backward
             chosen = {ref.name for ref in called.params if not ref.row.reshard}
             new = chosen - self.unsharded.full.keys()
             self.unshard(new)
-            self.unsharded.leave(ref for ref in self.tracer.params if ref.name in new)
+            self.unsharded.left |= new & self.unsharded.full.keys()
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]
         if freed:
             self.change(freed, held=False)
+
+    def _gather_what_changed(self) -> None:
+        """Gather parameters again whose shards were written to on any rank since they were gathered."""
+        refs = [ref for ref in self.tracer.params if ref.name in self.unsharded.full]
+        changed = changed_on_any_rank(refs, self.unsharded.sums, self.groups.values(), self.tracer.spec.device)
+        left = self.unsharded.left.intersection(changed)
+        self.unsharded.free(changed)
+        self.unshard(changed)
+        self.unsharded.left |= left
 
     @property
     def whole_mesh(self) -> DeviceMesh:

@@ -23,6 +23,7 @@ from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
+from graphshard.runtime.parameter_writes import Versions
 from graphshard.runtime.step_overlap import GatherPrefetch
 from graphshard.runtime.step_recorder import current_recording
 from graphshard.runtime.unsharded import landed, start_gathering
@@ -33,6 +34,8 @@ from graphshard.torch_compat.autograd_state import Fate, disable_autocast, fate_
 Variant = tuple[frozenset[str], AccumulateGradients | None]
 # Strides of the tangents that arrive, by name; in any order.
 Strides = frozenset[tuple[str, tuple[int, ...]]]
+# Kinds of values that forward leaves to backward which are shards, or what is gathered of them.
+_OF_SHARD = ("param", "part", "piece")
 # Makes a program that is a backward alone.
 BackwardFactory = Callable[[Variant, Strides], Program]
 
@@ -87,6 +90,9 @@ class Executable:
             self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
         self.differentiated = tuple(slot.of or "" for slot in self._grads)
+        # Parameters whose values backward reads again, or forward has kept for it.
+        left = [slot for slot in self._forward.outputs if slot.kind in _OF_SHARD or slot.is_full]
+        self.read_again = [self.values.params[name] for name in dict.fromkeys(slot.name for slot in left)]
 
     @property
     def programs(self) -> list[Program]:
@@ -285,6 +291,7 @@ class _Call(torch.autograd.Function):
         results, saved = executable.forward(tensors)
         ctx.executable, ctx.ran, ctx.results = executable, -1, []
         executable.accumulation.calls.add(ctx)
+        ctx.versions = Versions(executable.read_again)
         ctx.set_materialize_grads(False)
         ctx.full, ctx.numbers, ctx.slots = {}, executable.values.sizes(tensors), []
         shown, kept = {}, []
@@ -314,6 +321,7 @@ class _Call(torch.autograd.Function):
         hooked = [name for name, result in results if result._backward_hooks or result.retains_grad]
         _check_backward(executable.program, tangents, hooked)
         executable.hide()
+        ctx.versions.check(executable.read_again, executable.program.model)
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
         ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
         saved.update(ctx.full)

@@ -47,8 +47,8 @@ from graphshard.ir.subclasses import shard_in
 from graphshard.lower.executor import Arrive, Boxed, Executor, Start
 from graphshard.lower.line_rewrites import Groups, Taken, hand_over_gradients, take_out_gathers
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
+from graphshard.runtime.parameter_writes import Version, version_of
 from graphshard.runtime.shards import ParamRef
-from graphshard.runtime.unsharded import Written, written
 from graphshard.torch_compat.autograd_state import disable_autocast
 from graphshard.torch_compat.dtensor import sharded_like
 from graphshard.torch_compat.torch_ops import assert_async
@@ -195,7 +195,7 @@ class _UnderWay(NamedTuple):
 
     results: tuple[Any, ...]
     sent: tuple[torch.Tensor, ...]
-    written: tuple[Written, ...]
+    written: tuple[Version, ...]
 
 
 @dataclass(eq=False)
@@ -222,8 +222,8 @@ class _Gather:
     def read(self) -> list[Any]:
         return [self.values.read(slot, ()) for slot in self.slots]
 
-    def written(self) -> tuple[Written, ...]:
-        return tuple(written(ref.param) for ref in self.refs)
+    def written(self) -> tuple[Version, ...]:
+        return tuple(version_of(ref.param) for ref in self.refs)
 
     @torch.no_grad()
     def begin(self) -> None:

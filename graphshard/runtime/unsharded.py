@@ -29,16 +29,13 @@ from graphshard.ir.mesh import Axis, Mesh, axes_around
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
-from graphshard.ir.subclasses import shard_in
 from graphshard.ir.transport import Steps, gather_epilogue, prologue
 from graphshard.runtime.collective_launches import all_gather_coalesced
+from graphshard.runtime.parameter_writes import sums_of
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.runtime.shards import SHARD_ATTRIBUTE, ParamRef, padded_shard, shard_of
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
 from graphshard.torch_compat.torch_ops import make_subclass
-
-# Identity and version of a shard, and version of its parameter.
-Written = tuple[int, int, int]
 
 
 @dataclass
@@ -50,15 +47,16 @@ class Unsharded:
         kept: parameters that stay gathered after a backward.
         calls: number of calls of the model and entries, by name, with gradients since the last backward.
         several: `calls` before the last backward, where it was more than one.
-        left: versions of parameters that were gathered for several calls. `.data` and `_foreach` functions leave no
-            trace, so these stay gathered for no more calls than there were before the last backward.
+        left: parameters that were gathered for several calls.
+        sums: over the bits of the shards that `full` was gathered from.
     """
 
     full: dict[str, Gathering | torch.Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     several: dict[str, int] = field(default_factory=dict)
-    left: dict[str, Written] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
     shown: Shown = field(default_factory=lambda: Shown(ShownParameter))
 
     def read(self, name: str) -> torch.Tensor:
@@ -74,7 +72,8 @@ class Unsharded:
             if name in self.full:
                 self.read(name)
                 del self.full[name]
-                self.left.pop(name, None)
+                self.left.discard(name)
+                del self.sums[name]
             self.shown.hide([name])
 
     def end(self) -> None:
@@ -85,13 +84,9 @@ class Unsharded:
             self.several = {name: count for name, count in self.calls.items() if count > 1}
             self.calls.clear()
 
-    def leave(self, refs: Iterable[ParamRef]) -> None:
-        """Watch parameters that were gathered for several calls, as the user has not said that they do not change."""
-        self.left.update((ref.name, written(ref.param)) for ref in refs if ref.name in self.full)
-
-    def written(self, refs: Iterable[ParamRef]) -> list[str]:
-        """Return which of the watched parameters have changed."""
-        return [ref.name for ref in refs if ref.name in self.left and self.left[ref.name] != written(ref.param)]
+    def add(self, ref: ParamRef, full: Gathering | torch.Tensor) -> None:
+        """Add a parameter that is gathered from its present shard."""
+        self.full[ref.name], self.sums[ref.name] = full, sums_of(ref.param)
 
     def show(self, refs: Iterable[ParamRef]) -> None:
         """Let modules show the gathered parameters that have arrived, as FSDP2's do, until the next backward."""
@@ -102,17 +97,11 @@ class Unsharded:
 
     def show_after_call(self, refs: Iterable[ParamRef]) -> None:
         """As `show`; parameters that were not unsharded by hand only if this call would have left them gathered."""
-        several = self.left.keys() | self.kept
+        several = self.left | self.kept
         self.show(ref for ref in refs if ref.name not in several)
         for ref in refs:
             if ref.row.shows and ref.name in several and ref.name in self.full:
                 self.shown.show(ref, self.read(ref.name), until_next_call=True)
-
-
-def written(param: nn.Parameter) -> Written:
-    """Return what changes when a parameter or its shard is written to, or replaced, as far as torch knows."""
-    local = shard_in(param)
-    return id(local), local._version, param._version
 
 
 @dataclass(frozen=True)

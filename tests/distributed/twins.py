@@ -165,7 +165,10 @@ def filled(args: Any) -> Tensor:
 
 
 class CountLaunches(TorchDispatchMode):
-    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch."""
+    """Counts launches, functional (graphshard's) or not (FSDP2's); a coalesced one is one launch.
+
+    All-reduces of integers are "flags": which parameters that stay gathered were written to on any rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +178,9 @@ class CountLaunches(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
             # Operators of a reduce-scatter and an all-gather on two gloo ranks.
             name = func._opname.replace("all_to_all", "reduce_scatter_by_all_to_all")
-            self.launches[name.replace("alltoall_base_", "all_gather_by_alltoall")] += 1
+            sent = pytree.tree_leaves(args)[0]
+            flags = "allreduce" in name and isinstance(sent, Tensor) and not sent.is_floating_point()
+            self.launches["flags" if flags else name.replace("alltoall_base_", "all_gather_by_alltoall")] += 1
         return func(*args, **(kwargs or {}))
 
     def of(self, kind: str) -> int:

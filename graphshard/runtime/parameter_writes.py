@@ -1,0 +1,123 @@
+"""Writes to shards, which make what was gathered of them before stale.
+
+torch counts writes to a tensor in its version. It counts none through `.data`, by fused optimizers, and by `_foreach`
+functions on DTensors. Optimizers' steps are seen by a hook. For parameters that stay gathered from one call to the
+next, which may be written to in any way, sums of the shards' bits are compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from graphshard.errors import ParameterError
+from graphshard.ir.subclasses import parts_of, shard_in
+from graphshard.runtime.shards import ParamRef
+from graphshard.torch_compat.dtensor import process_group
+
+# Identity and version of a shard, and version of its parameter.
+Version = tuple[int, int, int]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_ROW = 1024
+
+
+def version_of(param: nn.Parameter) -> Version:
+    """Return what changes when a parameter or its shard is written to, or replaced, as far as torch counts writes."""
+    local = shard_in(param)
+    return id(local), local._version, param._version
+
+
+class Versions:
+    """Versions of parameters at a forward whose backward reads them again, and optimizers that have stepped since."""
+
+    # All that may be checked yet: steps of optimizers are reported to them.
+    _alive: ClassVar[weakref.WeakSet[Versions]] = weakref.WeakSet()
+    _hook: ClassVar[Any] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, refs: Iterable[ParamRef]) -> None:
+        self._versions = [version_of(ref.param) for ref in refs]
+        self._stepped: dict[int, Optimizer] = {}
+        with self._lock:
+            if Versions._hook is None:
+                Versions._hook = register_optimizer_step_post_hook(report_step)
+            self._alive.add(self)
+
+    def check(self, refs: Sequence[ParamRef], model: str) -> None:
+        """Check that none of the same parameters was written to since.
+
+        Raises:
+            ParameterError: one was. Plain torch raises a RuntimeError, too, if it has saved the parameter.
+        """
+        for ref, version in zip(refs, self._versions):
+            if version_of(ref.param) != version:
+                raise _written_before_backward(ref.name, model, "written to in place, or replaced")
+        groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
+        updated = {id(param) for group in groups for param in group["params"]}
+        for ref in refs if updated else ():
+            if id(ref.param) in updated:
+                raise _written_before_backward(ref.name, model, "updated by an optimizer")
+
+
+def report_step(optimizer: Optimizer, *_: Any) -> None:
+    """Report a step of any optimizer, which may write to parameters in ways that torch does not count: a hook."""
+    with Versions._lock:
+        for versions in Versions._alive:
+            versions._stepped[id(optimizer)] = optimizer
+
+
+def _written_before_backward(name: str, model: str, how: str) -> ParameterError:
+    return ParameterError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: parameter "
+        f"{name} of {model} was {how} between a forward and its backward, which needs the values of the forward. Call "
+        "backward before parameters change, or run forward again."
+    )
+
+
+# --- sums of bits ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sums_of(param: nn.Parameter) -> torch.Tensor:
+    """Return sums over the bits of a parameter's shard, as int64: by rows and columns of 1,024 elements.
+
+    A change of one element changes two of them. Exchanged elements change them, too, unless they are the corners of a
+    rectangle. Computing them reads the shard twice.
+    """
+    return torch.cat([_sums(part) for part in parts_of(shard_in(param.detach()))])
+
+
+def _sums(local: torch.Tensor) -> torch.Tensor:
+    flat = local.reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+    table = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = bits[table.numel() :].to(torch.int64)
+    return torch.cat([table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest])
+
+
+@torch.no_grad()
+def changed_on_any_rank(
+    refs: Sequence[ParamRef], sums: Mapping[str, torch.Tensor], groups: Iterable[str], device: torch.device
+) -> list[str]:
+    """Return which parameters' shards have other bits than when `sums` were computed, on this or another rank.
+
+    All ranks call this together. The host waits for the answer.
+
+    Args:
+        groups: names of the process groups that together connect all ranks.
+        device: of the process groups.
+    """
+    differs = [(sums_of(ref.param) != sums[ref.name]).any().to(device) for ref in refs]
+    flags = torch.stack(differs).to(torch.int32)
+    for group in groups:
+        dist.all_reduce(flags, dist.ReduceOp.MAX, process_group(group))
+    return [ref.name for ref, flag in zip(refs, flags.tolist()) if flag]
