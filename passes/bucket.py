@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import COMPUTE, Collective, CollectiveRegions, collectives
-from graphshard.ir.graph import WAIT, base_of, c10d, emit, erase_dead, fake, start_together, trace
+from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, start_together, trace
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind
 from graphshard.ir.program import Phase, Program
@@ -146,7 +146,8 @@ def _common_buffer(shards: list[Node]) -> Node | None:
 def _unpack_gathered(shapes: list[list[int]], size: int, buffer: Tensor) -> list[Tensor]:
     parts = buffer.view([size, -1]).split_with_sizes([math.prod(shape) for shape in shapes], 1)
     # A column of the buffer is not contiguous: this is the copy out.
-    return [part.contiguous().view([size * shape[0], *shape[1:]]) for part, shape in zip(parts, shapes)]
+    copies = map(aten.contiguous.default, parts)
+    return [part.view([size * shape[0], *shape[1:]]) for part, shape in zip(copies, shapes)]
 
 
 def _unpack_reduced(shapes: list[list[int]], size: int, buffer: Tensor) -> list[Tensor]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphshard.errors import PassError
-from graphshard.ir.graph import WAIT, c10d, calls_of, is_communication, rewrite_gradients, trace
+from graphshard.ir.graph import WAIT, aten, c10d, calls_of, is_communication, rewrite_gradients, trace
 from graphshard.ir.mesh import Axis
 from graphshard.ir.operators import SUBCLASS_ALL_GATHER
 from graphshard.ir.param_table import ParamSpec
@@ -103,12 +103,13 @@ def _gathered(spec: ParamSpec, axis: Axis | None, tensors: list[Tensor]) -> list
         return WAIT(c10d.all_gather_into_tensor.default(tensor, axis.size, axis.name))
 
     if len(tensors) == 1:
-        wholes = [_bits(gather(_bits(tensors[0].contiguous(), dtype)), tensors[0].dtype)]
+        wholes = [_bits(gather(_bits(aten.contiguous.default(tensors[0]), dtype)), tensors[0].dtype)]
     else:
         flats = [_bits(tensor.reshape([-1]), dtype) for tensor in tensors]
         ends = list(accumulate(map(len, flats)))
         rows = gather(torch.cat(flats)).view([axis.size, ends[-1]])
-        columns = (rows[:, start:end].contiguous() for start, end in zip([0, *ends], ends))
+        cuts = [aten.slice.Tensor(rows, 1, start, end) for start, end in zip([0, *ends], ends)]
+        columns = map(aten.contiguous.default, cuts)
         typed = [_bits(column, tensor.dtype) for column, tensor in zip(columns, tensors)]
         wholes = [each.view([axis.size * len(own), *own.shape[1:]]) for each, own in zip(typed, tensors)]
     return [_along_dim(whole, spec) for whole in wholes] if spec.dim > 0 else wholes

@@ -50,7 +50,9 @@ def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None
 def trace(before: Node, function: Callable[..., Any], *given: Any, like: Node | None = None) -> Any:
     """Insert the ATen operators that a function of tensors calls before a node; return its results as nodes.
 
-    Nodes in its arguments (`given`), also in tuples, lists and dicts, stand for tensors. `like` is as for `emit`.
+    Nodes in its arguments (`given`), also in tuples, lists and dicts, stand for tensors. `like` is as for `emit`. The
+    function calls `aten.contiguous` and `aten.slice` by these names: `.contiguous()` and indexing fail for a tensor of
+    CUDA where torch is built without.
     """
     with torch.no_grad(), before.graph.inserting_before(before):
         tracer = _Tracer(like or before)

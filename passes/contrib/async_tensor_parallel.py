@@ -262,7 +262,7 @@ def _cut_gather(found: _RowProducts, count: int) -> None:
     made: dict[Node, list[Node]] = {product: [] for product in found.products}
 
     def gathered(value: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        shard = aten.slice.Tensor(value, found.dim, at, at + size).contiguous()
+        shard = aten.contiguous.default(aten.slice.Tensor(value, found.dim, at, at + size))
         part = ALL_GATHER(shard, *collective.args[1:])
         return part, part.view([part.numel() // part.shape[-1], part.shape[-1]])
 
@@ -302,13 +302,13 @@ def _cut_reduce_scatter(found: _RowProducts, count: int) -> None:
         own = view.select(found.dim + 1, index)
         if found.dim:
             own = own.permute([1, 0, *range(2, len(by_rank) - 1)])
-        return own.contiguous().view([own.numel() // width, width])
+        return aten.contiguous.default(own).view([own.numel() // width, width])
 
     def reduced(part: Tensor) -> Tensor:
         return REDUCE_SCATTER(part.view(sent), *collective.args[1:])
 
     chunks = []
-    view = trace(collective, lambda rows: rows.contiguous().view(by_rank), _rows_of(product))
+    view = trace(collective, lambda rows: aten.contiguous.default(rows).view(by_rank), _rows_of(product))
     for index in range(count):
         part = _product_of(product, trace(collective, rows_of_chunk, view, index), collective)
         chunks.append(trace(collective, reduced, part))

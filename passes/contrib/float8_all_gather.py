@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from graphshard.ir.collective_regions import Collective
-from graphshard.ir.graph import fake, trace
+from graphshard.ir.graph import aten, fake, trace
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass, gathers_of
@@ -81,6 +81,6 @@ def _unpack(num_ranks: int, like: Tensor, buffer: Tensor) -> Tensor:
     """Return the gathered parameter, with the shape and dtype of `like`."""
     numel = like.numel() // num_ranks
     rows = buffer.view([num_ranks, numel + _SCALE_BYTES])
-    values = rows[:, :numel].view(_FLOAT8).to(torch.float32)
-    scales = rows[:, numel : numel + _SCALE_BYTES].contiguous().view(torch.float32)
+    values = aten.slice.Tensor(rows, 1, 0, numel).view(_FLOAT8).to(torch.float32)
+    scales = aten.contiguous.default(aten.slice.Tensor(rows, 1, numel, numel + _SCALE_BYTES)).view(torch.float32)
     return (values * scales).to(like.dtype).reshape(like.shape)

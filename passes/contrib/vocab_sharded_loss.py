@@ -177,7 +177,8 @@ class _Head:
         (at, end), ranks, length = self.ranges[number], self.spec.num_shards, self.spec.shard_len
         if not self.spec.is_even:
             vector = pad(vector, [0, ranks * length - self.spec.shape[0]])
-        return vector.view([ranks, length])[:, at:end].contiguous().view([ranks * (end - at)])
+        entries = aten.slice.Tensor(vector.view([ranks, length]), 1, at, end)
+        return aten.contiguous.default(entries).view([ranks * (end - at)])
 
     def place_targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rank that has the row of each target, the place in its shard, and whether the target counts."""

@@ -211,7 +211,7 @@ def test_rejects_a_gpu_that_was_not_compiled_for(file: Path, here: tuple[int, in
     artifact, mesh = read_artifact(file), Mesh.of_shape(2)
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=here):
         if fits:
-            assert _check_place(artifact, CUDA, mesh, mesh.shape, 0) == 0
+            assert _check_place(artifact, CUDA, mesh, mesh.shape, 0) is artifact.manifest.meshes[0]
             return
         with pytest.raises(ArtifactError) as caught:
             _check_place(artifact, CUDA, mesh, mesh.shape, 0)

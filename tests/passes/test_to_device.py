@@ -12,8 +12,9 @@ from graphshard.errors import ArtifactError
 from graphshard.ir.graph import calls_of
 from graphshard.ir.printer import print_program
 from graphshard.passes import ToDevice
+from graphshard.passes.contrib.float8_all_gather import Float8AllGather
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from tests.helpers import Blocks, captured, copied, step, through
+from tests.helpers import PACKED, Blocks, captured, copied, step, through
 
 
 class Positions(nn.Module):
@@ -84,6 +85,14 @@ def test_other_passes_run_on_it_with_equal_results() -> None:
         through(passes, Pipeline().passes[-1].name)
     batches = [(torch.randn(2, 4),), (torch.randn(2, 4),)]
     torch.testing.assert_close(step(program, model, batches), step(plain, model, batches), rtol=0, atol=0)
+    assert devices(program) == {"cuda"}
+
+
+def test_passes_that_trace_formulas_need_no_gpu() -> None:
+    program = through(captured(Blocks(2, 8, bias=True), (torch.ones(3, 8),)), "partition")
+    run_pass(ToDevice("cuda"), program)
+    run_pass(Float8AllGather(("layers.1.weight",)), program)
+    through(program, "reorder", planner=PACKED)
     assert devices(program) == {"cuda"}
 
 
