@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.module.call_checks import ModuleTree
+from graphshard.module._call_checks import ModuleTree
 from graphshard.module.compiled_module import CompiledModule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

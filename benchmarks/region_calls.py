@@ -27,7 +27,7 @@ from torch.fx import Graph
 
 import graphshard
 from graphshard.ir.graph import c10d
-from graphshard.lower.batch_compile import Batch
+from graphshard.lower._batch_compile import Batch
 from graphshard.lower.eager import compile_operators
 from graphshard.lower.inductor import generate
 from graphshard.lower.regions import RegionCall, executor

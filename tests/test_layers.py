@@ -33,6 +33,20 @@ def test_passes_see_neither_capture_nor_lowering_nor_runtime() -> None:
     assert seen <= {"passes", "ir", "cost", "errors", "torch_compat"}
 
 
+def test_modules_of_one_package_have_private_names() -> None:
+    """Public are modules that other packages import, that the reference shows, and that users import."""
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    importers: dict[str, set[str]] = {}
+    for each in imports():
+        importers.setdefault(each.target, set()).add(package(each.source))
+    for name, path in modules().items():
+        outside = importers.get(name, set()) - {package(name)}
+        if path.stem.startswith("_") and path.stem.strip("_") == path.stem[1:]:
+            assert not outside, f"{name} has a private name, and {outside} import it"
+        elif name.count(".") > 1 and package(name) not in ("passes", "integrations"):
+            assert outside or name in reference or path.stem.startswith("__"), f"only its package imports {name}"
+
+
 @pytest.mark.parametrize(
     ("arrows", "depth", "groups"),
     [

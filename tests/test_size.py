@@ -13,8 +13,8 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 54_360
-FILES = 240
+LINES = 52_260
+FILES = 236
 DEPTH = 26
 # Lines of the largest file.
 LARGEST = 490

@@ -3,8 +3,8 @@
     graphshard.checkpoint.save_checkpoint("checkpoints/step-100", model, optimizer, extra={"step": 100})
     latest = graphshard.checkpoint.latest_checkpoint("checkpoints")
 
-`save_load.py` saves and loads with torch.distributed.checkpoint (DCP), also while training goes on. `manifest.py` knows
-which files a checkpoint consists of. `safe_unpickler.py` reads DCP's files without running code.
+`save_load.py` saves and loads with torch.distributed.checkpoint (DCP), also while training goes on. `_manifest.py`
+knows which files a checkpoint consists of. `_safe_unpickler.py` reads DCP's files without running code.
 
 * **Random initialization is replayed on full tensors**, one at a time, in a dispatch mode that the user enters.
   DTensor's random numbers depend on the mesh, and on CPU on the rank.
@@ -27,7 +27,7 @@ Pitfalls:
 * In torch 2.11 the metadata that `dcp.save` returns has no `storage_data`; the file has.
 """
 
-from graphshard.checkpoint.manifest import latest_checkpoint
+from graphshard.checkpoint._manifest import latest_checkpoint
 from graphshard.checkpoint.save_load import async_save_checkpoint, load_checkpoint, save_checkpoint, unsharded_init
 
 __all__ = ["async_save_checkpoint", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "unsharded_init"]

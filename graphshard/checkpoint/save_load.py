@@ -6,7 +6,7 @@
         manifest.json   sizes and checksums of the other files, written last
 
 An error on one rank is a CheckpointError on all, as every step ends with an exchange of errors. Nothing is unpickled
-before it was compared with the manifest, nor freely (`safe_unpickler.py`), so a forged checkpoint runs no code either.
+before it was compared with the manifest, nor freely (`_safe_unpickler.py`), so a forged checkpoint runs no code either.
 
     training    | step 7 | copy | step 8 | step 9 | step 10 | copy | ...
     thread                      | write step-7 ...| rename         | write step-10 ...
@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from graphshard.checkpoint.manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
-from graphshard.checkpoint.safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
+from graphshard.checkpoint._manifest import check_contents, measure, read_manifest, rotate, sync, write_manifest
+from graphshard.checkpoint._safe_unpickler import SafePlanner, SafeReader, load_plain, serialize_plain
 from graphshard.errors import ArgumentError, CheckpointError
 from graphshard.ir.param_table import chunk_range
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of

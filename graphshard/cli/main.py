@@ -179,7 +179,7 @@ def _add_dump_commands(command: _AddCommand) -> None:
 
 def _show(args: argparse.Namespace) -> int:
     if args.path.endswith((".gshard", ".gscache")):
-        return _later("graphshard.cli.file_commands", "show")(args)
+        return _later("graphshard.cli._file_commands", "show")(args)
     if args.graph:
         raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")
     return _later("graphshard.debug.show", "run_show")(args)
@@ -256,16 +256,16 @@ def _explain(args: argparse.Namespace) -> int:
 
     with progress("graphshard explain", lines=True) as show:
         show("import")
-        from graphshard.cli import explain_command
+        from graphshard.cli import _explain_command
 
-        found = explain_command.predict(args, show)
-    return explain_command.output(args, found)
+        found = _explain_command.predict(args, show)
+    return _explain_command.output(args, found)
 
 
 def _add_machine_commands(command: _AddCommand) -> None:
     calibrate = command(
         "calibrate",
-        _later("graphshard.predict.calibrate", "run"),
+        _later("graphshard.predict._calibrate", "run"),
         "measure this machine and write its profile",
         "Measure matrix multiplication, attention, memory, kernel launches and collectives, and write a profile for "
         "graphshard explain --hardware FILE. Under torchrun the live ranks are measured; alone, local ranks are "
@@ -278,14 +278,14 @@ def _add_machine_commands(command: _AddCommand) -> None:
     calibrate("--ranks", local, type=int)
     verify = command(
         "verify",
-        _later("graphshard.cli.file_commands", "verify"),
+        _later("graphshard.cli._file_commands", "verify"),
         "check a .gshard file without executing it",
         "Check every byte of an artifact against its checksums, read every program, plan and region, and compare "
         "regions with their keys. Nothing of it is executed.",
     )
     finish = command(
         "finish",
-        _later("graphshard.cli.file_commands", "finish"),
+        _later("graphshard.cli._file_commands", "finish"),
         "compile the regions of a .gshard file",
         "Compile the regions of an artifact that was exported without their code (on a machine without such a device, "
         "or with compile_regions=False), on a machine like those that will load it. The file is replaced when all is "

@@ -4,7 +4,7 @@
 
 * **Dynamo traces Python** (`dynamo_capture.py`), as for `torch.export.export(strict=True)`. Its guards say which later
   calls a program serves, its bytecode replays what forward does to objects.
-* **AOTAutograd differentiates the torch-level graph** (`joint_graph.py`), under full fake parameters in the compute
+* **AOTAutograd differentiates the torch-level graph** (`_joint_graph.py`), under full fake parameters in the compute
   dtype. So nothing is allocated, and custom backwards, hooks and checkpointed regions are in the graph.
 * **A unit's boundary is a call** (`unit_boundaries.py`): its class casts inputs and results, and sends inputs through
   one node of autograd, as FSDP2's hooks do. Sums of gradients then have FSDP2's order, hence its bits.

@@ -21,10 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CaptureError
 from graphshard.exported.program_module import ProgramModule
-from graphshard.frontend.dynamo_capture import TRACING, GraphInput, TracedFunction, trace_call
-from graphshard.frontend.dynamo_patches import without_torchs_hooks
-from graphshard.frontend.inputs import constraints_of, dynamic_dims, stand_in_inputs
-from graphshard.frontend.joint_graph import (
+from graphshard.frontend._joint_graph import (
     FlatGraph,
     erase_boundaries,
     erase_leaves,
@@ -36,6 +33,9 @@ from graphshard.frontend.joint_graph import (
     phase_of,
     read_numbers_again,
 )
+from graphshard.frontend.dynamo_capture import TRACING, GraphInput, TracedFunction, trace_call
+from graphshard.frontend.dynamo_patches import without_torchs_hooks
+from graphshard.frontend.inputs import constraints_of, dynamic_dims, stand_in_inputs
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings

@@ -2,7 +2,7 @@
 
     torch._dynamo.exc.Unsupported, 30 lines   ->   GraphBreak: where, reason in one sentence, remedy
 
-`module/split_module.py` runs a module that has a graph break in Python; `explain`, `export` and `fullgraph=True` raise
+`module/_split_module.py` runs a module that has a graph break in Python; `explain`, `export` and `fullgraph=True` raise
 the error. An exception that forward itself raises is that exception, not a graph break.
 """
 

@@ -18,14 +18,14 @@
 * **Ranks of a machine share compilation** (`inductor_cache.py`). Each takes a share of the regions, by locks, and
   finds what others have kept. Nothing is handed from rank to rank, so ranks may have other regions, other compilers or
   no cache in common. While the kernels of a share are compiled the code of the next is generated.
-* **Kernels of several regions are compiled in one run** (`batch_compile.py`). Reading the header, starting the compiler
-  and linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one run). The
-  text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled by
+* **Kernels of several regions are compiled in one run** (`_batch_compile.py`). Reading the header, starting the
+  compiler and linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one
+  run). The text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled by
   Inductor as if nothing had been tried. A cold launch of `benchmarks.first_step` on a loaded machine took 39 CPU s, 70
   with each kernel compiled alone, and FSDP2's 45.
-* **What Inductor does once begins early** (`background_warmup.py`), in a thread during the capture. Where code of
+* **What Inductor does once begins early** (`_background_warmup.py`), in a thread during the capture. Where code of
   regions is kept it begins with the first region that is not.
-* **Kernels for GPUs are compiled by Inductor's processes while code is generated** (`batch_compile.py`): 10.7 s to a
+* **Kernels for GPUs are compiled by Inductor's processes while code is generated** (`_batch_compile.py`): 10.7 s to a
   first step on an H100 instead of 15.5.
 * **Large products in float32 are oneDNN's where the processor is not Intel's**, as MKL has slower kernels for those.
   The processor and the size decide, not a measurement, so that ranks and launches agree.

@@ -26,11 +26,11 @@ def begin_compiling(backend: Backend, device: torch.device) -> None:
     Where code of regions was kept nothing is begun for a CPU: there may be nothing to compile.
     """
     if backend == "inductor" and device.type == "cuda":
-        from graphshard.lower.batch_compile import TRITON_COMPILER
+        from graphshard.lower._batch_compile import TRITON_COMPILER
 
         TRITON_COMPILER.begin()
     elif backend == "inductor" and not store_here():
-        from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
+        from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 
         VECTOR_INSTRUCTIONS.begin()
 

@@ -34,8 +34,8 @@ from graphshard.ir.program import Region
 from graphshard.ir.sizes import expression, size_inputs
 from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
-from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
-from graphshard.lower.batch_compile import TRITON_COMPILER, Batch, load, pending_in
+from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
+from graphshard.lower._batch_compile import TRITON_COMPILER, Batch, load, pending_in
 from graphshard.lower.eager import compile_operators, outputs_of, runs_as_it_is
 from graphshard.lower.inductor_cache import Claim, Claims, cores_here, place_here, shares_of, writable_cache
 from graphshard.lower.inductor_rewrites import (

@@ -3,7 +3,7 @@
 `runner.py` runs each call by the program whose guards hold. If there is none, `program_compiler.py` finds it in the
 cache or in a file, or `tracer.py` captures it.
 
-* **Dynamo's guards choose the program of a call** (`call_checks.py`), on the real module. The signature has what they
+* **Dynamo's guards choose the program of a call** (`_call_checks.py`), on the real module. The signature has what they
   do not see: modes, parameters, autocast. Programs of one signature are tried in order, so that an attribute that is
   switched back finds the old one. A joint program, which has no forward to trace, compares its inputs.
 * **Divergence is checked through the rendezvous store**, not by a collective: a rank that is in another collective

@@ -21,8 +21,8 @@ from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries
-from graphshard.module.agreement import Agreement
-from graphshard.module.fsdp_module import GraphshardFSDPModule, become_units, unit_class
+from graphshard.module._agreement import Agreement
+from graphshard.module._fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
 from graphshard.module.runner import Runner
 from graphshard.module.tracer import Tracer

@@ -24,8 +24,8 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import ExpertMeshes, Mesh
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.units import MODULE_SEPARATOR, modules_of
+from graphshard.module._fsdp_module import strip_module
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
-from graphshard.module.fsdp_module import strip_module
 from graphshard.module.program_compiler import Cache
 from graphshard.module.runner import Runner
 from graphshard.options.mesh_axes import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from graphshard.frontend.inputs import input_path
 from graphshard.frontend.signature import Signature
-from graphshard.module.call_checks import JointGuard, TracedGuard
+from graphshard.module._call_checks import JointGuard, TracedGuard
 from graphshard.pipeline.instrumentation import trace_recapture
 from graphshard.runtime.executable import Executable
 from graphshard.torch_compat.torch_ops import pytree, recompiles_log

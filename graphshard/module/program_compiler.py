@@ -22,8 +22,8 @@ from graphshard.ir.program import Program
 from graphshard.ir.sizes import conditions_of
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.regions import RegionCall, lower
-from graphshard.module.agreement import Agreement
-from graphshard.module.call_checks import check_same_modules
+from graphshard.module._agreement import Agreement
+from graphshard.module._call_checks import check_same_modules
 from graphshard.module.installed_programs import Installed, InstalledPrograms, Reason
 from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.options.resolve import check_activation

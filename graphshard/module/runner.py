@@ -20,16 +20,16 @@ from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.submodule_entry_points import install_entries
 from graphshard.lower.regions import drop_regions
-from graphshard.module.call_checks import (
+from graphshard.module._call_checks import (
     check_materialized,
     check_not_transformed,
     check_same_modules,
     check_still_trained,
     guard_of,
 )
+from graphshard.module._split_module import SplitModule, SplitState, as_written
 from graphshard.module.installed_programs import Installed, InstalledPrograms
 from graphshard.module.program_compiler import EqualProgram, LoweredProgram, ProgramCompiler
-from graphshard.module.split_module import SplitModule, SplitState, as_written
 from graphshard.module.tracer import ModuleCall, Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline

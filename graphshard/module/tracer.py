@@ -38,7 +38,7 @@ from graphshard.ir.repeats import BlocksDifferError, Repeats
 from graphshard.ir.subclasses import is_extended
 from graphshard.ir.units import modules_of, units_within
 from graphshard.lower.regions import RegionCall
-from graphshard.module.call_checks import ModuleTree
+from graphshard.module._call_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer

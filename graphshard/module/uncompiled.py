@@ -24,9 +24,9 @@ from graphshard.ir.operators import copied_to
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries
 from graphshard.ir.units import Precision, modules_of
-from graphshard.module.call_checks import check_materialized
+from graphshard.module._call_checks import check_materialized
+from graphshard.module._fsdp_module import strip_module
 from graphshard.module.compiled_module import compiled_module
-from graphshard.module.fsdp_module import strip_module
 from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.unsharded import Shown, WholeParameter, start_gathering

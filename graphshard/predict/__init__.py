@@ -1,9 +1,9 @@
 """Prediction of a training step without the machine, and measurement of a step on it.
 
 `study.py` captures a model once and schedules it once for each mesh. `step_prediction.py` makes an `Explanation` of a
-lowered program and costs; `pipeline_stages.py` and `pipeline_schedule.py` do so for meshes with pipeline stages.
-`symbolic_cost.py` states the same in the symbols of the inputs. `search.py` ranks many predictions, `what_if.py`
-predicts changes, `answers.py` shows them. `calibrate.py` writes a profile of this machine, and `profile_step.py`
+lowered program and costs; `_pipeline_stages.py` and `_pipeline_schedule.py` do so for meshes with pipeline stages.
+`_symbolic_cost.py` states the same in the symbols of the inputs. `search.py` ranks many predictions, `what_if.py`
+predicts changes, `answers.py` shows them. `_calibrate.py` writes a profile of this machine, and `profile_step.py`
 measures a whole step, or times regions one by one.
 
 * **The bound of an explanation** is the schedule's bound, minus the compute that regions save compared with the items

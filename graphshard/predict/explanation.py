@@ -17,7 +17,7 @@ from rich.text import Text
 from graphshard.cost.costs import Costs
 from graphshard.debug.html_report import LANES, render, report_of, trace_event, trace_name
 from graphshard.ir.program import Program
-from graphshard.predict.symbolic_cost import Formulas
+from graphshard.predict._symbolic_cost import Formulas
 from graphshard.predict.training_config import Training, TrainingCost
 from graphshard.schedule.timeline import Estimate, MemoryTimeline
 from graphshard.utils.argument_validation import write_given

@@ -26,7 +26,7 @@ from graphshard.ir.graph import fake
 from graphshard.module.compiled_module import CompiledModule, compiled_module
 from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
-from graphshard.predict.calibrate import seconds_of
+from graphshard.predict._calibrate import seconds_of
 from graphshard.predict.step_profile import RankStep, StepProfile, measured_spans, profile_of
 from graphshard.runtime.bound_program import profiling
 from graphshard.runtime.process_groups import is_fake

@@ -2,7 +2,7 @@
 
     capture (once per settings) -> passes (once per mesh) -> plan (per machine) -> regions (once per plan) -> prediction
 
-A model that communicates along axes of the mesh itself is captured on each mesh (`capture_target.py`). Without
+A model that communicates along axes of the mesh itself is captured on each mesh (`_capture_target.py`). Without
 `device="cuda"` the graph is captured for the CPU; the planner and the costs see the profile's kind of device.
 """
 
@@ -43,7 +43,7 @@ from graphshard.pipeline.instrumentation import Observer
 from graphshard.pipeline.memory_policy import decide
 from graphshard.pipeline.pipeline import finish_template, run_pass, run_quietly
 from graphshard.pipeline.rules import verify
-from graphshard.predict.capture_target import (
+from graphshard.predict._capture_target import (
     CaptureTarget,
     Place,
     at_place,
@@ -54,11 +54,11 @@ from graphshard.predict.capture_target import (
     with_splits,
     without_pipeline,
 )
+from graphshard.predict._pipeline_schedule import PipelineStep, RankOrder
+from graphshard.predict._pipeline_stages import blocks_of, lists_of
+from graphshard.predict._symbolic_cost import formulas_of, spread_ranks
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.pipeline_schedule import PipelineStep, RankOrder
-from graphshard.predict.pipeline_stages import blocks_of, lists_of
 from graphshard.predict.step_prediction import bound_of, explained
-from graphshard.predict.symbolic_cost import formulas_of, spread_ranks
 from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.graph_facts import Known, while_unchanged

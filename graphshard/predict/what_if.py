@@ -27,10 +27,10 @@ from graphshard.errors import ArgumentError, GraphshardError
 from graphshard.ir.mesh import CONTEXT, EXPERT, MOST_RANKS, PIPELINE, TENSOR, MeshLike
 from graphshard.options.options import Options, check_names, takes_options
 from graphshard.options.simulated_mesh import Parallelize
+from graphshard.predict._symbolic_cost import Inputs, resized
 from graphshard.predict.answers import Answer, Fit, Outcome, Scaled, WhatIf, reason_of
 from graphshard.predict.explanation import Explanation, shown_mesh
 from graphshard.predict.study import Study
-from graphshard.predict.symbolic_cost import Inputs, resized
 from graphshard.predict.training_config import ExplainArguments, Training, batch_of, split_arguments
 from graphshard.utils.argument_validation import check_count, check_function
 from graphshard.utils.text import brief

@@ -1,6 +1,6 @@
 """Scheduling of collectives: when each starts and which travel together, from the abstract problem to plans.
 
-`problem.py`, `simulator.py`, `bounds.py` and the searches of `solver.py` know neither graphs nor tensors.
+`problem.py`, `simulator.py`, `bounds.py` and the searches of `_solver.py` know neither graphs nor tensors.
 `build_problem.py` makes a problem of a program, `planner.py` a plan of its solution, and `fsdp2_order.py` one without
 costs. `clock.py` and `timeline.py` say when a lowered program does what. `schedule_graph.py` schedules external graphs.
 
@@ -66,6 +66,7 @@ External graphs (`graphshard.schedule_graph`):
 * **Costs belong to nodes, not to positions**, so a schedule is not shorter for what it lets fuse.
 """
 
+from graphshard.schedule._solver import Solution, Solver
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.problem import (
     Bucketed,
@@ -80,7 +81,6 @@ from graphshard.schedule.problem import (
     Transfer,
 )
 from graphshard.schedule.simulator import Simulation, simulate
-from graphshard.schedule.solver import Solution, Solver
 
 __all__ = [
     "Bucketed",

@@ -29,11 +29,11 @@ from graphshard.ir.operators import ARRIVED, COPIES, DOWNLOAD, RELOAD
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
+from graphshard.schedule._program_memory import base_bytes, item_at, lasting_beside, saved_memory
 from graphshard.schedule.axis_links import PhaseAxes, Sent, axes_of, link_of, model_collectives
 from graphshard.schedule.fsdp2_order import first_use, last_input, next_boundary
 from graphshard.schedule.graph_facts import collectives_of, layout_of, remembered
 from graphshard.schedule.problem import KINDS, Chain, FixedCollective, Link, Problem, Transfer
-from graphshard.schedule.program_memory import base_bytes, item_at, lasting_beside, saved_memory
 from graphshard.schedule.template_schedule import unfolded_chain
 
 # Copies to the host that a phase has left: bytes, and seconds from its end on.

@@ -17,13 +17,13 @@ from graphshard.ir.plan import EXCHANGE_RANKS, Bucket, CollectiveKind, Event, Pl
 from graphshard.ir.program import Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.passes.keep_gathered import keep_gathered
+from graphshard.schedule._solver import STEPS, Solution, Solver, fsdp2_solution, smallest_of
 from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import Built, Constraints, PhaseMap, Settings, build
 from graphshard.schedule.fsdp2_order import PlanByUnit, plan_scalars
 from graphshard.schedule.graph_facts import collectives_of, within_one_plan
 from graphshard.schedule.problem import Chain, Placement, Problem, Schedule
-from graphshard.schedule.solver import STEPS, Solution, Solver, fsdp2_solution, smallest_of
 from graphshard.schedule.template_schedule import planned_in_short
 
 log = logging.getLogger(__name__)

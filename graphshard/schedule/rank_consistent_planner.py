@@ -37,13 +37,13 @@ from graphshard.ir.program import Phase, Planner, Program
 from graphshard.ir.repeats import TEMPLATE, BlocksDifferError
 from graphshard.passes import MakePlan, Pass
 from graphshard.passes.keep_gathered import keep_gathered
+from graphshard.schedule._program_memory import base_bytes, lasting_beside, saved_memory
 from graphshard.schedule.axis_links import model_collectives
 from graphshard.schedule.build_problem import Left, host_copies, seconds_between
 from graphshard.schedule.fsdp2_order import PlanByUnit, first_use, last_input
 from graphshard.schedule.graph_facts import collectives_of, layout_of, within_one_plan
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.problem import Action, Bucketed, Chain, Link, Occurrence, Placement, Rate, Transfer
-from graphshard.schedule.program_memory import base_bytes, lasting_beside, saved_memory
 from graphshard.schedule.simulator import ChainRun
 from graphshard.schedule.template_schedule import planned_in_short, unfolded_positions
 from graphshard.utils.text import format_bytes

@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import Hardware, Profile, load_profile
 from graphshard.errors import ArgumentError, InfeasibleError
-from graphshard.schedule.graph_collectives import Group, GroupCosts, GroupsLike, bytes_of, check_groups, messages
-from graphshard.schedule.graph_problem import (
+from graphshard.schedule._graph_problem import (
     GraphProblem,
     GraphRun,
     GraphSchedule,
@@ -26,10 +25,11 @@ from graphshard.schedule.graph_problem import (
     graph_problem_of,
     run,
 )
-from graphshard.schedule.graph_search import Best, frugal, graph_bound, search
+from graphshard.schedule._graph_search import Best, frugal, graph_bound, search
+from graphshard.schedule._reordering_windows import windows
+from graphshard.schedule._solver import STEPS
+from graphshard.schedule.graph_collectives import Group, GroupCosts, GroupsLike, bytes_of, check_groups, messages
 from graphshard.schedule.problem import Budget
-from graphshard.schedule.reordering_windows import windows
-from graphshard.schedule.solver import STEPS
 from graphshard.utils.argument_validation import check_choice, check_count
 from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table, styled
 

@@ -1,7 +1,7 @@
 """The one simulation of schedules of the abstract problem: clocks and memory of a phase, event by event.
 
-`ChainState` is a phase after some events. `ChainRun` runs all events of a schedule, `placement.py` decides on the next
-one as it goes, and `exact_search.py` branches from copies. `clock.py` runs the events of lowered programs.
+`ChainState` is a phase after some events. `ChainRun` runs all events of a schedule, `_placement.py` decides on the next
+one as it goes, and `_exact_search.py` branches from copies. `clock.py` runs the events of lowered programs.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from graphshard.ir.graph import GATHERS, WAIT, is_collective, is_on_host, kind_o
 from graphshard.ir.operators import RELOAD
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import LASTING, Phase, Program, Slot
+from graphshard.schedule._program_memory import Saved, owners, saved_memory, workspaces
 from graphshard.schedule.clock import (
     HOST_LINKS,
     Launch,
@@ -33,7 +34,6 @@ from graphshard.schedule.clock import (
     events_of,
     run,
 )
-from graphshard.schedule.program_memory import Saved, owners, saved_memory, workspaces
 
 # Reason of a wait of compute: it is for the phase's first or last collective; the link was busy; the launch was too
 # late, or is longer than the compute next to it; it is for a collective of the model.

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
-from graphshard.checkpoint.manifest import latest_checkpoint, measure, write_manifest
-from graphshard.checkpoint.safe_unpickler import INDEX, SafeReader
+from graphshard.checkpoint._manifest import latest_checkpoint, measure, write_manifest
+from graphshard.checkpoint._safe_unpickler import INDEX, SafeReader
 from graphshard.errors import CheckpointError
 from tests.helpers import Blocks
 from tests.ranks import reset_distributed
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_does_not_hide_the_others(
         file.write_bytes(RAW[damage])
     else:
         file.write_text(json.dumps(DAMAGES[damage](json.loads(file.read_text()))))
-    with caplog.at_level(logging.INFO, "graphshard.checkpoint.manifest"):
+    with caplog.at_level(logging.INFO, "graphshard.checkpoint._manifest"):
         assert latest_checkpoint(tmp_path) == good
     assert f"not a checkpoint: {bad}" in caplog.text
     assert len(caplog.text) < 2000

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.cli import explain_command
+from graphshard.cli import _explain_command
 from graphshard.cli.main import main
 from graphshard.predict import study
-from graphshard.predict.capture_target import standing_in
+from graphshard.predict._capture_target import standing_in
 from graphshard.predict.study import Study
 
 MM = torch.ops.aten.mm.default
@@ -172,7 +172,7 @@ def test_a_program_for_gpus(factory, tmp_path, capsys, monkeypatch):
     ("text", "value"), [(None, None), ("full", "full"), ("0.25", 0.25), ("1", 1.0), ("aten.mm.default", (MM,))]
 )
 def test_activation(text, value):
-    assert explain_command._activation(text) == value
+    assert _explain_command._activation(text) == value
 
 
 def test_command_with_two_axes(factory, tmp_path):

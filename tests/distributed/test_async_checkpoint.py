@@ -20,7 +20,7 @@ from torch import nn
 
 import graphshard
 from graphshard.checkpoint import save_load
-from graphshard.checkpoint.manifest import latest_checkpoint
+from graphshard.checkpoint._manifest import latest_checkpoint
 from graphshard.checkpoint.save_load import Ranks as Together
 from graphshard.checkpoint.save_load import Save, write
 from graphshard.errors import ArgumentError, CheckpointError

@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 import graphshard
 from graphshard.cost.profile import KINDS
-from graphshard.predict import calibrate
+from graphshard.predict import _calibrate
 from tests.ranks import Ranks
 
 
 def _links(rank: int, world_size: int) -> dict[str, Any]:
-    calibrate._SIZES["cpu"] = (2**12, 2**20)
-    calibrate._SHARDS = (2**10, 2**12)
-    calibrate._REPEATS = 2
-    return calibrate.measure_links("cpu", lambda _: None)
+    _calibrate._SIZES["cpu"] = (2**12, 2**20)
+    _calibrate._SHARDS = (2**10, 2**12)
+    _calibrate._REPEATS = 2
+    return _calibrate.measure_links("cpu", lambda _: None)
 
 
 def test_links(ranks: Ranks) -> None:
@@ -35,20 +35,20 @@ def test_links(ranks: Ranks) -> None:
 
 
 def _profile(rank: int, world_size: int) -> str:
-    calibrate._SIZES["cpu"] = (2**12, 2**20)
-    calibrate._SHARDS = (2**10, 2**12)
-    calibrate._REPEATS = 2
+    _calibrate._SIZES["cpu"] = (2**12, 2**20)
+    _calibrate._SHARDS = (2**10, 2**12)
+    _calibrate._REPEATS = 2
 
     def seconds_of(fn: object, device: str, budget: float = 0.0) -> float:
         return 1e-3 * (rank + 1)
 
-    calibrate.seconds_of = seconds_of  # type: ignore[assignment]
+    _calibrate.seconds_of = seconds_of  # type: ignore[assignment]
     try:
-        profile = calibrate.calibrate("cpu", "two")
+        profile = _calibrate.calibrate("cpu", "two")
     finally:
-        from graphshard.predict.calibrate import seconds_of as real
+        from graphshard.predict._calibrate import seconds_of as real
 
-        calibrate.seconds_of = real
+        _calibrate.seconds_of = real
     return profile.to_json()
 
 
@@ -66,7 +66,7 @@ def test_profile_is_of_the_slowest_rank(ranks: Ranks) -> None:
 def _measured(rank: int, world_size: int) -> float:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor)
-    return calibrate.slowest(float(rank), "cpu")
+    return _calibrate.slowest(float(rank), "cpu")
 
 
 def test_slowest(ranks: Ranks) -> None:

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.checkpoint.manifest import latest_checkpoint, measure, read_manifest, write_manifest
-from graphshard.checkpoint.safe_unpickler import SafeReader, load_plain, serialize_plain
+from graphshard.checkpoint._manifest import latest_checkpoint, measure, read_manifest, write_manifest
+from graphshard.checkpoint._safe_unpickler import SafeReader, load_plain, serialize_plain
 from graphshard.errors import CheckpointError
 from tests.distributed.twins import assert_same, fsdp2, world_mesh
 from tests.ranks import RankError, Ranks

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import graphshard
 from graphshard.errors import ArgumentError, CaptureError, UnsupportedError
-from graphshard.frontend.eager_operators import OperatorWatch
+from graphshard.frontend._eager_operators import OperatorWatch
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.options.mesh_axes import data_and_tensor
 from graphshard.runtime.gradient_accumulation import Accumulation, LeftGradient

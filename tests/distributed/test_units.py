@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 import graphshard
 from graphshard.errors import ArgumentError, UnsupportedError
-from graphshard.module.fsdp_module import GraphshardFSDPModule
+from graphshard.module._fsdp_module import GraphshardFSDPModule
 from tests.distributed.twins import assert_same, grads_of, twins, world_mesh
 from tests.helpers import Blocks
 from tests.ranks import Ranks

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.schedule.graph_problem import GraphProblem, GraphSchedule, GraphTransfer, run
-from graphshard.schedule.graph_search import Best, graph_bound, search, soon
+from graphshard.schedule._graph_problem import GraphProblem, GraphSchedule, GraphTransfer, run
+from graphshard.schedule._graph_search import Best, graph_bound, search, soon
 from graphshard.schedule.problem import Budget
 
 LINKS = ("network", "network", "node")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from graphshard import schedule_graph
 from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
+from graphshard.schedule._graph_search import graph_bound
 from graphshard.schedule.graph_collectives import Group, check_groups
-from graphshard.schedule.graph_search import graph_bound
 from graphshard.schedule.schedule_graph import _Task
 from tests.foreign import random_graphs
 from tests.foreign.emulation import results, same

@@ -47,7 +47,7 @@ def values(compiled: dict[str, Boxed]) -> list[torch.Tensor]:
 
 def compile_inductor(region: Region, name: str) -> Boxed:
     """One region by Inductor, in this process."""
-    from graphshard.lower.batch_compile import Batch  # which some processes must not import
+    from graphshard.lower._batch_compile import Batch  # which some processes must not import
     from graphshard.lower.inductor import generate
 
     with Batch(1) as batch:

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from graphshard.lower import background_warmup
+from graphshard.lower import _background_warmup
 
-isa = background_warmup.cpu_vec_isa
+isa = _background_warmup.cpu_vec_isa
 SETS = set(isa.supported_vec_isa_list)
 AVX512 = pytest.mark.skipif("avx512" not in isa.x86_isa_checker(), reason="a CPU without AVX-512")
 
@@ -30,7 +30,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def _forget() -> None:
     cached = "_is_"  # prefix of names that sets cache on themselves
     sets = isa.supported_vec_isa_list
-    background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(cached)} for each in sets])
+    _background_warmup._forget([{k: v for k, v in vars(each).items() if not k.startswith(cached)} for each in sets])
 
 
 def _found() -> list[tuple[str, str]]:
@@ -60,7 +60,7 @@ def test_the_cpu_matches_inductors_detection() -> None:
         return bool(check(self, code))
 
     with mock.patch.object(isa.VecISA, "check_build", counted):
-        background_warmup._find_vector_instructions()
+        _background_warmup._find_vector_instructions()
         ours, by_us = _found(), list(asked)
         _forget()
         assert _found() == ours
@@ -74,7 +74,7 @@ def test_the_cpu_matches_inductors_detection() -> None:
 def test_falls_back_to_inductors_detection() -> None:
     """Nothing assumed stays: here no compiler knows the instructions for bfloat16."""
     with _checked(lambda each, code: "bf16" not in code) as asked:
-        background_warmup._find_vector_instructions()
+        _background_warmup._find_vector_instructions()
         ours = _found()
     _forget()
     with _checked(lambda each, code: "bf16" not in code) as by_inductor:
@@ -86,9 +86,9 @@ def test_falls_back_to_inductors_detection() -> None:
 
 @AVX512
 def test_uses_another_set_if_the_best_fails() -> None:
-    best = background_warmup.cpu_vec_isa.supported_vec_isa_list[0]
+    best = _background_warmup.cpu_vec_isa.supported_vec_isa_list[0]
     with _checked(lambda each, code: type(each) is not type(best)):
-        background_warmup._find_vector_instructions()
+        _background_warmup._find_vector_instructions()
         assert str(best) not in dict(_found())
         assert "avx2" in dict(_found())
 
@@ -97,7 +97,7 @@ def test_functions_of_one_name_are_compiled_separately() -> None:
     """For example both kinds of AMX, which Inductor tests with functions of one name."""
     codes = ['extern "C" void a() {}', 'extern "C" void b(int) {}', 'struct s {};\nextern "C" void a() {}']
     with _checked(lambda each, code: True) as asked:
-        assert background_warmup._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
+        assert _background_warmup._works(isa.VecAVX2(), dict.fromkeys(codes, "-mavx2 -mfma"))
     assert asked == ["\n".join(codes[:2]), codes[2]]
 
 
@@ -110,7 +110,7 @@ def test_flags_are_combined() -> None:
 
     asked = isa.VecAVX2()
     with _checked(check):
-        assert background_warmup._works(asked, {"int a;": "-mavx2 -mfma", "int b;": "-mavx2 -mf16c"})
+        assert _background_warmup._works(asked, {"int a;": "-mavx2 -mfma", "int b;": "-mavx2 -mf16c"})
     assert flags == ["-mavx2 -mfma -mf16c"]
     assert asked.build_arch_flags() == isa.VecAVX2._arch_flags
 
@@ -123,14 +123,14 @@ def test_explicit_settings_are_respected(chosen: str, monkeypatch: pytest.Monkey
     with (
         _checked(lambda each, code: True),
         isa.config.patch(patched),
-        mock.patch.object(background_warmup, "_works") as works,
+        mock.patch.object(_background_warmup, "_works") as works,
     ):
-        background_warmup.Warmup(background_warmup._find_vector_instructions).wait()
+        _background_warmup.Warmup(_background_warmup._find_vector_instructions).wait()
     assert not works.called
 
 
 def test_failures_do_not_block(caplog: pytest.LogCaptureFixture) -> None:
-    warmup = background_warmup.Warmup(background_warmup._find_vector_instructions)
+    warmup = _background_warmup.Warmup(_background_warmup._find_vector_instructions)
     with mock.patch.object(isa, "x86_isa_checker", side_effect=OSError("no compiler")), caplog.at_level("DEBUG"):
         warmup.wait()
     assert "no compiler" in caplog.text
@@ -138,7 +138,7 @@ def test_failures_do_not_block(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_starts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    warmup = background_warmup.Warmup(lambda: begun.append(os.getpid()))
+    warmup = _background_warmup.Warmup(lambda: begun.append(os.getpid()))
     warmup.begin()
     warmup.begin()
     warmup.wait()

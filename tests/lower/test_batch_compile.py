@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from graphshard.lower.batch_compile import Compilers, Job, compile_together, joined
+from graphshard.lower._batch_compile import Compilers, Job, compile_together, joined
 
 HEADERS = shlex.quote(sysconfig.get_paths()["include"])
 # Named as in Inductor's sources: all kernels have one name, and some names are local to the file.

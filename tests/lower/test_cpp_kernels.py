@@ -15,8 +15,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from graphshard.lower import batch_compile, inductor
-from graphshard.lower.batch_compile import Batch, Pending
+from graphshard.lower import _batch_compile, inductor
+from graphshard.lower._batch_compile import Batch, Pending
 from graphshard.lower.inductor import compile_all
 from graphshard.lower.inductor_cache import check_whole, damage_of
 from graphshard.lower.region_store import Store
@@ -35,8 +35,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _counted() -> Any:
     """Count the compiler runs by graphshard."""
-    run = batch_compile.Compilers.run
-    return mock.patch.object(batch_compile.Compilers, "run", autospec=True, side_effect=run)
+    run = _batch_compile.Compilers.run
+    return mock.patch.object(_batch_compile.Compilers, "run", autospec=True, side_effect=run)
 
 
 def _inductors() -> Any:
@@ -54,9 +54,9 @@ def test_regions_are_compiled_together(tmp_path: Path) -> None:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
     assert inductors.call_count == 0
-    batch_compile.CppPythonBindingsCodeCache.cache_clear()
+    _batch_compile.CppPythonBindingsCodeCache.cache_clear()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # the fixture restores it
-    with mock.patch.object(batch_compile, "compile_together"), _inductors() as inductors:
+    with mock.patch.object(_batch_compile, "compile_together"), _inductors() as inductors:
         alone = {name: compile_inductor(region, name) for name, region in regions.items()}
     assert inductors.call_count >= 3
     for name, fn in made.items():
@@ -75,7 +75,7 @@ def test_the_next_process_finds_them_in_the_cache(tmp_path: Path) -> None:
     """No code is generated, and no compiler runs."""
     regions = regions_from(2000, 2)
     first = dict(compile_all(regions, lambda told: None))
-    batch_compile.CppPythonBindingsCodeCache.cache_clear()
+    _batch_compile.CppPythonBindingsCodeCache.cache_clear()
     before = _hits()
     with _counted() as runs, _inductors() as inductors:
         second = dict(compile_all(regions, lambda told: None))
@@ -110,7 +110,7 @@ def _hits() -> int:
 @pytest.mark.slow
 def test_incompatible_kernels_are_compiled_separately(problem: Exception) -> None:
     first = 3000 + len(str(problem))
-    with mock.patch.object(batch_compile.Compilers, "run", side_effect=problem):
+    with mock.patch.object(_batch_compile.Compilers, "run", side_effect=problem):
         made = dict(compile_all(regions_from(first, 2), lambda told: None))
     torch.testing.assert_close(values(made), [compute(first + n, INPUT) for n in range(2)])
 
@@ -138,7 +138,7 @@ def test_compilers_are_killed_when_work_is_cancelled() -> None:
     """If a rank becomes unneeded, or on Ctrl-C: no wait, no thread and no lock remains."""
     begun, ended = threading.Event(), threading.Event()
 
-    def run(self: batch_compile.Compilers, *_: Any) -> str:
+    def run(self: _batch_compile.Compilers, *_: Any) -> str:
         begun.set()
         while not self.ended:
             ended.wait(0.01)
@@ -150,7 +150,7 @@ def test_compilers_are_killed_when_work_is_cancelled() -> None:
             raise KeyboardInterrupt
 
     regions = regions_from(5000, 2)
-    with mock.patch.object(batch_compile.Compilers, "run", run), cancelled_by(check), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(_batch_compile.Compilers, "run", run), cancelled_by(check), pytest.raises(KeyboardInterrupt):
         dict(compile_all(regions, lambda told: None))
     assert ended.is_set()
     assert not any(thread.name.startswith("graphshard-compilers") for thread in threading.enumerate())
@@ -203,7 +203,7 @@ def test_damaged_libraries_are_compiled_again(
         content = path.read_bytes()
         path.unlink()  # this process keeps what it has loaded
         path.write_bytes(content[:left])
-    batch_compile.CppPythonBindingsCodeCache.cache_clear()
+    _batch_compile.CppPythonBindingsCodeCache.cache_clear()
     again = dict(compile_all(regions, lambda told: None))
     assert all(hasattr(fn, "source_code") for fn in again.values())
     for one, other in zip(made, values(again), strict=True):
@@ -220,7 +220,7 @@ def test_an_empty_source_is_rewritten(tmp_path: Path) -> None:
     for path in (library, library.with_suffix(".cpp")):
         path.unlink()
         path.write_bytes(b"")
-    batch_compile.CppPythonBindingsCodeCache.cache_clear()
+    _batch_compile.CppPythonBindingsCodeCache.cache_clear()
     assert torch.equal(values(dict(compile_all(regions, lambda told: None)))[0], made[0])
     assert library.with_suffix(".cpp").read_bytes()
     assert damage_of(library.read_bytes()) == ""

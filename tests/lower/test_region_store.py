@@ -18,8 +18,8 @@ import torch
 
 from graphshard.ir.program import Region
 from graphshard.lower import inductor, region_store
+from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.backends import begin_compiling, compiler_for
-from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.region_store import KeptRegion, Store, store_here
 from graphshard.lower.regions import Boxed
 from graphshard.utils.archive import read_private, write_archive
@@ -30,7 +30,7 @@ config: Any = pkgutil.resolve_name("torch._inductor.config")
 ALONE = """
 import sys
 import torch
-from graphshard.lower.background_warmup import VECTOR_INSTRUCTIONS
+from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.backends import begin_compiling, compiler_for
 from tests.lower.small_regions import compute, INPUT, regions_from, values
 torch.set_num_threads(int(sys.argv[1]))

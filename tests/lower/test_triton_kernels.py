@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphshard.lower import batch_compile
-from graphshard.lower.batch_compile import TritonKernels
+from graphshard.lower import _batch_compile
+from graphshard.lower._batch_compile import TritonKernels
 
 async_compile = pkgutil.resolve_name("torch._inductor.async_compile")
 config = pkgutil.resolve_name("torch._inductor.config")
@@ -209,9 +209,9 @@ def test_warmup_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         go.wait(60)
         raise OSError("no processes")
 
-    monkeypatch.setattr(batch_compile.async_compile, "maybe_warm_pool", warm)
+    monkeypatch.setattr(_batch_compile.async_compile, "maybe_warm_pool", warm)
     monkeypatch.setattr(os, "getpid", lambda: -2)  # this process may have started it already
-    batch_compile.TRITON_COMPILER.begin()
+    _batch_compile.TRITON_COMPILER.begin()
     assert started.wait(60)
     go.set()
-    batch_compile.TRITON_COMPILER.wait()
+    _batch_compile.TRITON_COMPILER.wait()

@@ -185,7 +185,7 @@ def test_planning_can_be_interrupted(fake_world: FakeWorld, monkeypatch: pytest.
         model(*BATCH)
 
     with monkeypatch.context() as patched:
-        patched.setattr("graphshard.schedule.solver.simulate", mock.Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("graphshard.schedule._solver.simulate", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             compile_and_call()
     assert (type(model) is Blocks) == ahead

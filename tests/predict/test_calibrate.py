@@ -13,8 +13,8 @@ from graphshard.cli.main import main
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import NodeLink
 from graphshard.ir.mesh import Axis
-from graphshard.predict import calibrate
-from graphshard.predict.calibrate import best_of, fit
+from graphshard.predict import _calibrate
+from graphshard.predict._calibrate import best_of, fit
 from tests.predict.test_explain import TOKENS, meta_net
 
 
@@ -37,8 +37,8 @@ def quick(monkeypatch):
         fn()
         return 1e-3
 
-    monkeypatch.setattr(calibrate, "seconds_of", seconds_of)
-    monkeypatch.setattr(calibrate, "_SQUARES", {"cpu": (64, 128)})
+    monkeypatch.setattr(_calibrate, "seconds_of", seconds_of)
+    monkeypatch.setattr(_calibrate, "_SQUARES", {"cpu": (64, 128)})
 
 
 def test_command(quick, tmp_path, capsys, monkeypatch):
@@ -97,7 +97,7 @@ def test_the_best_of_several_rounds():
     slow = {"kernel_seconds": 2e-6, "vector": 5e9, "host_bandwidth": 2e9, "matmul.float32": 2e11}
     best = {"kernel_seconds": 1e-6, "vector": 1e10, "host_bandwidth": 2e9, "matmul.float32": 2e11}
     assert best_of([fast, slow]) == best_of([slow, fast]) == best
-    links, of_ranks = (NodeLink(1e9, 1e-3, 1e-4), NodeLink(5e8, 5e-3, 5e-5)), calibrate._of_ranks
+    links, of_ranks = (NodeLink(1e9, 1e-3, 1e-4), NodeLink(5e8, 5e-3, 5e-5)), _calibrate._of_ranks
     once = {"inside.gather": links[0], "outside.isolated": of_ranks(1e9), "contention": 0.8, "pack_below": 8192}
     again = {"inside.gather": links[1], "outside.isolated": of_ranks(5e8), "contention": 0.7, "pack_below": 4096}
     assert best_of([once, again]) == best_of([again, once]) == {**once, "contention": 0.7, "pack_below": 4096}
@@ -113,9 +113,9 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
         call()
         return next(times)
 
-    monkeypatch.setattr(calibrate, "seconds_together", seconds_together)
-    monkeypatch.setattr(calibrate, "_SHARDS", (1024, 2048, 4096))
-    assert calibrate._pack_below("cpu", torch.distributed.group.WORLD) == found
+    monkeypatch.setattr(_calibrate, "seconds_together", seconds_together)
+    monkeypatch.setattr(_calibrate, "_SHARDS", (1024, 2048, 4096))
+    assert _calibrate._pack_below("cpu", torch.distributed.group.WORLD) == found
 
 
 def test_builtin_profile_of_a_cpu():

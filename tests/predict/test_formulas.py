@@ -37,7 +37,7 @@ def explained(batch: int, seq: int, ranks: int) -> graphshard.Explanation:
 
 
 @pytest.fixture(scope="module")
-def formulas() -> graphshard.predict.symbolic_cost.Formulas:
+def formulas() -> graphshard.predict._symbolic_cost.Formulas:
     """Return the formulas of 256 tokens on 8 ranks."""
     found = explained(*TOKENS.shape, 8).formulas
     assert found is not None

@@ -17,7 +17,7 @@ from graphshard.errors import ArgumentError, InfeasibleError, StageError
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.program import Program, Slot
 from graphshard.ir.repeats import Repeats
-from graphshard.predict.pipeline_stages import Blocks, Stages, blocks_of, lists_of
+from graphshard.predict._pipeline_stages import Blocks, Stages, blocks_of, lists_of
 from tests.conftest import FakeWorld
 from tests.helpers import captured, full_gradients, mean_gradients, padded_shard, run_ranks, through
 from tests.predict.test_explain import BF16, meta_net

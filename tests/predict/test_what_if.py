@@ -21,7 +21,7 @@ from graphshard.errors import ArgumentError
 from graphshard.options.options import Options
 from graphshard.options.resolve import with_activation
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.predict import capture_target
+from graphshard.predict import _capture_target
 from graphshard.predict.answers import Outcome
 from graphshard.predict.study import Study
 from graphshard.predict.training_config import Training
@@ -42,7 +42,7 @@ def study_of(case: Case) -> Study:
 @pytest.fixture(scope="module")
 def asked() -> tuple[graphshard.WhatIf, int]:
     """Return all answers, and the number of captures."""
-    with mock.patch.object(capture_target, "capture_example", wraps=capture_target.capture_example) as captures:
+    with mock.patch.object(_capture_target, "capture_example", wraps=_capture_target.capture_example) as captures:
         found = answer(study_of(CASE), CASE, list(ABOUT), (4, 64))
     return found, captures.call_count
 
@@ -240,7 +240,7 @@ def test_impossible_changes_are_left_out() -> None:
 def test_wrong_arguments(given: dict[str, Any], message: str) -> None:
     """Named before anything is captured."""
     with (
-        mock.patch.object(capture_target, "capture_example", side_effect=AssertionError),
+        mock.patch.object(_capture_target, "capture_example", side_effect=AssertionError),
         pytest.raises(ArgumentError) as caught,
     ):
         graphshard.what_if(meta_net(width=64), (16,), example_inputs=(TOKENS,), **given)

@@ -16,14 +16,14 @@ from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
 from graphshard.ir.mesh import Axis
 from graphshard.schedule import Chain, Link, Placement, Problem, Rate, Schedule, Solution, Solver, Transfer
+from graphshard.schedule._dynamic_program import shortest_order
+from graphshard.schedule._exact_search import search_exactly
+from graphshard.schedule._placement import one_ahead
+from graphshard.schedule._solver import STEPS, PhaseSearch
 from graphshard.schedule.axis_links import make_link
 from graphshard.schedule.bounds import chain_bound, jobs, lower_bound
-from graphshard.schedule.dynamic_program import shortest_order
-from graphshard.schedule.exact_search import search_exactly
-from graphshard.schedule.placement import one_ahead
 from graphshard.schedule.problem import KINDS, Budget, modes, startable
 from graphshard.schedule.simulator import simulate
-from graphshard.schedule.solver import STEPS, PhaseSearch
 from tests.schedule.oracles import chains, exhaustive, halves, links
 
 LIMITS = st.one_of(st.just(math.inf), st.integers(5, 60))

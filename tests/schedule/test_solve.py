@@ -22,8 +22,8 @@ from graphshard.schedule import (
     Solver,
     Transfer,
 )
+from graphshard.schedule._placement import place
 from graphshard.schedule.bounds import chain_bound, lower_bound
-from graphshard.schedule.placement import place
 from graphshard.schedule.simulator import simulate
 from tests.schedule.oracles import chains, communicating, exhaustive, halves, links, of_experts
 

@@ -25,7 +25,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 
 from graphshard.errors import CaptureError, GraphBreak
-from graphshard.frontend.eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
+from graphshard.frontend._eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
 from graphshard.ir.graph import is_backward, is_part, is_random, place_of
 from graphshard.ir.kernel_shapes import missing_kernels
 from graphshard.ir.operators import NAMING_GROUPS

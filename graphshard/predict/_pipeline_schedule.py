@@ -24,8 +24,8 @@ from graphshard.ir.graph import base_of, is_alias
 from graphshard.ir.mesh import Axis
 from graphshard.ir.program import Program
 from graphshard.options.options import Options
+from graphshard.predict._pipeline_stages import Blocks, Stages
 from graphshard.predict.explanation import Explanation, PipelineCost, StageCost, training_cost
-from graphshard.predict.pipeline_stages import Blocks, Stages
 from graphshard.predict.step_prediction import (
     EARLIER_GRADIENTS,
     HIDDEN,

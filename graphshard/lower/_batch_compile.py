@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from graphshard.lower.background_warmup import ASKS_EVERY, Warmup
+from graphshard.lower._background_warmup import ASKS_EVERY, Warmup
 from graphshard.lower.inductor_cache import RemovedError, check_whole
 from graphshard.torch_compat.aot_autograd import TracingContext, tracing
 from graphshard.torch_compat.inductor_compiler import (

@@ -25,9 +25,9 @@ from torch.fx import Graph, Node
 from graphshard.cost.costs import Costs
 from graphshard.cost.kernels import kernels_of
 from graphshard.ir.graph import is_view, start_together
+from graphshard.schedule._reordering_windows import Windows, asked_for, parts, shared
 from graphshard.schedule.graph_collectives import GroupCosts, Message, bytes_of
 from graphshard.schedule.problem import Clocks
-from graphshard.schedule.reordering_windows import Windows, asked_for, parts, shared
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 
 

@@ -23,10 +23,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from graphshard.schedule._graph_problem import GraphProblem, GraphRun, GraphSchedule, run
+from graphshard.schedule._solver import STEPS, Solver
 from graphshard.schedule.bounds import chain_bound
-from graphshard.schedule.graph_problem import GraphProblem, GraphRun, GraphSchedule, run
 from graphshard.schedule.problem import Budget, Chain, Cost, Link, Problem, Transfer
-from graphshard.schedule.solver import STEPS, Solver
 
 # Latencies that the joined buckets of a candidate take in addition to their own.
 _MULTIPLES = (1, 4, 16, 1 << 30)

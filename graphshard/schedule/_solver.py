@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphshard.errors import InfeasibleError
+from graphshard.schedule._dynamic_program import ANY, Effort, channel_order, shortest_order
+from graphshard.schedule._exact_search import search_exactly
+from graphshard.schedule._placement import delay, laziest, one_ahead, place, singles
 from graphshard.schedule.bounds import chain_bound, lower_bound
-from graphshard.schedule.dynamic_program import ANY, Effort, channel_order, shortest_order
-from graphshard.schedule.exact_search import search_exactly
-from graphshard.schedule.placement import delay, laziest, one_ahead, place, singles
 from graphshard.schedule.problem import (
     KINDS,
     Bucketed,

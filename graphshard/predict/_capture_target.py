@@ -37,7 +37,7 @@ from graphshard.options.resolve import capture_spec, find_axes
 from graphshard.options.simulated_mesh import Parallelize, needs_parallelize, options_for, shape_of, simulated_mesh
 from graphshard.options.validate import ModelContents
 from graphshard.pipeline.instrumentation import Level, Observer
-from graphshard.predict.symbolic_cost import Inputs, symbolize
+from graphshard.predict._symbolic_cost import Inputs, symbolize
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.torch_compat.symbolic_sizes import assume_total, hint
 from graphshard.torch_compat.torch_ops import pytree
