@@ -20,9 +20,9 @@
   no cache in common. While the kernels of a share are compiled the code of the next is generated.
 * **Kernels of several regions are compiled in one run** (`_batch_compile.py`). Reading the header, starting the
   compiler and linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one
-  run). The text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled by
-  Inductor as if nothing had been tried. A cold launch of `benchmarks.first_step` on a loaded machine took 39 CPU s, 70
-  with each kernel compiled alone, and FSDP2's 45.
+  run). The text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled
+  by Inductor as if nothing had been tried. A cold launch of `benchmarks.first_step` on a loaded machine took 39 CPU s,
+  70 with each kernel compiled alone, and FSDP2's 45.
 * **What Inductor does once begins early** (`_background_warmup.py`), in a thread during the capture. Where code of
   regions is kept it begins with the first region that is not.
 * **Kernels for GPUs are compiled by Inductor's processes while code is generated** (`_batch_compile.py`): 10.7 s to a
