@@ -212,6 +212,10 @@ def joint_program(
     """Return the program of a call of a module that was made of a joint program; None for any other module.
 
     Raise InputError if the call differs from the captured one.
+
+    Raises:
+        InputError: the call differs from the captured one.
+        ArgumentError: the parameters differ.
     """
     exported = joint_of(module)
     if exported is None:

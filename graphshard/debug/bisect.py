@@ -114,6 +114,9 @@ def bisect(
 
     Args:
         tolerance: relative error up to which a difference counts as rounding; None chooses by dtype.
+
+    Raises:
+        ArgumentError: the module was not compiled.
     """
     model = compiled_module(model)
     check_examples(model, args, {} if kwargs is None else kwargs, ("args", "kwargs"))

@@ -93,6 +93,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
             requires_gradient_sync: True reduces over replicas, too; call `set_requires_all_reduce(False)` after it.
             recurse: False changes this module's own unit only.
             units: change these units only, by patterns of names within this module such as "layers.*"; "" is its own.
+
+        Raises:
+            ArgumentError: a pattern matches no unit.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         chosen, accumulation = self._params_of(recurse, units), self._graphshard_unit.runner.accumulation
@@ -140,7 +143,11 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         return UnshardHandle(runner.unsharded, ()) if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Forget the gradients that were accumulated and not reduced, after a step that was abandoned."""
+        """Forget the gradients that were accumulated and not reduced, after a step that was abandoned.
+
+        Raises:
+            ArgumentError: this is a unit of the model, and not the model.
+        """
         if self._graphshard_unit.path:
             raise ArgumentError(f"reset_iter_state: {self._graphshard_unit.path} is a unit. Call it on the model.")
         self._graphshard_unit.runner.accumulation.sums.clear()
@@ -150,7 +157,11 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True, *, units: Sequence[str] | None = None
     ) -> None:
-        """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`."""
+        """Choose from the next call on whether backward gathers parameters again; see `graphshard.compile`.
+
+        Raises:
+            ArgumentError: the value is not a bool, or a pattern matches no unit.
+        """
         check_bool("reshard_after_forward", reshard_after_forward)
         self._graphshard_unit.runner.change(self._params_of(recurse, units), reshard=reshard_after_forward)
 
@@ -194,6 +205,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Choose the units whose gathers start in forward when this one's parameters have arrived.
 
         Raises:
+            ArgumentError: a module is not a unit of this model.
             UnsupportedError: a planner in `passes`, or a memory limit, makes the plan.
         """
         self._prefetch("forward", modules)
@@ -219,6 +231,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Let gradients of several units be reduced at once, which takes their memory; 1 until this is called.
 
         Of several choices the largest counts.
+
+        Raises:
+            ArgumentError: it is not a positive int.
         """
         check_count("max_input_buffers", max_input_buffers)
         check_bool("recurse", recurse)
@@ -236,7 +251,11 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         unit.runner.separate_reductions(unit.inside(recurse=recurse), enable=enable)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next call wait for an event, such as the end of the optimizer's step on another stream."""
+        """Let the next call wait for an event, such as the end of the optimizer's step on another stream.
+
+        Raises:
+            ArgumentError: it is not an event.
+        """
         if not callable(getattr(event, "wait", None)):
             raise ArgumentError(f"event must be a torch.Event, got {brief(event)}.")
         self._graphshard_unit.runner.event = event
@@ -250,6 +269,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         It is called for each tensor that travels: once for all small parameters of the unit, once for each larger one.
 
         Raises:
+            ArgumentError: it has no `allocate`, or cannot be called.
             UnsupportedError: a planner in `passes`, or a memory limit, decides what travels together; so below.
         """
         chosen = UserCollectives({("gather", self._graphshard_unit.name): _checked(comm)})
@@ -268,6 +288,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
 
         Args:
             stream: where it is called, on CUDA; not with replicas.
+
+        Raises:
+            ArgumentError: it cannot be called, or there is a stream and there are replicas.
         """
         unit = self._graphshard_unit
         check_function("hook", hook, "lambda gradient: ...")

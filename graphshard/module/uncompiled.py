@@ -52,6 +52,7 @@ def uncompiled(model: nn.Module, *, reshard_after_forward: bool = False) -> Iter
             same order.
 
     Raises:
+        ArgumentError: the module was not compiled.
         UnsupportedError: a parameter has `fsdp_pre_all_gather`; or, in the block, a module is called with gradients
             enabled, or a parameter was written to.
     """

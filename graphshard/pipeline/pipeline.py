@@ -193,6 +193,9 @@ def run_pass(step: Pass, program: Program, observer: Observer | None = None) -> 
     """Run requires -> rewrite -> rules -> ensures of a pass; the observer verifies and records.
 
     A PassError is addressed to the author of the pass.
+
+    Raises:
+        PassError: addressed to the author of the pass.
     """
     check_cancelled()
     observer = observer or Observer("each")

@@ -146,6 +146,7 @@ def explain_grid(
     Raises:
         ArgumentError: an argument is wrong, or everything is left out.
         GraphshardError: one of the workers ended.
+        CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(explain_grid, options)
     for name, value in (("meshes", meshes), ("hardware", hardware), ("network", network)):

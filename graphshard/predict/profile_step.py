@@ -60,6 +60,9 @@ def measure_regions(
         model: compiled, and called or compiled with example inputs before.
         budget: seconds to spend on each region.
         show: receives progress.
+
+    Raises:
+        ArgumentError: the model is not compiled, or has no program yet.
     """
     check_number("budget", budget, positive=True)
     check_function("show", show, "print")
@@ -90,13 +93,21 @@ def measure_regions(
 
 
 def save_measured(measured: Mapping[str, float], path: str | os.PathLike[str]) -> None:
-    """Write times of regions as JSON: seconds by key."""
+    """Write times of regions as JSON: seconds by key.
+
+    Raises:
+        ArgumentError: `measured` is something else, or the file cannot be written.
+    """
     check_seconds("measured", measured)
     write_given("path", path, json.dumps(dict(measured), indent=1) + "\n")
 
 
 def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Read a file of `save_measured`."""
+    """Read a file of `save_measured`.
+
+    Raises:
+        ArgumentError: the file holds something else.
+    """
     where = path_of("path", path, "a file that graphshard.profiling.save_measured wrote")
     try:
         data = json.loads(read_file(where, _MOST_BYTES))

@@ -225,6 +225,9 @@ class StepProfile:
 
         Each rank is a process with the lanes "compute" and "communication", and so is the prediction. A rank's time
         counts from when it left the barrier before the step.
+
+        Raises:
+            ArgumentError: the file cannot be written.
         """
         processes = [(f"rank {step.rank}", step.spans) for step in self.ranks]
         processes.append((f"predicted for {self.hardware}", self._prediction.spans))
@@ -252,6 +255,9 @@ class StepProfile:
 
         Args:
             program: its title, such as "Llama-0"; needed where several programs ran in the step.
+
+        Raises:
+            ArgumentError: there is no such program, or the file cannot be written.
         """
         titles = list(self._programs)
         if program is None and len(titles) > 1:

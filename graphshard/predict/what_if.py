@@ -257,6 +257,7 @@ def what_if(
 
     Raises:
         ArgumentError: an argument is wrong. A change that cannot be made is no error: `WhatIf.left_out` says why.
+        CaptureError: the module cannot be captured from the example inputs.
     """
     check_names(what_if, options)
     about = check_about(changes)
