@@ -65,7 +65,7 @@ def instantiate_blocks(program: Program, *, scheduled: bool = False) -> Program:
     """
     assert program.few is not None
     repeats, params = program.few.repeats, program.few.params
-    saved = dict(program.few.saved) if scheduled else {}
+    saved = {name: Member(*each) for name, each in program.few.saved.items()} if scheduled else {}
     for blocks in _phases_of(program, saved, scheduled=scheduled):
         blocks.run()
     found = {name for name in program.differentiated if repeats.group_of(name) == TEMPLATE}

@@ -146,12 +146,12 @@ class RepeatedBlocks:
     Attributes:
         repeats: the groups.
         params: the parameter table of all groups.
-        saved: values that forward saves in a group, by name.
+        saved: family and group (`Member`, in files a tuple) of the values that forward saves in a group, by name.
     """
 
     repeats: Repeats
     params: ParamTable
-    saved: Mapping[str, Member] = field(default_factory=dict)
+    saved: Mapping[str, tuple[Any, int]] = field(default_factory=dict)
 
     def is_of_template(self, name: str, *, saved: bool) -> bool:
         """Return whether a value belongs to the template group.
@@ -160,7 +160,7 @@ class RepeatedBlocks:
             saved: forward saves it, so its name does not tell the group.
         """
         if saved:
-            return name in self.saved and self.saved[name].group == TEMPLATE
+            return name in self.saved and self.saved[name][1] == TEMPLATE
         return self.repeats.group_of(name) == TEMPLATE
 
 
