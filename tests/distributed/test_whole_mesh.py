@@ -267,14 +267,13 @@ def test_rejects_a_gradient_sharded_over_a_data_axis(fake_world: FakeWorld) -> N
     mesh = _world(fake_world, "fsdp")
     model = graphshard.compile(distribute_module(Scaled(), mesh, _on_whole), mesh, backend="eager")
     by_feature = DTensor.from_local(torch.randn(3, 2), mesh, [Shard(1)], run_check=False)
-    with pytest.raises(
-        CaptureError, match=r"^graphshard cannot capture Scaled\.forward: a gradient of scale is "
-    ) as error:
+    with pytest.raises(CaptureError) as error:
         model(by_feature)
-    assert "placed as (Shard(dim=0),) there\nA gradient of a parameter on the whole mesh lies in pieces" in str(
-        error.value
+    assert str(error.value) == (
+        "graphshard cannot capture forward: it makes a gradient of scale that is placed as (Shard(dim=0),) along data "
+        "axes, over which it is to be reduced. Use the parameter with activations that are cut there by their batch, "
+        "or whole."
     )
-    assert str(error.value).endswith("Use the parameter with activations that are cut there by their batch, or whole.")
     model(DTensor.from_local(torch.randn(3, 8), mesh, [Shard(0)], run_check=False)).backward()
 
 
