@@ -281,7 +281,7 @@ class Runner(ProgramCompiler):
         several = torch.is_grad_enabled() and calls < before  # other calls follow before a backward, as last time
         if not several:
             self.unsharded.free(list(self.unsharded.left))
-        if self.unsharded.full:
+        if self.unsharded.full and not self.split_state.open:  # else modules show full parameters
             self._gather_what_changed()
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
