@@ -35,8 +35,6 @@ _MOVEMENT = frozenset(
         *(aten.split.Tensor, aten.split_with_sizes.default, OWN_CHUNK),
     }
 )
-# Kinds of inputs that gathers read.
-_GATHERED = ("param", "part", "piece")
 
 # Mark of nodes that were compute when the plan was made, but look like data movement after bucketing: the model itself
 # concatenates or splits parameters.
@@ -79,7 +77,7 @@ def collectives(phase: Phase) -> list[Collective]:
     The parameters of a gather are the placeholders that it depends on; the parameters of a reduction are the gradient
     outputs that depend on it.
     """
-    names = {node: slot.name for node, slot in phase.slot_of().items() if slot.kind in _GATHERED}
+    names = {node: slot.name for node, slot in phase.slot_of().items() if slot.is_of_shard}
     grads = {n: s.name for n, s in zip(phase.results, phase.outputs, strict=True) if isinstance(n, Node)}
     found = []
     for node in phase.module.graph.nodes:

@@ -104,6 +104,11 @@ class Slot:
         return self.kind == "grad" or self.of == "late"
 
     @cached_property
+    def is_of_shard(self) -> bool:
+        """Whether it is a shard, or what a gather sends of it."""
+        return self.kind in ("param", "part", "piece")
+
+    @cached_property
     def is_full(self) -> bool:
         """Whether it is a full parameter, which shards can restore."""
         return "gathered" in (self.kind, self.of)

@@ -27,12 +27,9 @@ from graphshard.ir.repeat_windows import group_of
 from graphshard.ir.repeats import Repeats
 from graphshard.torch_compat.torch_ops import uncompiled
 
-# Kinds of slots of a parameter, in any form.
-_OF_PARAMETERS = ("param", "part", "gathered", "piece")
-
 
 def _is_parameter(slot: Slot) -> bool:
-    return slot.kind in _OF_PARAMETERS or slot.is_full
+    return slot.is_of_shard or slot.is_full
 
 
 @dataclass(frozen=True)

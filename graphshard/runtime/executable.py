@@ -34,8 +34,6 @@ from graphshard.torch_compat.autograd_state import Fate, disable_autocast, fate_
 Variant = tuple[frozenset[str], AccumulateGradients | None]
 # Strides of the tangents that arrive, by name; in any order.
 Strides = frozenset[tuple[str, tuple[int, ...]]]
-# Kinds of values that forward leaves to backward which are shards, or what is gathered of them.
-_OF_SHARD = ("param", "part", "piece")
 # Makes a program that is a backward alone.
 BackwardFactory = Callable[[Variant, Strides], Program]
 
@@ -91,7 +89,7 @@ class Executable:
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
         self.differentiated = tuple(slot.of or "" for slot in self._grads)
         # Parameters whose values backward reads again, or forward has kept for it.
-        left = [slot for slot in self._forward.outputs if slot.kind in _OF_SHARD or slot.is_full]
+        left = [slot for slot in self._forward.outputs if slot.is_of_shard or slot.is_full]
         self.read_again = [self.values.params[name] for name in dict.fromkeys(slot.name for slot in left)]
 
     @property

@@ -53,9 +53,6 @@ from graphshard.torch_compat.autograd_state import disable_autocast
 from graphshard.torch_compat.dtensor import sharded_like
 from graphshard.torch_compat.torch_ops import assert_async
 
-# Inputs of a phase that share memory with a shard, whatever the phase.
-_OF_SHARD = ("param", "part", "piece")
-
 
 class Arrival(NamedTuple):
     """The reduced gradient of a parameter: this rank's shard of it, without padding."""
@@ -172,7 +169,7 @@ def _taken(phase: Phase, inputs: Sequence[Any], refs: Mapping[int, ParamRef]) ->
         sources = tuple(
             index
             for index, slot in enumerate(phase.inputs)
-            if (slot.kind in _OF_SHARD and slot.name == name) or (own and memory[index] == own)
+            if (slot.is_of_shard and slot.name == name) or (own and memory[index] == own)
         )
         taken.append(Taken(place, sources, gathered=ref.row.num_shards > 1))
     return taken
@@ -259,7 +256,7 @@ class GatherPrefetch:
     def __init__(self, program: BoundProgram, phase: Phase, values: SlotValues) -> None:
         executor = phase.module
         assert isinstance(executor, Executor)
-        shards = [place for place, slot in enumerate(phase.inputs) if slot.kind in _OF_SHARD]
+        shards = [place for place, slot in enumerate(phase.inputs) if slot.is_of_shard]
         self._program, self._phase = program, phase
         self._lines, found = take_out_gathers(executor.lines, shards)
         self._gathers: list[_Gather] = []

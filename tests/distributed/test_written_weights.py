@@ -7,7 +7,7 @@ stale parameters in most of these cases.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -152,8 +152,11 @@ def _full(value: Tensor | None) -> Tensor | None:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _assert_same(plain: nn.Module, model: nn.Module, losses: Iterable[Tensor], case: str) -> None:
-    expected, found = losses
+def _compare_a_step(plain: nn.Module, model: nn.Module, seed: int, case: str) -> None:
+    """Check that losses, parameters and gradients of a forward and backward are equal, and drop the gradients."""
+    expected, found = (each(_batch(seed)) for each in (plain, model))
+    expected.backward()
+    found.backward()
     assert torch.equal(expected, found), f"{case}: loss {found.item()}, plain torch has {expected.item()}"
     for (name, one), other in zip(plain.named_parameters(), model.parameters()):
         assert torch.equal(one, _full(other)), f"{case}: {name}"
@@ -165,10 +168,7 @@ def _between_backwards(rank: int, world_size: int, keep: str, options: dict[str,
     plain, model, params = _pair(keep, **options)
     for number, write in enumerate(WRITES):
         for _ in range(2):
-            losses = [each(_batch(number)) for each in (plain, model)]
-            for loss in losses:
-                loss.backward()
-            _assert_same(plain, model, losses, f"{keep}, {write.__name__}")
+            _compare_a_step(plain, model, number, f"{keep}, {write.__name__}")
             _write(write, params)
 
 
@@ -180,10 +180,7 @@ def _between_calls(rank: int, world_size: int, keep: str) -> None:
             for each in (plain, model):
                 each(_batch(100 + number))
             _write(write, params)
-            losses = [each(_batch(number)) for each in (plain, model)]
-            for loss in losses:
-                loss.backward()
-            _assert_same(plain, model, losses, f"{keep}, {write.__name__}")
+            _compare_a_step(plain, model, number, f"{keep}, {write.__name__}")
 
 
 def _after_unshard(rank: int, world_size: int, keep: str) -> None:
@@ -193,10 +190,7 @@ def _after_unshard(rank: int, world_size: int, keep: str) -> None:
             if isinstance(module, torch.distributed.fsdp.FSDPModule):
                 module.unshard()
         _write(write, params)
-        losses = [each(_batch(number)) for each in (plain, model)]
-        for loss in losses:
-            loss.backward()
-        _assert_same(plain, model, losses, f"{keep}, {write.__name__}")
+        _compare_a_step(plain, model, number, f"{keep}, {write.__name__}")
 
 
 def _between_forward_and_backward(rank: int, world_size: int, keep: str) -> None:
@@ -215,10 +209,7 @@ def _between_forward_and_backward(rank: int, world_size: int, keep: str) -> None
         assert how in str(e.value), (write.__name__, e.value)
         for param in itertools.chain(*params):
             param.grad = None
-    losses = [each(_batch(0)) for each in (plain, model)]
-    for loss in losses:
-        loss.backward()
-    _assert_same(plain, model, losses, keep)
+    _compare_a_step(plain, model, 0, keep)
 
 
 def _between_compiled_steps(rank: int, world_size: int, keep: str) -> None:
