@@ -178,6 +178,14 @@ def test_readme_with_inductor(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(run_python, "README.md", str(tmp_path), "inductor")
 
 
+def test_first_block_of_the_readme_runs_when_pasted() -> None:
+    """`test_page` runs it; nothing hidden may help it."""
+    text = (ROOT / "README.md").read_text()
+    before, _, block = text.partition("```python\n")
+    assert "invisible-code-block" not in before
+    assert len(block.partition("```")[0].splitlines()) <= 30
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_run(page: str) -> None:
     """No test would run a fence without a language, or with an unknown one."""

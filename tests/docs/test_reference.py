@@ -20,7 +20,7 @@ PACKAGES = [name for floor in FLOORS for name in floor if (ROOT / "graphshard" /
 FILE = re.compile(r"`([\w/]+\.py)`")
 
 SOURCES = ("graphshard", "passes", "tests", "benchmarks", "examples")
-WRITTEN = {"forward.py", "backward.py"}  # in dumps
+WRITTEN = {"forward.py", "backward.py", "train.py"}  # in dumps; the script of the README
 
 
 def documented() -> list[str]:
