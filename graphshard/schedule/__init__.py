@@ -49,6 +49,8 @@ How it is found:
   exact, for any concave cost. What gathers and reductions take from each other is not in it: up to 6 % for small
   models. The dynamic program proves the rest, if its budget is enough: it looks for schedules that are 2 % to 0.1 %
   shorter, with copies for nothing.
+* **The timeline's graph (`clock.TimelineDag`) is two lists, not a networkx graph**: events are in topological order, so
+  each query is one loop. Critical path and slack of 126 layers (4,296 events) take 4 ms, with networkx 27 ms.
 * **Searches end after a number of steps, never of seconds**: ranks and machines must find the same plan.
 * **Of two legs the dynamic program sees one at a time**: the first alone, the second alone, and both as one. None of
   them is exact then, so orders are also tried with reductions as soon as they are ready. The proof leaves
