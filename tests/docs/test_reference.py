@@ -68,6 +68,13 @@ def test_files_that_a_docstring_names(package: str) -> None:
     assert not missing
 
 
+def test_environment_variables() -> None:
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    sources = "".join(path.read_text() for path in (ROOT / "graphshard").rglob("*.py"))
+    used = set(re.findall(r"GRAPHSHARD_[A-Z_]*[A-Z]", sources))
+    assert set(re.findall(r"^\| `(GRAPHSHARD_\w+)`", page, re.MULTILINE)) == used
+
+
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_files_that_a_page_names(page: str) -> None:
     ours = {path.name for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
