@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from graphshard.ir.program import Program as Program
     from graphshard.module.compile_step import CompiledStep as CompiledStep
     from graphshard.module.compile_step import compile_step as compile_step
+    from graphshard.module.rebuild import rebuild as rebuild
+    from graphshard.module.rebuild import unsharded as unsharded
     from graphshard.module.uncompiled import uncompiled as uncompiled
     from graphshard.passes import Pass as Pass
     from graphshard.pipeline.pipeline import Pipeline as Pipeline
@@ -59,6 +61,7 @@ _HOMES = {
     "ir.plan": ("Plan",),
     "ir.program": ("Program",),
     "module.compile_step": ("CompiledStep", "compile_step"),
+    "module.rebuild": ("rebuild", "unsharded"),
     "module.uncompiled": ("uncompiled",),
     "passes": ("Pass",),
     "pipeline.pipeline": ("Pipeline",),

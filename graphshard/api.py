@@ -27,7 +27,7 @@ from graphshard.module.compiled_module import (
     replaying_of,
     shard,
 )
-from graphshard.module.fully_shard import shard_unit
+from graphshard.module.fully_shard import join_parts, shard_unit
 from graphshard.module.tracer import ModuleCall
 from graphshard.options.mesh_axes import DataParallelMeshDims
 from graphshard.options.options import (
@@ -150,6 +150,7 @@ def compile(
     tracer, replaying = make_tracer(request), replaying_of(cuda_graphs, request)
     records = recorder(dump_directory(dump, dist.get_rank()))
     runner = make_runner(tracer, request.axes.data, records, programs_kept, replaying)
+    runner.join_parts = join_parts
     if file is None and programs_kept is None:
         begin_compiling(request.options.backend, tracer.spec.device)
     if file is not None:

@@ -28,7 +28,7 @@ from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
 from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
 from graphshard.runtime.executable import Executable
-from graphshard.runtime.shards import ParamRef, place_of
+from graphshard.runtime.shards import REBUILD, ParamRef, place_of
 from graphshard.torch_compat.autograd_state import transform_of
 from graphshard.torch_compat.dtensor import was_applied
 from graphshard.torch_compat.torch_ops import memory_of, pytree
@@ -84,8 +84,8 @@ def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
                 what = "was exchanged for another" if path in modules else "was removed"
                 where = f", and is {moved} now" if moved is not None and name == ref.row.name else ""
                 raise ParameterError(
-                    f"module {path}, which has the parameter {name}, {what} after graphshard.compile{where}. Change "
-                    "the model first, then compile it. To give a module other values, load or copy them into it."
+                    f"module {path}, which has the parameter {name}, {what} after graphshard.compile{where}. {REBUILD} "
+                    "To give a module other values, load or copy them into it."
                 )
         ref.check_tied(place_of(module, name) for name in ref.row.names[1:])
     known = {name for ref in params for name in ref.row.names}
@@ -93,7 +93,7 @@ def check_same_modules(module: nn.Module, params: Sequence[ParamRef]) -> None:
         if name not in known:
             raise ParameterError(
                 f"parameter {name} was added after graphshard.compile, which would leave it out of sharding and "
-                "reduction. Add parameters first, then compile the model."
+                f"reduction. {REBUILD}"
             )
 
 

@@ -132,14 +132,15 @@ def make_runner(
     )
 
 
-def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ()) -> None:
-    """Shard a module over the runner's mesh and let the runner run it, in place."""
+def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (), *, again: bool = False) -> None:
+    """Shard a module over the runner's mesh and let the runner run it, in place; `again`, if another one ran it."""
     spec = runner.tracer.spec
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
-    model.register_load_state_dict_pre_hook(_shard_values)
     attach(model, runner)
-    model.register_load_state_dict_post_hook(_retie)
+    if not again:
+        model.register_load_state_dict_pre_hook(_shard_values)
+        model.register_load_state_dict_post_hook(_retie)
 
 
 def attach(module: nn.Module, runner: Runner) -> None:

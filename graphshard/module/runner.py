@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class Runner(ProgramCompiler):
         reductions_under_way: how many units' gradients may be reduced at once, as chosen for units.
         event: that the next call waits for before it gathers.
         model_runner: of the whole model; None for the model's own.
+        join_parts: shards a changed model again if that is safe, which gives it another runner.
     """
 
     mesh: DeviceMesh
@@ -79,6 +80,7 @@ class Runner(ProgramCompiler):
     replaying: ModelGraphs | None = None
     path: str = ""
     model_runner: Runner | None = None
+    join_parts: Callable[[nn.Module], bool] = lambda _: False
     split_state: SplitState = field(default_factory=SplitState)
 
     # --- calls ---------------------------------------------------------------------------------------------------
@@ -92,6 +94,8 @@ class Runner(ProgramCompiler):
             self._follow_unsharded(tracer)
         params = [ref.checked() for ref in tracer.params]
         if tracer.tree(module).changed():
+            if not tracer.name and self.join_parts(module):
+                return module.__dict__["_graphshard"].call(module, args, kwargs)
             check_same_modules(module, tracer.params)
         leaves, structure = flat_call(args, kwargs)
         check_not_transformed(leaves)
@@ -394,10 +398,11 @@ class Runner(ProgramCompiler):
             self.custom.separate.update(units)
 
     def take_over_plan(self, old: Runner, names: dict[str, str]) -> None:
-        """Plan with what was chosen for a part of the model."""
+        """Plan with what was chosen for units of another runner; `names` are those that are the model's now."""
         for (direction, unit), following in old.prefetched.items():
-            self.prefetch(direction, names[unit], tuple(names[name] for name in following))
+            if unit in names:
+                self.prefetch(direction, names[unit], tuple(names[name] for name in following if name in names))
         for unit, most in old.reductions_under_way.items():
-            self.limit_reductions([names[unit]], most)
+            self.limit_reductions([names[unit]] if unit in names else [], most)
         if old.custom != UserCollectives(group=old.custom.group):
             self.customize("fully_shard", old.custom, names)

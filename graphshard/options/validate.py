@@ -249,21 +249,21 @@ class ModelContents:
         return {name: param for (name, *_), param in self.params.items()}
 
 
-def check_model(model: Any, *, in_parts: bool = False) -> ModelContents:
+def check_model(model: Any, *, in_parts: bool = False, again: bool = False) -> ModelContents:
     """Return the contents of a model; raise ArgumentError if it cannot be compiled.
 
-    With `in_parts` it is sharded from the inside out, so that submodules may have been.
+    With `in_parts` it is sharded from the inside out, so that submodules may have been; with `again`, it was itself.
     """
     what = "module" if in_parts else "model"
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.")
     contents = ModelContents.of(model)
-    for problem in _model_problems(contents, in_parts=in_parts):
+    for problem in _model_problems(contents, in_parts=in_parts, again=again):
         raise ArgumentError(f"{what}: {problem}")
     return contents
 
 
-def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]:
+def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> Iterator[str]:
     """Yield sentences that say why a model cannot be compiled, and what to do."""
     model, cls = contents.model, users_class(contents.model)
     cannot = f"{cls.__name__} cannot be compiled"
@@ -275,7 +275,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]
     for name, module in contents.modules.items():
         which = f"its submodule {name!r}" if name else "it"
         known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
-        if known and not (in_parts and name):
+        if known and not (in_parts and (name or again)):
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
         if was_applied("replicate", module):
             yield (
@@ -307,7 +307,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool) -> Iterator[str]
         )
     if isinstance(model.__dict__.get("forward"), EntryPoint):
         yield f"{cls.__name__} is a part of a compiled model. Compile the root module, once."
-    if "forward" in model.__dict__:
+    if "forward" in model.__dict__ and not again:
         yield (
             f"{cls.__name__} has a forward as an attribute, which hides its class's forward. Compile the "
             "model before whatever replaced its forward is applied, or subclass it."

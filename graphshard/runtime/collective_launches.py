@@ -103,9 +103,10 @@ class UserCollectives:
     group: str = ""
 
     def update(self, other: UserCollectives, names: Mapping[str, str] | None = None) -> None:
-        """Add the choices of another model or part, in which units may have other names."""
-        self.chosen.update({(kind, names[unit] if names else unit): of for (kind, unit), of in other.chosen.items()})
-        self.separate |= {names[unit] if names else unit for unit in other.separate}
+        """Add the choices of another model or part for units that `names` renames, or for all of them."""
+        chosen = {key: of for key, of in other.chosen.items() if names is None or key[1] in names}
+        self.chosen.update({(kind, names[unit] if names else unit): of for (kind, unit), of in chosen.items()})
+        self.separate |= {names[unit] if names else unit for unit in other.separate if names is None or unit in names}
         self.group = self.group or other.group
 
     def bind(self, phase: Phase, mesh: Mesh) -> None:

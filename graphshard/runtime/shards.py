@@ -23,6 +23,8 @@ from graphshard.torch_compat.dtensor import dtensor_of, joined_mesh, sharded_lik
 
 # Attribute of a full parameter that a module shows: its shard.
 SHARD_ATTRIBUTE = "_graphshard_shard"
+# The remedy in errors about a model that has changed.
+REBUILD = "Call graphshard.rebuild(model) after such a change: it shards what is new, and keeps the other parameters."
 
 
 def shard_of(param: nn.Parameter | None) -> nn.Parameter | None:
@@ -195,17 +197,18 @@ class ParamRef:
         if param is None:
             raise ParameterError(
                 f"parameter {self.row.name} was removed, or registered under another name, after graphshard.compile. "
-                "Change the model's parameters first (parametrizations, adapters, tied weights), then compile it."
+                f"{REBUILD}"
             )
         if param.shape != self.row.whole_shape:
             raise ParameterError(
                 f"parameter {self.row.name} has shape {list(param.shape)}, it had {list(self.row.whole_shape)} when "
-                "graphshard.compile was called. Resize it first, then compile."
+                f"graphshard.compile was called. {REBUILD}"
             )
         if not isinstance(param, DTensor) and not self.row.ignored:
             raise ParameterError(
                 f"parameter {self.row.name} was replaced by a plain tensor. Assign a DTensor: torch.distributed.tensor."
-                f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is there."
+                f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is "
+                f"there. {REBUILD}"
             )
         if self.tied:
             self.check_tied(self.tied)
@@ -217,7 +220,7 @@ class ParamRef:
             if shard_of(owner._parameters.get(attribute)) is not self.param:
                 raise ParameterError(
                     f"{name} was tied to {self.row.name} when graphshard.compile was called, and is not any more. Tie "
-                    "it again, or untie it before the model is compiled."
+                    f"it again. {REBUILD}"
                 )
 
 

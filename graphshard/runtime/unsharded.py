@@ -223,7 +223,12 @@ class Shown:
         self._made.clear()
 
     def hide(self, names: Iterable[str] | None = None) -> None:
-        """Let modules hold their shards again; by default all of them."""
+        """Let modules hold their shards again; by default all of them.
+
+        Raises:
+            UnsupportedError: the data of a shown parameter was exchanged for data of another shape, which is lost.
+        """
+        resized = []
         for name in list(self._now if names is None else names):
             if name not in self._now:
                 continue
@@ -233,7 +238,13 @@ class Shown:
             assert shard is not None
             ref.put(shard, instead_of=shown)
             if isinstance(shown, ShownParameter):
+                resized += [name] if shown.shape != shard.shape else []
                 shown.data = shown._nothing
+        if resized:
+            raise UnsupportedError(
+                f"the gathered parameter {resized[0]} was given data of another shape, which the shard does not see: "
+                "it is as before. Resize it within `with graphshard.unsharded(model):`."
+            )
 
     def hide_left(self, names: Iterable[str]) -> None:
         """Let modules hold the shards of what forwards have left, which must not have been written to."""
