@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
 
 from graphshard.errors import CaptureError
 from graphshard.exported.program_module import ProgramModule
@@ -40,6 +41,7 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.gpus import is_pretended
+from graphshard.ir.graph import aten, place_of
 from graphshard.ir.kernel_shapes import missing_kernels, new_tracing_mode
 from graphshard.ir.param_table import REPLACED, ParamTable, named_parameters
 from graphshard.ir.program import Program, Size, Slot
@@ -56,6 +58,9 @@ from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, f
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import users_class
+
+# Products whose operands must have one dtype.
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
 
 
 @dataclass
@@ -241,6 +246,7 @@ def capture(
     flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         joint = joint_graph(flat, [fake for _, fake in given], mode)
+    _check_products(joint.graph)
     lift_subgraphs(joint)
     erase_boundaries(joint.graph)
     mark_regions(joint.graph, trace.graph)
@@ -300,6 +306,18 @@ def _of_traced_blocks(module: nn.Module, spec: CaptureSpec, repeats: Repeats) ->
 def _is_symbol(value: Any) -> bool:
     """Return whether a number is another one in other calls."""
     return isinstance(value, torch.SymInt) and not value.node.expr.is_number
+
+
+def _check_products(graph: Graph) -> None:
+    """Raise a RuntimeError, as the operators do, for a product of tensors of different dtypes, which fakes accept."""
+    for node in (node for node in graph.nodes if node.target in _PRODUCTS):
+        operands = [arg.meta["val"] for arg in node.args if isinstance(arg, Node)]
+        dtypes = dict.fromkeys(operand.dtype for operand in operands if isinstance(operand, torch.Tensor))
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"the operands of {node.target} must have the same dtype, but got {' and '.join(map(str, dtypes))}"
+                f"{place_of(node)}. Cast one of them, or use mp_policy=MixedPrecisionPolicy(param_dtype=...)."
+            )
 
 
 def _is_dynamic_float(each: GraphInput) -> bool:

@@ -44,7 +44,10 @@ def dynamic_dims(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
     A declaration (`shapes`) that does not fit the inputs is an ArgumentError, a size out of its range an InputError.
     """
-    inputs = combine_args(forward, args, dict(kwargs))
+    try:
+        inputs = combine_args(forward, args, dict(kwargs))
+    except TypeError as error:  # of inspect, which does not say whose arguments they are
+        raise TypeError(f"{getattr(forward, '__qualname__', 'forward')}() {error}") from None
     _check_shapes("dynamic_shapes", shapes)
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):

@@ -17,6 +17,7 @@ from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS,
 from graphshard.ir.plan import CollectiveKind
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
 from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket, TorchDispatchMode, pytree
+from graphshard.utils.source_lines import is_users
 
 if TYPE_CHECKING:
     from graphshard.ir.program import Phase
@@ -346,7 +347,7 @@ def place_in(stack: str | None) -> str:
     lines = [line.strip() for line in (stack or "").splitlines()]
     for index in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[index])
-        if frame is not None and not _OF_TORCH.search(frame[1]):
+        if frame is not None and is_users(frame[1]) and not _OF_TORCH.search(frame[1]):
             source = lines[index + 1] if index + 1 < len(lines) else ""
             return f" at {frame[1]}:{frame[2]}: {source}"
     return ""

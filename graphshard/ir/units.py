@@ -23,8 +23,8 @@ from graphshard.utils.text import brief
 MODULE_SEPARATOR = ", "
 
 
-# Entry of `units=`: a pattern of module names, a predicate, or several patterns that form one unit.
-UnitSpec = str | Callable[[str, nn.Module], bool] | tuple[str, ...]
+# Entry of `units=`: a pattern of module names, a class, a predicate, or several patterns that form one unit.
+UnitSpec = str | type[nn.Module] | Callable[[str, nn.Module], bool] | tuple[str, ...]
 
 
 def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tuple[str, ...]:
@@ -32,9 +32,10 @@ def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tu
 
     Args:
         module: the root module.
-        specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; predicates
-            of name and module; tuples of patterns whose modules form one unit. None finds the elements of the outermost
-            `ModuleList`s and `ModuleDict`s, and of the outermost `Sequential`s of composite modules.
+        specs: shell-style patterns of module names, such as `"layers.*"`, where `*` does not cross a dot; classes of
+            modules; predicates of name and module; tuples of patterns whose modules form one unit. None finds the
+            elements of the outermost `ModuleList`s and `ModuleDict`s, and of the outermost `Sequential`s of
+            composite modules.
 
     Raises:
         ArgumentError: an entry matches no module with parameters or has a wrong type, or two tuples share a module.
@@ -85,6 +86,11 @@ def units_within(name: str, units: Sequence[str]) -> tuple[str, ...]:
 
 def _select(spec: UnitSpec, named: dict[str, nn.Module], model: str) -> list[str]:
     """Return the names of the modules that an entry of `units=` selects."""
+    if isinstance(spec, type) and issubclass(spec, nn.Module):
+        found = [name for name, sub in named.items() if isinstance(sub, spec)]
+        if not found:
+            raise ArgumentError(f"units: {model} has no submodule of class {spec.__name__} with parameters.")
+        return found
     if callable(spec):
         found = [name for name, sub in named.items() if answer_of("units", spec, name, sub)]
         if not found:
@@ -197,9 +203,11 @@ def keeps_wider_gradients(compute: torch.dtype, reduced: torch.dtype) -> bool:
 def check_policy(policy: object, name: str) -> None:
     """Raise ArgumentError if `policy` is not a policy, UnsupportedError if it has an override for each parameter."""
     if not isinstance(policy, MixedPrecisionPolicy):
+        dtype = policy if isinstance(policy, torch.dtype) else torch.bfloat16
         raise ArgumentError(
-            f"{name} must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}. For policies "
-            "of single units pass a dict by patterns of their names, '' being the root."
+            f"{name} must be a torch.distributed.fsdp.MixedPrecisionPolicy, such as MixedPrecisionPolicy(param_dtype="
+            f"{dtype}), got {brief(policy)}. For policies of single units pass a dict by patterns of their names, "
+            "'' being the root."
         )
     for part in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, part)

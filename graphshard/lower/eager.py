@@ -14,13 +14,14 @@ them. So they are launched together:
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from graphshard.ir.graph import aten, is_part, is_view, restride
+from graphshard.ir.graph import aten, is_part, is_view, place_of, restride
 from graphshard.ir.program import Region
 from graphshard.ir.sizes import evaluate, expression, is_size, size_inputs, sizes_in
 from graphshard.ir.subgraph import with_attributes
@@ -47,8 +48,27 @@ def compile_eager(region: Region) -> Boxed:
                 with graph.inserting_before(node):
                     buffers[index] = graph.call_function(_requiring_grad, (buffer,))
         node.update_arg(12, tuple(buffers))
-    forward: Boxed = GraphModule(module, graph).forward
-    return forward
+    made = GraphModule(module, graph)
+    forward: Boxed = made.forward
+
+    def call(inputs: list[Any]) -> Any:
+        try:
+            return forward(inputs)
+        except Exception as error:
+            _say_where(error, made)
+            raise
+
+    return call
+
+
+def _say_where(error: Exception, module: GraphModule) -> None:
+    """Add the line of forward to an operator's message, such as one about dtypes, which a trace does not check."""
+    lines = module.code.splitlines()
+    numbers = [no for frame, no in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    result = lines[numbers[0] - 1].partition(" = ")[0].strip() if numbers and numbers[0] <= len(lines) else ""
+    place = next((place_of(node) for node in module.graph.nodes if node.name == result), "")
+    if place and error.args:
+        error.args = (f"{error.args[0]}{place}", *error.args[1:])
 
 
 def _requiring_grad(buffer: Tensor) -> Tensor:

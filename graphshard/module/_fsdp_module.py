@@ -9,8 +9,9 @@ A choice holds from the next call of the model on. A unit keeps its forward and 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -346,6 +347,12 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         twin.__dict__.update(self.__dict__)
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{users_class(self).__name__} is compiled by graphshard and cannot be pickled. Save its state_dict(), or "
+            "use graphshard.checkpoint.save_checkpoint."
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy as the user's class does, as a part of the whole model: an `EntryPoint` refuses to be copied alone."""
         memo[id(self._graphshard_unit)] = None
@@ -355,6 +362,28 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
             return copy.deepcopy(self, memo)
         finally:
             object.__setattr__(self, "__class__", cls)
+
+
+@contextlib.contextmanager
+def _no_sync(self: GraphshardFSDPModule) -> Iterator[None]:
+    """Accumulate gradients without communication within the block, as the method of FSDP1 and DDP."""
+    unsynced = self._graphshard_unit.runner.accumulation.unsynced
+    before = set(unsynced)
+    self.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        unsynced.clear()
+        unsynced.update(before)
+
+
+# Methods that FSDP2 does not have, for models whose class has none of the name.
+_OF_FSDP1 = {
+    "clip_grad_norm_": _refusal(
+        "clip_grad_norm_", "Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
+    ),
+    "no_sync": _no_sync,
+}
 
 
 def _mark(marked: set[str], names: set[str], on: bool) -> None:
@@ -453,5 +482,6 @@ def unit_class(cls: type[nn.Module], base: type[GraphshardFSDPModule], **namespa
     for known in cls.__subclasses__():  # not a table, which would keep classes of functions for ever
         if vars(known).get(MADE_OF) is cls and known.__bases__[0] is base:
             return known
-    names = {"__module__": cls.__module__, "__new__": plain, MADE_OF: cls, **namespace}
+    of_fsdp1 = {name: method for name, method in _OF_FSDP1.items() if not hasattr(cls, name)}
+    names = {"__module__": cls.__module__, "__new__": plain, MADE_OF: cls, **of_fsdp1, **namespace}
     return type(f"FSDP{cls.__name__}", (base, cls), names)

@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.runtime.parameter_writes import report_step
+from graphshard.runtime.parameter_writes import reject_former_parameters, report_step
 from graphshard.runtime.shards import shard_of
 from graphshard.runtime.step_overlap import (
     ELEMENTWISE,
@@ -256,7 +256,10 @@ class CompiledStep:
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that an optimizer of the model's parameters can be run shard by shard."""
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}.")
+        raise ArgumentError(
+            f"optimizer must be a torch.optim.Optimizer, got {brief(optimizer)}. Make it of model.parameters(), after "
+            "graphshard.compile."
+        )
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
@@ -284,11 +287,12 @@ def check_step(optimizer: Optimizer, model: nn.Module, known: Iterable[nn.Parame
         *optimizer._optimizer_step_pre_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
         *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *(hook for hook in torch_optimizer._global_optimizer_post_hooks.values() if hook is not report_step),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
     ]
-    if hooks:
+    hook = next((hook for hook in hooks if hook not in (report_step, reject_former_parameters)), None)
+    if hook is not None:
         raise UnsupportedError(
-            f"compile_step: optimizer: a hook is registered on the step of {name}, {_place(hooks[0])}, "
+            f"compile_step: optimizer: a hook is registered on the step of {name}, {_place(hook)}, "
             f"and there is no one moment at which it would run. Remove it, or: {_SEPARATELY}"
         )
     owned = {id(param) for param in known}

@@ -29,6 +29,7 @@ from graphshard.module.tracer import Tracer
 from graphshard.options.resolve import CompileRequest
 from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.cuda_graphs import CudaGraphs, ModelGraphs
+from graphshard.runtime.parameter_writes import watch_optimizers
 from graphshard.runtime.peers import peers_of
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.runtime.shards import copy_of, param_refs, shard_module
@@ -135,6 +136,7 @@ def make_runner(
 def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (), *, again: bool = False) -> None:
     """Shard a module over the runner's mesh and let the runner run it, in place; `again`, if another one ran it."""
     spec = runner.tracer.spec
+    watch_optimizers()
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
     attach(model, runner)

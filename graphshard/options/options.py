@@ -132,6 +132,32 @@ def takes_options(function: FunctionT, without: Collection[str] = (), also: Sequ
     return function
 
 
+# Arguments of FSDP1, DDP, DeepSpeed and torch.compile, and what has their effect here.
+_ELSEWHERE = {
+    "auto_wrap_policy": "Name the modules to gather together with units=, by patterns, classes or functions.",
+    "backward_prefetch": "Prefetching is planned; passes= takes a planner with another order.",
+    "bucket_cap_mb": "Buckets are planned; units= says what may share one.",
+    "cpu_offload": "Use offload_policy=torch.distributed.fsdp.CPUOffloadPolicy().",
+    "device_id": "The mesh has the device: init_device_mesh('cuda', (world_size,)).",
+    "device_mesh": "It is the argument mesh.",
+    "disable": "Leave out the call of compile; graphshard.uncompiled(model) runs single calls without programs.",
+    "dynamic": "Sizes that change become symbols by themselves; dynamic_shapes= declares them.",
+    "find_unused_parameters": "Parameters without gradients need no setting.",
+    "forward_prefetch": "Prefetching is planned; passes= takes a planner with another order.",
+    "limit_all_gathers": "Memory is planned; memory_limit= sets the bytes.",
+    "mixed_precision": "Use mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+    "mode": "backend= is 'inductor' or 'eager', cuda_graphs=True replays steps; torch._inductor.config has the rest.",
+    "options": "Set torch._inductor.config before the first call.",
+    "param_dtype": "Use mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...).",
+    "precision": "Use mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+    "process_group": "Use mesh=, such as DeviceMesh.from_group(group, 'cuda').",
+    "sharding_strategy": "FULL_SHARD is the default, SHARD_GRAD_OP is reshard_after_forward=False, HYBRID_SHARD a mesh "
+    "of two axes, NO_SHARD a mesh of shape (n, 1).",
+    "sync_module_states": "Load or initialize the model alike on all ranks, as with FSDP2.",
+    "use_orig_params": "Parameters always keep their names.",
+}
+
+
 def options_given(function: Callable[..., Any], given: Mapping[str, Any]) -> Options:
     """Return the options that a function was given as `**options`."""
     check_names(function, given)
@@ -147,6 +173,8 @@ def check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
     """Raise ArgumentError for the first unknown name; it suggests the one that may be meant."""
     for name in given:
         if name not in known:
+            if name in _ELSEWHERE:
+                raise ArgumentError(f"{what} has no argument {name!r}. {_ELSEWHERE[name]}")
             longer = [other for other in known if other.startswith(name)]
             close = [*longer, *difflib.get_close_matches(name, known, 1)]
             hint = f"Did you mean {close[0]!r}?" if close else f"It takes {', '.join(known)}."

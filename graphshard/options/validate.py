@@ -81,7 +81,9 @@ _RULES: Mapping[str, _Rule] = {
             or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1)
         ),
     ),
-    "memory_limit": _Rule("a positive number of bytes", lambda value: is_int(value) and value > 0),
+    "memory_limit": _Rule(
+        "a positive whole number of bytes, such as 70 * 10**9", lambda value: is_int(value) and value > 0
+    ),
     "dynamic_shapes": _Rule(
         "a tuple with an entry for each input, or a dict by the inputs' names, as for torch.export.export",
         lambda value: isinstance(value, (tuple, list, Mapping)),
@@ -255,12 +257,35 @@ def check_model(model: Any, *, in_parts: bool = False, again: bool = False) -> M
     With `in_parts` it is sharded from the inside out, so that submodules may have been; with `again`, it was itself.
     """
     what = "module" if in_parts else "model"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ArgumentError(f"{what} must be a module, got the class {model.__name__}. Pass {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.")
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            f"{what}: parameters made within torch.inference_mode() cannot be trained. Call graphshard outside of it."
+        )
     contents = ModelContents.of(model)
     for problem in _model_problems(contents, in_parts=in_parts, again=again):
         raise ArgumentError(f"{what}: {problem}")
     return contents
+
+
+# Attributes that hold the wrapped module, by the class of the wrapper.
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def _wrapper_of(module: nn.Module) -> str | None:
+    """Return the name of torch's class if a module wraps another to parallelize or compile it."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.") and _WRAPPERS.get(cls.__name__) in module._modules:
+            return cls.__name__
+    return None
 
 
 def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> Iterator[str]:
@@ -277,6 +302,11 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
         known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
         if known and not (in_parts and (name or again)):
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
+        wrapper = _wrapper_of(module)
+        if wrapper == "OptimizedModule" and not name:  # a submodule runs as a plain one
+            yield f"{cannot}: it is what torch.compile returned. Leave torch.compile out; Inductor compiles the model."
+        elif wrapper not in (None, "OptimizedModule"):
+            yield f"{cannot}: {which} is a {wrapper}. Compile the module in it, without this wrapper."
         if was_applied("replicate", module):
             yield (
                 f"{cannot}: torch's replicate was applied to {which}, whose gradients it reduces in hooks. Apply "
@@ -306,8 +336,9 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
             "it a forward."
         )
     if isinstance(model.__dict__.get("forward"), EntryPoint):
-        yield f"{cls.__name__} is a part of a compiled model. Compile the root module, once."
-    if "forward" in model.__dict__ and not again:
+        remedy = "Call fully_shard on the inner modules first" if in_parts else "Compile the root module, once"
+        yield f"{cls.__name__} is a part of a compiled model. {remedy}."
+    if "forward" in model.__dict__:
         yield (
             f"{cls.__name__} has a forward as an attribute, which hides its class's forward. Compile the "
             "model before whatever replaced its forward is applied, or subclass it."

@@ -1,4 +1,4 @@
-"""Writes to shards, which make what was gathered of them before stale.
+"""Writes to shards, which make what was gathered of them before stale, and optimizers that write elsewhere.
 
 torch counts writes to a tensor in its version. It counts none through `.data`, by fused optimizers, and by `_foreach`
 functions on DTensors. Optimizers' steps are seen by a hook. For parameters that stay gathered from one call to the
@@ -7,6 +7,7 @@ next, which may be written to in any way, sums of the shards' bits are compared.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from graphshard.errors import ParameterError
+from graphshard.ir.param_table import REPLACED
 from graphshard.ir.subclasses import parts_of, shard_in
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.dtensor import process_group
@@ -72,6 +74,28 @@ def report_step(optimizer: Optimizer, *_: Any) -> None:
     with Versions._lock:
         for versions in Versions._alive:
             versions._stepped[id(optimizer)] = optimizer
+
+
+def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:
+    """Check that an optimizer that steps was not made before `compile`: a hook.
+
+    Raises:
+        ParameterError: it holds parameters that shards have replaced. They get no gradients, so it trains nothing.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is None]
+    former = [name for param in params if (name := param.__dict__.get(REPLACED)) is not None]
+    if former:
+        raise ParameterError(
+            f"{type(optimizer).__name__} was made before graphshard replaced the model's parameters by shards, so it "
+            f"trains none of {', '.join(former[:3])}{f' and {len(former) - 3} more' if len(former) > 3 else ''}. Make "
+            "it of model.parameters() after graphshard.compile or fully_shard."
+        )
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Let each step of an optimizer check whose parameters it holds, from the first compiled model on."""
+    register_optimizer_step_pre_hook(reject_former_parameters)
 
 
 def _written_before_backward(name: str, model: str, how: str) -> ParameterError:

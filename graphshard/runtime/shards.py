@@ -210,6 +210,12 @@ class ParamRef:
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is "
                 f"there. {REBUILD}"
             )
+        if not self.row.ignored and param.data_ptr():  # a DTensor has no memory except its shard's
+            raise ParameterError(
+                f"parameter {self.row.name} is a DTensor, and assigning a plain tensor to its .data has damaged it "
+                "without changing its values. Make the model again, and copy instead, within torch.no_grad(): "
+                f"param.copy_(torch.distributed.tensor.distribute_tensor(value, mesh, [Shard({self.row.dim})]))."
+            )
         if self.tied:
             self.check_tied(self.tied)
         return param

@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "policy": (
         _hooked,
         lambda: {"mp_policy": torch.bfloat16},
-        r"mp_policy must be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got dtype\.",
+        r"mp_policy must be a .*MixedPrecisionPolicy\(param_dtype=torch.bfloat16\), got torch\.bfloat16",
     ),
     "backend": (
         _hooked,

@@ -294,7 +294,7 @@ ERRORS = {
         m.layers[0], "f"
     ),
     r"mp_policy: 'block' names no unit; there are '', 'layers\.0'": lambda m: _blocks(mp_policy={"block": BF16}),
-    r"mp_policy\[''\] must be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got dtype": lambda m: _blocks(
+    r"mp_policy\[''\] must be a .*MixedPrecisionPolicy, such as .*, got torch\.": lambda m: _blocks(
         mp_policy={"": torch.bfloat16}
     ),
 }

@@ -94,8 +94,8 @@ def test_misspelled_arguments(function: Callable[..., Any], name: str, hint: str
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reshard_after_forward": 0.5}, r"reshard_after_forward must be True, False, None, or a number of ranks .* 0\.5"),
     ({"shard_placement_fn": 1}, r"shard_placement_fn must be a function from a parameter to Shard\(dim\) or None, got"),
-    ({"mp_policy": "bf16"}, r"mp_policy must be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got str"),
-    ({"mp_policy": {"": None}}, r"mp_policy\[''\] must be a .*MixedPrecisionPolicy, got NoneType"),
+    ({"mp_policy": "bf16"}, r"mp_policy must be a .*MixedPrecisionPolicy, such as .*, got 'bf16'"),
+    ({"mp_policy": {"": None}}, r"mp_policy\[''\] must be a .*MixedPrecisionPolicy, such as .*, got None"),
     (
         {"offload_policy": True},
         r"offload_policy must be a torch\.distributed\.fsdp\.CPUOffloadPolicy or None, got bool",
@@ -105,8 +105,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"units": "layers.*"}, r"units must be a sequence .*, got one string\. Pass \['layers\.\*'\]"),
     ({"backend": "cudagraphs"}, "backend must be one of 'inductor', 'eager', got 'cudagraphs'"),
     ({"activation": "some"}, "activation must be None, 'full', 'auto', a list of operators to save, or .* got 'some'"),
-    ({"memory_limit": 0}, "memory_limit must be a positive number of bytes, got 0"),
-    ({"memory_limit": True}, "memory_limit must be a positive number of bytes, got True"),
+    ({"memory_limit": 0}, "memory_limit must be a positive whole number of bytes, such as 70 \* 10\*\*9, got 0"),
+    ({"memory_limit": True}, "memory_limit must be a positive whole number of bytes, such as 70 \* 10\*\*9, got True"),
     ({"dynamic_shapes": "auto"}, "dynamic_shapes must be a tuple with an entry for each input, or a dict .* got str"),
     ({"max_captures": 0}, "max_captures must be a positive int, got 0"),
     ({"passes": []}, r"passes must be a graphshard\.Pipeline, got list\. Start from graphshard\.Pipeline\(\)"),
