@@ -160,7 +160,7 @@ def test_compile_passes_arguments_to_the_planner(fake_world: FakeWorld) -> None:
     fake_world(2)
     mesh = init_device_mesh("cpu", (2,))
     model = Blocks(2, 16)
-    with pytest.raises(ArgumentError, match="memory_limit must be a positive number of bytes, got 0"):
+    with pytest.raises(ArgumentError, match="memory_limit must be a positive whole number of bytes"):
         graphshard.compile(model, mesh, memory_limit=0)
     with pytest.raises(InfeasibleError, match=r"memory_limit of 10 bytes\. The least possible is"):
         graphshard.compile(model, mesh, backend="eager", example_inputs=BATCH, memory_limit=10)
