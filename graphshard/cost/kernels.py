@@ -21,6 +21,7 @@ from torch.fx import Node
 from graphshard.cost.flops import Attention, Gemm, dtype_of, is_multiplication, multiplies, runs_graphs, runs_of, sizes
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
+from graphshard.ir.opaque_calls import OPAQUE
 from graphshard.ir.sizes import is_size
 
 # Operators that read only the elements of their first input that they return.
@@ -39,6 +40,7 @@ _UNFUSED = frozenset(
         *(aten.embedding_dense_backward.default, aten.index_put.default, aten.scatter_add.default),
         *(aten.scatter.src, aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumsum.default),
         *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
+        *OPAQUE,
     }
 )
 

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 
 from graphshard.errors import GraphBreak
+from graphshard.frontend._opaque_functions import OpaqueFunctions
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
@@ -97,6 +98,7 @@ class TracedFunction:
 
     name: str
     seen: Any = field(default_factory=lambda: defaultdict(pgo.CodeState))
+    opaque: OpaqueFunctions = field(default_factory=OpaqueFunctions)
 
     def function(self, forward: Callable[..., Any], module: nn.Module, boundary: UnitBoundary) -> types.FunctionType:
         """Return the function (module, args, kwargs) that calls a forward, perhaps not a method of it."""
@@ -344,7 +346,8 @@ def trace_call(
     scope = dict(zip(_SCOPE, (module, args, dict(kwargs))))
     answers: list[bool] | None = []
     for left in reversed(range(_MOST_TRACES)):
-        trace, given = _trace(traced.function(forward, module, boundary), scope, traced.seen, constraints, answers)
+        function = traced.function(forward, module, boundary)
+        trace, given = traced.opaque.retrace(functools.partial(_trace, function, scope, traced, constraints, answers))
         sources, values = [each.source for each in trace.inputs], [each.value for each in trace.inputs]
         branches = branches_of(trace.graph, sources, values, given)
         # With `explain`, inputs that are not parameters are fake, and have no values.
@@ -361,7 +364,11 @@ def trace_call(
 
 
 def _trace(
-    function: types.FunctionType, scope: dict[str, Any], seen: Any, constraints: Any, answers: list[bool] | None
+    function: types.FunctionType,
+    scope: dict[str, Any],
+    traced: TracedFunction,
+    constraints: Any,
+    answers: list[bool] | None,
 ) -> tuple[DynamoTrace, list[bool]]:
     """Trace a call with answers to questions about values; return the answers that it was given, too."""
     known = _known(_SETTINGS)
@@ -381,7 +388,7 @@ def _trace(
     loggers = {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.removesuffix("_once") in _LEVELS}
     known |= {"ignore_logging_functions": loggers, "reorderable_logging_functions": {print, warnings.warn}}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(pgo, "_CODE_STATE", seen))
+        stack.enter_context(replaced(pgo, "_CODE_STATE", traced.seen))
         stack.enter_context(_metrics())  # around the settings: torch 2.11 cannot log a set of functions
         stack.enter_context(dynamo_config.patch(known))
         stack.enter_context(replaced(DebuggingVariable, "call_function", print_later))
@@ -389,6 +396,7 @@ def _trace(
         given = stack.enter_context(eager_answers(answers))
         stack.enter_context(finite_numbers(name))
         stack.enter_context(with_inputs_apart())
+        stack.enter_context(traced.opaque.called())
         stack.enter_context(replaced(SubgraphTracer, "create_proxy", _create_proxy))
         stack.callback(random.setstate, random.getstate())  # a trace draws, too
         captured = fullgraph_capture(function, tuple(scope.values()), constraints=constraints)

@@ -99,6 +99,9 @@ def traced_or_break(function: str, trace: Callable[[], T]) -> T:
     except _BREAKS as error:
         log.debug("a trace of %s failed", function, exc_info=True)
         found = _checks_error(error) or _graph_break(function, error)
+        if isinstance(found, GraphBreak) and not found.where:
+            where, source = source_line(getattr(error, "real_stack", None) or ())
+            found = GraphBreak(function, found.reason, found.remedy, where=where, source=source)
     except RuntimeError as error:
         if not _IN_NO_ORDER.search(str(error)):
             raise

@@ -39,14 +39,15 @@ def compile_eager(region: Region) -> Boxed:
     graph = copy.deepcopy(module.graph)
     reshape_views(graph)
     use_boxed_calls(graph)
-    # Tensors that score_mod reads must require gradients: the operator computes gradients of no others.
+    # Tensors that score_mod reads must require gradients: the operator computes gradients of no others. The graph of
+    # score_mod's gradients returns None for a tensor without one, such as a buffer.
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention_backward):
         buffers: Any = list(cast(Any, node.args[12]))
-        for index, buffer in enumerate(buffers):
-            value = buffer.meta["val"] if isinstance(buffer, Node) else None
-            if isinstance(value, Tensor) and value.is_floating_point():
+        gradients: Any = getattr(module, str(cast(Node, node.args[8]).target)).graph.output_node().args[0]
+        for index, gradient in enumerate(gradients[len(gradients) - len(buffers) :]):
+            if gradient is not None:
                 with graph.inserting_before(node):
-                    buffers[index] = graph.call_function(_requiring_grad, (buffer,))
+                    buffers[index] = graph.call_function(_requiring_grad, (buffers[index],))
         node.update_arg(12, tuple(buffers))
     made = GraphModule(module, graph)
     forward: Boxed = made.forward

@@ -26,6 +26,17 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 @contextlib.contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """Run operators for real although a trace is running, with hooks of saved tensors, which Dynamo defers."""
+    deferred = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with without_dispatch_modes():
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(deferred)
+
+
+@contextlib.contextmanager
 def leave_modes_on_error() -> Iterator[None]:
     """Leave autocast and torch.func transforms that the block entered if an error ends it.
 

@@ -7,20 +7,28 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import pgo
 from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
 from torch._dynamo.device_interface import CudaInterface
-from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError
+from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError, Unsupported
 from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
 from torch._dynamo.source import FloatTensorSource, RandomValueSource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.utils import (
     dynamo_timed,
     get_metrics_context,
     numpy_method_wrapper,
     numpy_operator_wrapper,
     numpy_to_tensor_wrapper,
+    proxy_args_kwargs,
 )
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import (
+    SkipFunctionVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    UnspecializedNNModuleVariable,
+)
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
-from torch._dynamo.variables.misc import DebuggingVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable, DebuggingVariable
 from torch._guards import ChainedSource, Guard, GuardsSet, Source
 from torch.export.dynamic_shapes import _combine_args as combine_args
 from torch.export.dynamic_shapes import _process_dynamic_shapes as process_dynamic_shapes

@@ -1,0 +1,98 @@
+"""Layouts of tensors, and which memory they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphshard.ir.graph import restride
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A size `slope * n + start`, of the dynamic size n."""
+
+    slope: int
+    start: int
+
+    def at(self, size: Any) -> Any:
+        return self.slope * size + self.start if self.slope else self.start
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """All of a tensor but its values."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, size: Callable[[Any], Any] = int) -> TensorMeta:
+        shape, stride = tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride()))
+        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def at(self, size: Any) -> TensorMeta:
+        """Return the meta for a dynamic size; its own sizes are `Affine`."""
+        shape, stride = (tuple(each.at(size) for each in sizes) for sizes in (self.shape, self.stride))
+        return replace(self, shape=shape, stride=stride)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def example(self) -> Tensor:
+        """Return a tensor with made-up values: zeros, or numbers between 0.5 and 1.5."""
+        if not self.dtype.is_floating_point:
+            return self.empty().zero_()
+        return self.empty().copy_(torch.rand(self.shape, generator=torch.Generator().manual_seed(0)) + 0.5)
+
+
+def memory(tensor: Tensor) -> int:
+    """Return the identity of the memory of a tensor, which views share."""
+    return tensor.untyped_storage()._cdata
+
+
+def within(part: Tensor, tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of another one."""
+    if memory(part) != memory(tensor) or part.dtype != tensor.dtype:
+        return False
+    (first, last), (begin, end) = _extent(part), _extent(tensor)
+    return begin <= first and last <= end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first element in memory, and the one after the last."""
+    begin = int(tensor.storage_offset())
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (reach + 1 if tensor.numel() else 0)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all memory of a tensor, as one dimension."""
+    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.as_strided((size,), (1,), 0)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def changed(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> list[int]:
+    """Return the indices of tensors whose values have changed."""
+    return [index for index, (now, then) in enumerate(zip(tensors, before)) if not torch.equal(now, then)]
+
+
+def apart(made: Sequence[Tensor], others: Sequence[Tensor], metas: Sequence[TensorMeta]) -> Iterator[Tensor]:
+    """Yield results with the strides of a graph; none shares memory with another one or with an input."""
+    seen = set(map(memory, others))
+    for tensor, meta in zip(made, metas, strict=True):
+        laid = restride(tensor, meta.stride)
+        yield copied(laid) if memory(laid) in seen else laid
+        seen.add(memory(laid))
