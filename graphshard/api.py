@@ -27,12 +27,14 @@ from graphshard.module.compiled_module import (
     replaying_of,
     shard,
 )
+from graphshard.module.fsdp2_model import compile_sharded, sharded_by_fsdp2
 from graphshard.module.fully_shard import join_parts, shard_unit
 from graphshard.module.tracer import ModuleCall
 from graphshard.options.mesh_axes import DataParallelMeshDims
 from graphshard.options.options import (
     CompileArguments,
     FullyShardArguments,
+    check_names,
     options_given,
     takes_options,
 )
@@ -70,7 +72,8 @@ def compile(
         model: any module; on the CPU, on the mesh's device, or on the meta device. Or an exported program of it: the
             `ExportedProgram` that `torch.export.export` returned, or the path of a .pt2 file that `torch.export.save`
             wrote. It keeps what was decided at export: the mode (train() or eval()), dtypes, and sizes that were not
-            declared dynamic.
+            declared dynamic. Or a module that torch's `fully_shard` was called on, the root last: it keeps its shards,
+            and FSDP2's settings are the mesh, units, policies and choices here.
         mesh: mesh of "cpu" or "cuda" devices; None is all ranks, on CUDA where there is any. Of two axes the first
             replicates and the second shards (HSDP); size 1 of the second is plain data parallelism (DDP). On a tensor
             axis "tp" parameters are DTensors already, by
@@ -138,6 +141,14 @@ def compile(
             and comes with the capture.
         CaptureError: the module cannot be captured from the example inputs; nothing was changed.
     """
+    if sharded_by_fsdp2(model):
+        check_names(compile, options)
+        settings = {
+            "mesh": mesh, "dp_mesh_dims": dp_mesh_dims, "example_inputs": example_inputs, "dump": dump, "cache": cache,
+            "example_kwargs": example_kwargs, "artifact": artifact, "cuda_graphs": cuda_graphs,
+        }  # fmt: skip
+        compile_sharded(model, compile, {**settings, **options})
+        return model
     request = resolve(model, mesh, options_given(compile, options), dp_mesh_dims=dp_mesh_dims)
     assert request.mesh is not None
     assert request.axes.data is not None

@@ -48,13 +48,14 @@ from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.recompute import write_again
 from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
-from graphshard.ir.submodule_entry_points import is_compiled, without_entries
+from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled, without_entries
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
 from graphshard.subclasses.results import Layout
 from graphshard.subclasses.tensor_parallel import distributed, settle_collectives, take_off_last_sums, take_off_wrapping
 from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, fake_tensor, guarded_as_real
+from graphshard.torch_compat.fsdp2 import MANAGED
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import users_class
@@ -94,10 +95,11 @@ def module_tensors(module: nn.Module, params: ParamTable) -> list[ModuleTensor]:
 def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
     """Let a module be as the user wrote it while the block is open; yield the method that is traced.
 
-    Hooks of the root are left out, because they run around the compiled forward. So does a forward that replaces the
-    compiled model's and calls it.
+    Hooks of the root are left out, because they run around the compiled forward. So does a forward that was put on the
+    compiled model later, and calls it; one that the model had before is its forward.
     """
     is_model = is_compiled(module)
+    is_own = type(module.__dict__.get(method)) is EntryPoint
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
@@ -106,8 +108,9 @@ def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
                 owner.__dict__[attribute] = copy.copy(owner.__dict__[attribute])
         for attribute in (*HOOKS, *MARKS_OF_HOOKS):
             module.__dict__[attribute] = type(getattr(module, attribute))()
+        module.__dict__.pop(MANAGED, None)  # Dynamo would take it for a module of FSDP2
         found = module.__dict__.get(method)
-        if found is None or is_model:  # a compiled model's own forward runs programs
+        if found is None or (is_model and not is_own):  # a compiled model's own forward runs programs
             found = types.MethodType(getattr(users_class(module), method), module)
         if is_model and method != "forward":  # which this one may call
             module.__dict__["forward"] = types.MethodType(users_class(module).forward, module)

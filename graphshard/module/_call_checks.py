@@ -201,7 +201,10 @@ class TracedGuard:
 
     def _root_now(self) -> Any:
         """Return the function that calls of the root run; a compiled model's forward may have been wrapped."""
-        found = MISSING if is_compiled(self._module) else _replaced(self._module.__dict__, self._method)
+        found = self._module.__dict__.get(self._method, MISSING)
+        if is_compiled(self._module) and type(found) is not EntryPoint:
+            found = MISSING
+        found = found.replaced if type(found) is EntryPoint else found
         return getattr(users_class(self._module), self._method) if found is MISSING else found
 
     def _run(self, *inputs: Any) -> Sequence[Any]:

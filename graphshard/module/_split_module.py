@@ -334,8 +334,11 @@ class _LiveBoundary:
 def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
     """Return a method of a compiled model or of a part of it as the user wrote it."""
     found = module.__dict__.get(method, MISSING)
-    found = found.replaced if type(found) is EntryPoint else found
-    if found is MISSING or is_compiled(module):
+    if type(found) is EntryPoint:
+        found = found.replaced
+    elif is_compiled(module):  # one that was put on it later, and calls it
+        found = MISSING
+    if found is MISSING:
         return types.MethodType(getattr(users_class(module), method), module)
     return found
 

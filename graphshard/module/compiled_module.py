@@ -139,6 +139,8 @@ def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (),
     watch_optimizers()
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
+    if "forward" in model.__dict__ and not again:
+        runner.methods.append("forward")
     attach(model, runner)
     if not again:
         model.register_load_state_dict_pre_hook(_shard_values)

@@ -141,6 +141,7 @@ def shard_again(model: nn.Module, old: Runner) -> None:
     known, axes = _shards_in(model, mesh, options), MeshAxes(check_mesh(mesh), mesh)
     runner = _runner_with(model, axes, options, (whole, *added), known, old.recorder, old.cache)
     runner.replaying, runner.tracer.compiled = old.replaying, old.tracer.compiled
+    runner.methods += [method for method in old.methods if method == "forward"]  # installed with the runner
     _exchange_runner(model, runner, known, (whole, *added))
 
 
@@ -438,7 +439,8 @@ def _take_over(runner: Runner, parts: Sequence[ShardedPart]) -> None:
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.unsharded.sums.update({new[name]: value for name, value in old.unsharded.sums.items()})
-        runner.methods += old.methods if part.is_whole else [f"{part.label}.{method}" for method in old.methods]
+        methods = [method for method in old.methods if method != "forward"]
+        runner.methods += methods if part.is_whole else [f"{part.label}.{method}" for method in methods]
         runner.event = runner.event or old.event
         units = {unit: MODULE_SEPARATOR.join(paths) for unit, paths in part.units.items()}
         runner.take_over_plan(old, {was: now for was, now in units.items() if now in ("", *runner.tracer.spec.units)})

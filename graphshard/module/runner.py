@@ -177,6 +177,8 @@ class Runner(ProgramCompiler):
         self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one call of a submodule's method, or of another method of the model (name ""), on the same shards."""
+        if entry_name(name, method) == "":
+            return self.call(module, args, kwargs)  # the model's forward is an attribute
         self.split_state.keep_in_region()
         if self.split_state.runs_in_python(name, self.tracer.spec.units):
             return as_written(module, method)(*args, **kwargs)

@@ -302,6 +302,11 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
         known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
         if known and not (in_parts and (name or again)):
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
+        if was_applied("fully_shard", module) and OF_UNITS.isdisjoint(module.__dict__):
+            yield (
+                f"{cannot}: {which} is sharded by FSDP2, and the model is not. Call torch's fully_shard on the model, "
+                "too, and compile takes it over; or call graphshard.fully_shard instead everywhere."
+            )
         wrapper = _wrapper_of(module)
         if wrapper == "OptimizedModule" and not name:  # a submodule runs as a plain one
             yield f"{cannot}: it is what torch.compile returned. Leave torch.compile out; Inductor compiles the model."
@@ -330,7 +335,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
                 f"{cannot}: it is, and {name} is gathered within graphshard.uncompiled. Leave the block, or compile a "
                 "copy.deepcopy of it."
             )
-    if cls.forward is nn.Module.forward:
+    if cls.forward is nn.Module.forward and "forward" not in model.__dict__:
         yield (
             f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or give "
             "it a forward."
@@ -338,11 +343,6 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
     if isinstance(model.__dict__.get("forward"), EntryPoint):
         remedy = "Call fully_shard on the inner modules first" if in_parts else "Compile the root module, once"
         yield f"{cls.__name__} is a part of a compiled model. {remedy}."
-    if "forward" in model.__dict__:
-        yield (
-            f"{cls.__name__} has a forward as an attribute, which hides its class's forward. Compile the "
-            "model before whatever replaced its forward is applied, or subclass it."
-        )
 
 
 # --- parameters --------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ _OF_DOORS = {
         "torch._guards.Guard": "create_fn create_fn_name originating_source user_stack",
         "torch._guards.Source": "name",
     },
+    "fsdp2": {"torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "_orig_size sharded_param"},
     "torch_ops": {"torch.fx.graph_module._loader": "eval_cache"},
 }
 # Names that only some of the tested releases have, or only builds for CUDA; the doors do without them.

@@ -48,7 +48,10 @@ class Scored(Transformer):
 
 
 def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_STATE_DICT", **changes: Any) -> Any:
-    """Create a Trainer of four steps of two microbatches, with a checkpoint after the second."""
+    """Create a Trainer of four steps of two microbatches, with a checkpoint after the second.
+
+    `impl` is "graphshard" or "fsdp2", which shard the model, or "" for a model that is sharded already.
+    """
     from accelerate import FullyShardedDataParallelPlugin
     from transformers import Trainer, TrainingArguments
 
@@ -65,8 +68,11 @@ def trainer_of(folder: str, impl: str, model: Any = None, kind: str = "SHARDED_S
         "disable_tqdm": True,
         "seed": 0,
     }
+    callbacks = changes.pop("callbacks", None)
     args = TrainingArguments(folder, **{**given, **changes})
-    trainer = Trainer(model=model or Scored(), args=args, train_dataset=Rows(), eval_dataset=Rows(8))
+    trainer = Trainer(model or Scored(), args, train_dataset=Rows(), eval_dataset=Rows(8), callbacks=callbacks)
+    if not impl:
+        return trainer
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
     if impl == "graphshard":
         return use_graphshard(trainer, plugin=plugin, backend="eager")
