@@ -304,8 +304,8 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
         if was_applied("fully_shard", module) and OF_UNITS.isdisjoint(module.__dict__):
             yield (
-                f"{cannot}: {which} is sharded by FSDP2, and the model is not. Call torch's fully_shard on the model, "
-                "too, and compile takes it over; or call graphshard.fully_shard instead everywhere."
+                f"{cannot}: {which} is sharded by FSDP2. Call torch's fully_shard on the model, too, and then "
+                "graphshard.compile, which takes it over; or call graphshard.fully_shard everywhere instead."
             )
         wrapper = _wrapper_of(module)
         if wrapper == "OptimizedModule" and not name:  # a submodule runs as a plain one

@@ -230,7 +230,7 @@ def _refuses(rank: int, world_size: int) -> None:
     assert "it is within a step, or holds gradients that were not reduced" in message(left)
     inner = Net()
     fully_shard(inner.blocks[0])
-    assert "its submodule 'blocks.0' is sharded by FSDP2, and the model is not" in message(inner)
+    assert "its submodule 'blocks.0' is sharded by FSDP2. Call torch's fully_shard on the model" in message(inner)
     assert "its submodule 'blocks.0' is sharded by FSDP2" in _message_of_fully_shard(inner)
     numbers = _model(lambda model: [fully_shard(model.blocks[0], reshard_after_forward=False), fully_shard(model)])
     graphshard.compile(numbers, backend="eager")

@@ -11,13 +11,12 @@ import functools
 import types
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import graphshard
 from tests.distributed.twins import world_mesh
-from tests.field.trials import assert_equal, gradients, on_graphshard, on_plain_torch, parameters
+from tests.field.trials import assert_equal, full, on_graphshard, on_plain_torch, parameters
 from tests.ranks import Ranks
 
 
@@ -31,7 +30,7 @@ class Net(nn.Module):
             x = block(x).tanh()
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
         return self.head(self.hidden(x))
 
 
@@ -60,15 +59,65 @@ def _net(replace: Any) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module) -> list[Tensor | None]:
+def _train(model: nn.Module, **keywords: Any) -> list[Tensor | None]:
     found: list[Tensor | None] = []
-    keywords = {"fused": True} if isinstance(model.forward.__wrapped__ if False else None, type) else {}
     for _ in range(2):
         loss = model(torch.rand(2, 4), **keywords).square().mean()
         loss.backward()
-        found += [loss.detach(), *gradients(model)]
+        found += [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
         with torch.no_grad():
             for param in model.parameters():
-                param.sub_(param.grad)
+                if param.grad is not None:
+                    param.sub_(param.grad)
                 param.grad = None
     return [*found, *parameters(model)]
+
+
+FORWARDS = {
+    "fused": (_fused, {"fused": True}),
+    "fused, not used": (_fused, {}),
+    "wrapped": (_wrapped, {}),
+}
+
+
+def _own_forwards(rank: int, world_size: int) -> None:
+    for replace, keywords in FORWARDS.values():
+        build = functools.partial(_net, replace)
+        expected = on_plain_torch(build, functools.partial(_train, **keywords))
+        copies = (_copied,) if keywords else ()  # the others call the forward of the model that they were made for
+        for train in (_train, _generated, *copies):
+            assert_equal(on_graphshard(build, functools.partial(train, **keywords)), expected)
+
+
+def _copied(model: nn.Module, **keywords: Any) -> list[Tensor | None]:
+    return _train(copy.deepcopy(model), **keywords)
+
+
+def _generated(model: Any, **keywords: Any) -> list[Tensor | None]:
+    """Train after a block without programs, and with a forward that is wrapped again later."""
+    with graphshard.uncompiled(model):
+        assert model(torch.ones(2, 4)).shape == (2, 3)
+    before = model.forward
+    model.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    return _train(model, **keywords)
+
+
+def test_forwards_that_are_attributes(ranks: Ranks) -> None:
+    ranks(2).run(_own_forwards)
+
+
+def _by_unit(rank: int, world_size: int) -> None:
+    train = functools.partial(_train, fused=True)
+    expected = on_plain_torch(functools.partial(_net, _fused), train)
+    torch.manual_seed(0)
+    model = _net(_fused)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=world_mesh())
+    graphshard.fully_shard(model, mesh=world_mesh(), backend="eager")
+    torch.manual_seed(1)
+    assert_equal([tensor if tensor is None else full(tensor) for tensor in train(model)], expected)
+    assert len(graphshard.programs(model)) == 1
+
+
+def test_forwards_of_models_sharded_from_the_inside(ranks: Ranks) -> None:
+    ranks(2).run(_by_unit)

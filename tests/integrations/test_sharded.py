@@ -33,7 +33,7 @@ def _by_verl(model: nn.Module) -> nn.Module:
     settings = {"mesh": world_mesh(), "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}
     state = model.state_dict()
     apply_fsdp2(model, settings, {"forward_prefetch": True})
-    with mock.patch("verl.utils.fsdp_utils.get_device_id", lambda: "cpu"):  # it would ask for a GPU
+    with mock.patch("verl.utils.fsdp_utils.get_device_id", return_value="cpu"):  # it would ask for a GPU
         fsdp2_load_full_state_dict(model, state, world_mesh(), None)
     return model
 
@@ -87,5 +87,7 @@ def test_verls_engine(ranks: Ranks) -> None:
 
 
 def test_axolotls_accelerate(ranks: Ranks) -> None:
-    pytest.importorskip("axolotl.integrations.expert_parallel", reason="pip install axolotl addict", exc_type=ImportError)
+    pytest.importorskip(
+        "axolotl.integrations.expert_parallel", reason="pip install axolotl", exc_type=ImportError
+    )
     ranks(2).run(_trains, _by_axolotl)
