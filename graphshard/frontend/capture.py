@@ -48,7 +48,7 @@ from graphshard.ir.program import Program, Size, Slot
 from graphshard.ir.recompute import write_again
 from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
-from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled, without_entries
+from graphshard.ir.submodule_entry_points import is_compiled, own_method, without_entries
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
@@ -58,6 +58,7 @@ from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, f
 from graphshard.torch_compat.fsdp2 import MANAGED
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.torch_compat.torch_ops import pytree
+from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import users_class
 
 # Products whose operands must have one dtype.
@@ -99,7 +100,7 @@ def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
     compiled model later, and calls it; one that the model had before is its forward.
     """
     is_model = is_compiled(module)
-    is_own = type(module.__dict__.get(method)) is EntryPoint
+    found, forward = own_method(module, method), own_method(module, "forward")
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
@@ -109,11 +110,11 @@ def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
         for attribute in (*HOOKS, *MARKS_OF_HOOKS):
             module.__dict__[attribute] = type(getattr(module, attribute))()
         module.__dict__.pop(MANAGED, None)  # Dynamo would take it for a module of FSDP2
-        found = module.__dict__.get(method)
-        if found is None or (is_model and not is_own):  # a compiled model's own forward runs programs
+        if found is MISSING:
             found = types.MethodType(getattr(users_class(module), method), module)
         if is_model and method != "forward":  # which this one may call
-            module.__dict__["forward"] = types.MethodType(users_class(module).forward, module)
+            plain = types.MethodType(users_class(module).forward, module)
+            module.__dict__["forward"] = plain if forward is MISSING else forward
         yield found
 
 

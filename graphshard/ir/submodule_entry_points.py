@@ -13,7 +13,9 @@ from torch import nn
 from graphshard.utils.source_lines import MISSING
 
 # Attributes of units of a compiled model that belong to graphshard.
-OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
+OF_UNITS = frozenset({"_graphshard", "_graphshard_unit", "_graphshard_forward"})
+# Attribute of a compiled model: the forward that was an attribute of it before.
+OWN_FORWARD = "_graphshard_forward"
 
 
 class EntryPoint:
@@ -30,6 +32,8 @@ class EntryPoint:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._name or is_compiled(self._module)):  # uncompiled for now, and called by what wraps this
+            return self.__func__(*args, **kwargs)
         return self._run(self._name, self._method, self._module, args, kwargs)
 
     @property
@@ -58,6 +62,19 @@ class EntryPoint:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is a compiled model, not a part of one."""
     return "_graphshard" in module.__dict__
+
+
+def own_method(module: nn.Module, method: str) -> Any:
+    """Return a method that the user has put on a module, MISSING if there is none.
+
+    One that was put on a compiled model later runs around the compiled forward, and is not meant.
+    """
+    found = module.__dict__.get(method, MISSING)
+    if type(found) is EntryPoint:
+        return found.replaced
+    if is_compiled(module):
+        return module.__dict__.get(OWN_FORWARD, MISSING) if method == "forward" else MISSING
+    return found
 
 
 def install_entries(root: nn.Module, run: Callable[..., Any]) -> None:

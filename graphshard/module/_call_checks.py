@@ -26,7 +26,7 @@ from graphshard.guards.value_branches import WARNING
 from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
-from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
+from graphshard.ir.submodule_entry_points import EntryPoint, own_method
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.shards import REBUILD, ParamRef, place_of
 from graphshard.torch_compat.autograd_state import transform_of
@@ -201,10 +201,7 @@ class TracedGuard:
 
     def _root_now(self) -> Any:
         """Return the function that calls of the root run; a compiled model's forward may have been wrapped."""
-        found = self._module.__dict__.get(self._method, MISSING)
-        if is_compiled(self._module) and type(found) is not EntryPoint:
-            found = MISSING
-        found = found.replaced if type(found) is EntryPoint else found
+        found = own_method(self._module, self._method)
         return getattr(users_class(self._module), self._method) if found is MISSING else found
 
     def _run(self, *inputs: Any) -> Sequence[Any]:

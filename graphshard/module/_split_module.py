@@ -27,7 +27,7 @@ from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
-from graphshard.ir.submodule_entry_points import EntryPoint, is_compiled
+from graphshard.ir.submodule_entry_points import own_method
 from graphshard.ir.units import Precision, modules_of, unit_of
 from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.runtime.shards import ParamRef, param_refs
@@ -333,11 +333,7 @@ class _LiveBoundary:
 
 def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
     """Return a method of a compiled model or of a part of it as the user wrote it."""
-    found = module.__dict__.get(method, MISSING)
-    if type(found) is EntryPoint:
-        found = found.replaced
-    elif is_compiled(module):  # one that was put on it later, and calls it
-        found = MISSING
+    found = own_method(module, method)
     if found is MISSING:
         return types.MethodType(getattr(users_class(module), method), module)
     return found

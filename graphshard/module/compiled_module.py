@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
 from graphshard.ir.param_table import even_pieces, places_of
-from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, install_entries
+from graphshard.ir.submodule_entry_points import OF_UNITS, OWN_FORWARD, EntryPoint, install_entries
 from graphshard.module._agreement import Agreement
 from graphshard.module._fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
@@ -161,7 +161,9 @@ def install_method(module: nn.Module, path: str) -> None:
     assert isinstance(module, CompiledModule)
     prefix, _, method = path.rpartition(".")
     owner = module.get_submodule(prefix)
-    owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
+    entry = owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
+    if path == "forward":
+        module.__dict__[OWN_FORWARD] = entry.replaced
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.unsharded import WholeParameter
 from graphshard.torch_compat.dtensor import ShardPlacementResult, was_applied
+from graphshard.torch_compat.fsdp2 import state_of
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.argument_validation import answer_of, check_bool, check_choice, check_count, is_int
 from graphshard.utils.text import brief, users_class
@@ -302,7 +303,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
         known = is_compiled(module) or (name and not OF_UNITS.isdisjoint(module.__dict__))
         if known and not (in_parts and (name or again)):
             yield f"{cannot}: {which} is already compiled. Compile the root module, once."
-        if was_applied("fully_shard", module) and OF_UNITS.isdisjoint(module.__dict__):
+        if state_of(module) is not None:
             yield (
                 f"{cannot}: {which} is sharded by FSDP2. Call torch's fully_shard on the model, too, and then "
                 "graphshard.compile, which takes it over; or call graphshard.fully_shard everywhere instead."

@@ -87,7 +87,5 @@ def test_verls_engine(ranks: Ranks) -> None:
 
 
 def test_axolotls_accelerate(ranks: Ranks) -> None:
-    pytest.importorskip(
-        "axolotl.integrations.expert_parallel", reason="pip install axolotl", exc_type=ImportError
-    )
+    pytest.importorskip("axolotl.integrations.expert_parallel", reason="pip install axolotl", exc_type=ImportError)
     ranks(2).run(_trains, _by_axolotl)
