@@ -210,7 +210,8 @@ class ParamRef:
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is "
                 f"there. {REBUILD}"
             )
-        if not self.row.ignored and param.data_ptr():  # a DTensor has no memory except its shard's
+        # A DTensor has no memory except its shard's, but the offset of a shard that is a part of a larger tensor.
+        if not self.row.ignored and param.data_ptr() != param.storage_offset() * param.element_size():
             raise ParameterError(
                 f"parameter {self.row.name} is a DTensor, and assigning a plain tensor to its .data has damaged it "
                 "without changing its values. Make the model again, and copy instead, within torch.no_grad(): "
