@@ -78,13 +78,24 @@ def places_of_param(param: FSDPParam) -> Iterator[tuple[nn.Module, str]]:
     yield from zip(info.shared_modules, info.shared_param_names)
 
 
+def has_spmd_types(param: FSDPParam) -> bool:
+    """Return whether a parameter was a plain tensor with annotations of spmd_types; torch has them from 2.14 on."""
+    return bool(getattr(param, "is_spmd_types", False))
+
+
+def has_local_axes(param: FSDPParam) -> bool:
+    """Return whether forward computes with this rank's part of a parameter, along axes other than the data axes."""
+    info: Any = param.mesh_info
+    return has_spmd_types(param) and info.spmd_mesh is not None and info.spmd_mesh.size() > info.mesh.size()
+
+
 def unsharded_like(param: FSDPParam, shard: nn.Parameter) -> nn.Parameter:
     """Return a parameter on the meta device like the one that `fully_shard` was given, as trainable as the shard."""
     size, dtype = param._orig_size, shard.dtype
     local = torch.empty(size, dtype=dtype, device="meta")
     spec: Any = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
     whole: torch.Tensor = local
-    if spec is not None and param.is_dtensor:
+    if spec is not None and param.is_dtensor and not has_spmd_types(param):
         whole = dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.tensor_meta.stride)
     return nn.Parameter(whole, requires_grad=shard.requires_grad)
 
