@@ -155,7 +155,6 @@ class GraphBreak(CaptureError):
         remedy: one sentence.
         raised: text of the exception that forward raises for these inputs; "" if none.
         is_own: a statement of forward raises it, not an operator.
-        differentiates: forward calls autograd in an unsupported way.
     """
 
     def __init__(
@@ -171,6 +170,5 @@ class GraphBreak(CaptureError):
     ) -> None:
         self.where, self.source, self.reason, self.remedy, self.raised = where, source, reason, remedy, raised
         self.is_own = is_own
-        self.differentiates = "autograd.grad" in reason or "requires_grad" in reason
         at = f" at {where}\n    {source}\n" if where else ": "
         super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")

@@ -300,7 +300,8 @@ _OVERRIDES: Overrides = {
             unstruct_hook=list,
             struct_hook=lambda keys, _: {k: Region(k, "", GraphModule(nn.Module(), Graph())) for k in strings(keys)},
         ),
-        "trace": override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None),  # of this process
+        # Of this process.
+        **dict.fromkeys(("trace", "eager"), override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None)),
     },
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
     Phase: {"module": override(rename="nodes")},

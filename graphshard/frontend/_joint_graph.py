@@ -25,6 +25,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 
 from graphshard.errors import CaptureError, GraphBreak
+from graphshard.frontend._eager_functions import differentiate_functions_again
 from graphshard.frontend._eager_operators import OperatorWatch, WatchedGraph, capture_decompositions, eager_kernels
 from graphshard.ir.graph import is_backward, is_part, is_random, place_of
 from graphshard.ir.kernel_shapes import missing_kernels
@@ -34,7 +35,7 @@ from graphshard.ir.program import LinalgCheck, Phase, RuntimeAssert, Slot
 from graphshard.ir.recompute import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
 from graphshard.ir.sizes import expression
 from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
-from graphshard.subclasses.results import in_parts
+from graphshard.subclasses.results import Layout, in_parts
 from graphshard.subclasses.tensor_parallel import OneCast
 from graphshard.torch_compat.aot_autograd import (
     AOTInput,
@@ -67,6 +68,7 @@ class FlatGraph(nn.Module):
         slots: of what the function takes, in order.
         order: slots of the graph's inputs, in order; or objects that it is given, such as a device mesh.
         unsharded: returns DTensors, or what `fsdp_post_all_gather` makes, for the tensors that the function takes.
+        layouts: of inputs that are DTensors.
         data: names of the data axes that parameters are DTensors on, too.
 
     Attributes:
@@ -82,6 +84,7 @@ class FlatGraph(nn.Module):
         slots: Sequence[Slot],
         order: Sequence[Any],
         unsharded: Unsharded,
+        layouts: Mapping[Slot, Layout],
         data: Collection[str],
     ) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class FlatGraph(nn.Module):
         self.checks: tuple[LinalgCheck | RuntimeAssert, ...] = ()
         self.out_spec: pytree.TreeSpec | None = None
         self.__dict__["_graph"] = graph  # not a submodule, whose tensors AOTAutograd would look for
-        self._order, self._unsharded, self._data = order, unsharded, data
+        self._order, self._unsharded, self._layouts, self._data = order, unsharded, layouts, data
         self._cached = torch.is_autocast_cache_enabled()
 
     def forward(self, *given: Any) -> list[torch.Tensor]:
@@ -100,20 +103,39 @@ class FlatGraph(nn.Module):
         tensors = {slot: each for slot, each in found.items() if isinstance(each, torch.Tensor)}
         watch = OperatorWatch(tensors)
         with cached_casts(self._cached), preserve_node_meta(), watch:
-            used = {**found, **self._unsharded(tensors)}
+            used = {**found, **self._unsharded(tensors), **self._as_dtensors(tensors)}
             params = [each for slot, each in used.items() if slot.kind == "param"]
             with OneCast(used, next(iter(tensors.values())).device.type) if tensors else contextlib.nullcontext():
                 results = WatchedGraph(self.__dict__["_graph"], watch, params).run(
                     *(used[each] if isinstance(each, Slot) else each for each in self._order)
                 )
-        parts = [in_parts(each, self._data) if isinstance(each, torch.Tensor) else each for each in results]
-        leaves, self.out_spec = pytree.tree_flatten(parts)
+        leaves, self.out_spec = pytree.tree_flatten(self._in_parts(results))
         self.places = [place for place, leaf in enumerate(leaves) if _is_computed(leaf)]
         self.leaves = [None if _is_computed(leaf) else leaf for leaf in leaves]
         self.checks = tuple(check for check, _ in watch.checks)
         computed = _without_aliases([leaves[place] for place in self.places], given)
         self.places += range(len(self.leaves), len(self.leaves) + len(self.checks))
         return [*computed, *(status.clone() for _, status in watch.checks)]
+
+    def in_eager_mode(self, value_of: Callable[[Slot], Any]) -> list[Any]:
+        """Run the graph under autograd, for parameters as modules find them; return the leaves of the results."""
+        used = {slot: value_of(slot) for slot in self._order if isinstance(slot, Slot)}
+        used |= self._as_dtensors(used)
+        results = self.__dict__["_graph"](*(used[each] if isinstance(each, Slot) else each for each in self._order))
+        return pytree.tree_leaves(self._in_parts(results))
+
+    def _as_dtensors(self, values: Mapping[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
+        return {slot: layout.around(values[slot]) for slot, layout in self._layouts.items()}
+
+    def _in_parts(self, results: Sequence[Any]) -> list[Any]:
+        return [in_parts(each, self._data) if isinstance(each, torch.Tensor) else each for each in results]
+
+    def prepare_eager_mode(self) -> None:
+        """Let eager mode differentiate functions of the graph twice, and forget what its nodes were traced with."""
+        graph = self.__dict__["_graph"]
+        differentiate_functions_again(graph)
+        for node in _nodes_of(graph):
+            node.meta.clear()
 
 
 def joint_graph(flat: FlatGraph, given: Sequence[Any], mode: FakeTensorMode) -> GraphModule:

@@ -41,11 +41,11 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.gpus import is_pretended
-from graphshard.ir.graph import aten, place_of
+from graphshard.ir.graph import aten, is_random, place_of
 from graphshard.ir.kernel_shapes import missing_kernels, new_tracing_mode
 from graphshard.ir.param_table import REPLACED, ParamTable, named_parameters
-from graphshard.ir.program import Program, Size, Slot
-from graphshard.ir.recompute import write_again
+from graphshard.ir.program import EagerForward, Program, Size, Slot
+from graphshard.ir.recompute import overwritten_buffers, write_again
 from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
 from graphshard.ir.submodule_entry_points import is_compiled, own_method, without_entries
@@ -245,9 +245,9 @@ def capture(
         if isinstance(each.fake, DTensor)
     }
     # Meshes are found here: the trace would take the tensor of ranks that a mesh is made of for fake.
-    unsharded = functools.partial(_unsharded, extensions, spec.params, spec.communicating, layouts)
+    unsharded = functools.partial(_unsharded, extensions, spec.params, spec.communicating)
     data = frozenset(name for row in spec.params if row.split is not None for name in row.split.around)
-    flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, data)
+    flat = FlatGraph(trace.graph, [slot for slot, _ in given], order, unsharded, layouts, data)
     with TRACING, without_torchs_hooks(), torch.set_grad_enabled(grad):
         joint = joint_graph(flat, [fake for _, fake in given], mode)
     _check_products(joint.graph)
@@ -258,6 +258,9 @@ def capture(
         node.meta.pop("custom", None)
     phase = phase_of(joint, flat)
     read_numbers_again(phase)
+    draws = any(is_random(node) for node in joint.graph.nodes)
+    eager = EagerForward(lambda: flat.in_eager_mode, draws, overwritten_buffers(phase))
+    flat.prepare_eager_mode()
     rewritten = write_again(phase, spec.forward_class.__name__)
     if spec.extended:
         settle_gathers(phase, spec.mesh.shard, spec.extended[0].mesh.get_group().group_name)
@@ -286,6 +289,7 @@ def capture(
         few=few,
         trace=trace,
         taken=(*(index for index, _ in inputs), *scalars),
+        eager=eager,
     )
 
 
@@ -343,12 +347,10 @@ def _unsharded(
     extensions: Extensions,
     params: ParamTable,
     meshes: Mapping[tuple[str, ...], DeviceMesh],
-    layouts: Mapping[Slot, Layout],
     given: Mapping[Slot, torch.Tensor],
 ) -> dict[Slot, torch.Tensor]:
-    """Return what the module finds for the tensors that a program is given; `layouts` are for inputs as DTensors."""
-    found = distributed(extensions.used(given), params, meshes)
-    return {**found, **{slot: layout.around(found[slot]) for slot, layout in layouts.items()}}
+    """Return what the module finds for the tensors that a program is given."""
+    return distributed(extensions.used(given), params, meshes)
 
 
 def _found_parameters(
@@ -366,7 +368,7 @@ def _found_parameters(
         if entry.slot.kind == "param"
     }
     with torch.no_grad():
-        used = _unsharded(extensions, spec.params, spec.communicating, {}, {**given, **extensions.tensors})
+        used = _unsharded(extensions, spec.params, spec.communicating, {**given, **extensions.tensors})
     found: dict[str, torch.Tensor] = {}
     for slot in given:
         found[slot.name] = nn.Parameter(used[slot].detach(), given[slot].requires_grad)

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import inspect
 import logging
 import re
-import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
@@ -28,7 +26,7 @@ from graphshard.torch_compat.fake_tensors import (
     UnsupportedOperatorException,
     quiet_tracing,
 )
-from graphshard.utils.source_lines import codes_of, is_users, source_line
+from graphshard.utils.source_lines import source_line
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -116,30 +114,6 @@ def raise_break(error: GraphBreak) -> NoReturn:
     if raised is None:
         raise error
     raise raised from error  # Dynamo may be wrong about it, and the cause names the line
-
-
-def differentiates(function: Callable[..., Any]) -> bool:
-    """Return whether a function, or one of the same package that it names, passes `create_graph`.
-
-    A program computes gradients without a graph for them, so what such a function calls runs in Python. Names are
-    looked up in globals and in the class, and nothing is run.
-    """
-    owner = type(getattr(function, "__self__", None))
-    left, seen = [getattr(function, "__func__", function)], set()
-    while left:
-        code = getattr(left[-1], "__code__", None)
-        found = left.pop()
-        if code is None or code in seen or not is_users(code.co_filename):
-            continue
-        seen.add(code)
-        for inner in codes_of(code):
-            if any("create_graph" in (each if isinstance(each, tuple) else (each,)) for each in inner.co_consts):
-                return True
-            for name in inner.co_names:
-                other = getattr(found, "__globals__", {}).get(name, inspect.getattr_static(owner, name, None))
-                if isinstance(other, types.FunctionType):
-                    left.append(other)
-    return False
 
 
 def _exception_of(text: str) -> Exception | None:

@@ -259,6 +259,22 @@ class UnitMemory:
         return saved, str(self.saved_bytes), again
 
 
+@dataclass(frozen=True)
+class EagerForward:
+    """The traced forward as eager operators, whose gradients autograd can differentiate again.
+
+    Attributes:
+        function: returns the function that is given a function, which returns the value of a slot, and that returns
+            the leaves of the results.
+        draws: forward draws random numbers.
+        overwritten: buffers that forward writes to after it has read values that results depend on.
+    """
+
+    function: Callable[[], Callable[[Callable[[Slot], Any]], list[Any]]]
+    draws: bool
+    overwritten: tuple[str, ...]
+
+
 @dataclass
 class Program:
     """Everything the compiler knows about one captured signature of a module.
@@ -296,6 +312,7 @@ class Program:
         trace: guards and bytecode of the traced call; None for a program from a file.
         taken: indices of the program's inputs among the trace's graph inputs.
         digest: digest of the traced graph; "" without a trace.
+        eager: the traced forward; None without a trace.
         few: all groups of blocks, if the graphs and `params` have only the captured ones; else None.
     """
 
@@ -331,6 +348,11 @@ class Program:
     trace: Any = None
     taken: tuple[int, ...] = ()
     digest: str = ""
+    eager: EagerForward | None = None
+
+    def take_trace(self, traced: Program, digest: str) -> None:
+        """Take the guards and the traced forward of an equal program, which was not loaded."""
+        self.trace, self.taken, self.digest, self.eager = traced.trace, traced.taken, digest, traced.eager
 
     def keep_captured(self, captured: Callable[[], Any]) -> None:
         """Set the function that rebuilds the captured program as an `ExportedProgram`."""

@@ -124,6 +124,14 @@ def write_again(phase: Phase, label: str) -> dict[str, tuple[str, ...]]:
     return through
 
 
+def overwritten_buffers(phase: Phase) -> tuple[str, ...]:
+    """Return the buffers that forward writes to after it has read values that its results depend on."""
+    outputs = {value for value, slot in zip(phase.results, phase.outputs, strict=True) if slot.kind == "output"}
+    written = {slot.name for slot in phase.outputs if slot.kind == "mutation" and slot.of == "buffer"}
+    read = {slot.name: node for node, slot in phase.slot_of().items() if slot.kind == "buffer" and slot.name in written}
+    return tuple(name for name, node in read.items() if not outputs.isdisjoint([node, *_dependents(node)]))
+
+
 def _through(phase: Phase, region: int) -> tuple[str, ...]:
     """Return the outputs whose gradients reach a region."""
     found = []

@@ -19,7 +19,7 @@ from graphshard.runtime.peers import Peers
 from graphshard.schedule.rank_consistent_planner import agreed
 
 # What a rank says of its trace; ranks take the largest.
-_WHOLE, _RAISED, _BROKEN, _DIFFERENTIATES = range(4)
+_WHOLE, _RAISED, _BROKEN = range(3)
 
 
 @dataclass
@@ -128,14 +128,13 @@ class Agreement:
             error = found
         own = _WHOLE
         if error is not None:
-            own = _DIFFERENTIATES if error.differentiates else _RAISED if error.raised else _BROKEN
+            own = _RAISED if error.raised else _BROKEN
         most = self.peers.most(own)
         if most == _WHOLE:
             return
         if error is None:
             text = "Another rank cannot trace it.", "The log of that rank names the line."
             error = GraphBreak("forward", *text, raised="an exception", is_own=True)
-        error.differentiates = most == _DIFFERENTIATES
         if most > _RAISED:
             error.raised = ""
         raise error

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,15 +22,14 @@ import torch
 from torch import nn
 
 from graphshard.errors import GraphBreak, UnsupportedError
-from graphshard.frontend.graph_breaks import differentiates
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.ir.param_table import ParamTable
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
 from graphshard.ir.submodule_entry_points import own_method
-from graphshard.ir.units import Precision, modules_of, unit_of
+from graphshard.ir.units import modules_of, unit_of
+from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module.tracer import ModuleCall, Tracer
-from graphshard.runtime.shards import ParamRef, param_refs
+from graphshard.runtime.shards import ParamRef
 from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import users_class
 
@@ -48,13 +47,11 @@ class SplitState:
 
     Attributes:
         open: modules that Python runs now, the innermost last.
-        units_too: units run in Python, too, because forward differentiates what they compute.
         full: parameters that were gathered since the outermost forward started, by path and whether gradients are on.
             A unit that is called again takes them: gradients of both calls are added up before they are reduced.
     """
 
     open: list[OpenModule] = field(default_factory=list)
-    units_too: bool = False
     full: dict[tuple[str, bool], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def forget_full(self) -> None:
@@ -143,33 +140,26 @@ class SplitModule:
         """Parameters of the module's own unit."""
         return tuple(ref for ref in self.tracer.params if not ref.row.unit and not ref.row.ignored)
 
-    @property
-    def is_forced(self) -> bool:
-        """Whether Python runs all calls of a unit, because forward around it differentiates what it computes."""
-        if not (self.state.units_too and self.state.open):
-            return False
-        return bool(self.tracer.name) and self.tracer.spec.forward_class is not ParameterHolder
-
     def covers(self, signature: Signature) -> bool:
         """Return whether Python runs calls with this signature for which there is no program."""
-        return signature in self._breaks or self.is_forced
+        return signature in self._breaks
 
-    def expect(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
+    def expect(self, error: GraphBreak, signature: Signature) -> None:
         """Remember a graph break before the first call; what a statement of forward raises is left to that call."""
         if error.raised and not error.is_own:
             raise error
         if not error.raised:
-            self._remember(error, signature, module)
+            self._remember(error, signature)
 
     def begin(self, error: GraphBreak, signature: Signature, call: ModuleCall) -> Any:
         """Run the first call that has a graph break, and remember it unless forward itself raises."""
         if self.tracer.spec.forward_class is ParameterHolder:
             raise error
         if not error.raised:
-            self._remember(error, signature, call.module)
+            self._remember(error, signature)
         result = self.call(call.module, call.args, call.kwargs)
         if error.raised:
-            self._remember(error, signature, call.module)
+            self._remember(error, signature)
         return result
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,20 +176,14 @@ class SplitModule:
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
-    def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
+    def _remember(self, error: GraphBreak, signature: Signature) -> None:
         self._breaks.add(signature)
         units = self.tracer.spec.units
-        forwards = [as_written(module, self.tracer.spec.method)]  # that Python runs now
-        parts = [part for name, part in module.named_modules() if name and not unit_of(name, units)]
-        forwards += [as_written(part, "forward") for part in parts]
-        self.state.units_too |= error.differentiates or any(map(differentiates, forwards))
         if self._warned:
             return
         self._warned = True
         named = ", ".join(units[:_SHOWN]) + (f" and {len(units) - _SHOWN} more" if len(units) > _SHOWN else "")
-        if self.state.units_too:
-            lost = "Python runs its units, too, as forward differentiates them: no collective overlaps with compute"
-        elif units:
+        if units:
             lost = f"Each unit ({named}) is captured by itself: no gather of a unit overlaps with compute of another"
         else:
             lost = "It contains no units: no part of it is captured, and no collective overlaps with its compute"
@@ -268,45 +252,18 @@ class SplitModule:
             )
 
     def _gather(self) -> dict[str, torch.Tensor]:
-        """Return the full parameters of the unit by name; trained ones belong to the graph of autograd.
-
-            shards  ->  all-gather  ->  full parameters in the compute dtype      forward
-            shards  <-  reduce-scatter, divided, in the reduce dtype  <-  grads   backward
-
-        They are results of a program, captured from a module that holds these parameters under their names, and nothing
-        else. So reduction, accumulation and choices for units work as in any other program, and buffers have the order
-        of FSDP2's.
-        """
+        """Return the full parameters of the unit by name, of an earlier call in the same forward if any."""
         key = self.path, torch.is_grad_enabled()
         full = None if is_recomputing() else self.state.full.get(key)
         if full is None:
-            model_runner, name = self.runner.of_model, f"{self.path}.{_GATHER}" if self.path else _GATHER
-            if name not in model_runner.entries:  # they are cleared when the model is planned again
-                model_runner.entries[name] = model_runner.entry_runner(self._gather_tracer(name), self.path)
-            self._holder.hold([ref.param for ref in self._refs])
-            values = model_runner.entries[name].call(self._holder, (), {})
-            full = {ref.row.name: tensor for ref, tensor in zip(self._refs, values, strict=True)}
+            full = self._full_parameters()
         if not (is_recomputing() or is_in_checkpoint()):  # in a region, autograd keeps nothing of a unit until backward
             self.state.full[key] = full
         return full
 
     @functools.cached_property
-    def _holder(self) -> ParameterHolder:
-        return ParameterHolder([ref.row.name for ref in self._refs])
-
-    def _gather_tracer(self, name: str) -> Tracer:
-        base, names = self.tracer, {ref.row.name: ref.name for ref in self._refs}
-        rows = ParamTable(tuple(replace(row, names=row.names[:1]) for row in base.spec.params if row.name in names))
-        spec = replace(
-            base.spec,
-            params=rows,
-            units=(),
-            precision=Precision(replace(base.spec.precision.of(""), output_dtype=None)),
-            forward_class=ParameterHolder,
-            method="forward",
-            dynamic_shapes=None,
-        )
-        return replace(base, spec=spec, params=tuple(param_refs(self._holder, rows, names)), name=name)
+    def _full_parameters(self) -> FullParameters:
+        return FullParameters(self.runner, self._refs, f"{self.path}.{_GATHER}" if self.path else _GATHER)
 
 
 class _LiveBoundary:
@@ -349,26 +306,3 @@ def _refresh(ref: ParamRef) -> None:
     for owner, _ in ref.places:
         if isinstance(owner, nn.RNNBase):
             owner._flat_weights = [owner._parameters.get(name) for name in owner._flat_weights_names]
-
-
-class ParameterHolder(nn.Module):
-    """Holds the parameters of a module under their names there; `forward` returns them."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._places: list[tuple[nn.Module, str]] = []
-        for name in names:
-            *path, attribute = name.split(".")
-            owner: nn.Module = self
-            for each in path:
-                owner = cast(nn.Module, owner._modules.setdefault(each, nn.Module()))
-            self._places.append((owner, attribute))
-
-    def hold(self, params: Collection[nn.Parameter]) -> None:
-        """Hold other parameters, in the order of the names."""
-        for (owner, attribute), param in zip(self._places, params, strict=True):
-            owner._parameters[attribute] = param
-
-    def forward(self) -> list[torch.Tensor]:
-        """Return the parameters, as tensors that are not the graph's inputs."""
-        return [owner._parameters[attribute].clone() for owner, attribute in self._places]  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from graphshard.codec.joint_export import to_exported
 from graphshard.codec.program_format import graph_digest
 from graphshard.errors import GraphBreak
 from graphshard.frontend.graph_breaks import raise_break
@@ -173,7 +174,7 @@ class ProgramCompiler:
                     assert cached is not None
                     found = cached.program
                     found.model, found.reason, found.capture = tracer.label, reason.text, number
-                    found.trace, found.taken, found.digest = traced.trace, traced.taken, digest
+                    found.take_trace(traced, digest)
                     tracer.compiled.update(cached.compiled)
                     raise _Found(cached)
 
@@ -197,7 +198,8 @@ class ProgramCompiler:
                 if isinstance(made, EqualProgram):
                     log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
                 else:
-                    made.program.keep_captured(tracer.recapture(call))
+                    again = tracer.recapture(call)
+                    made.program.keep_captured(lambda: to_exported(again()))
                 return made
             program.digest = digest
             show("compare with the other ranks")

@@ -27,6 +27,7 @@ from graphshard.module._call_checks import (
     check_still_trained,
     guard_of,
 )
+from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module._split_module import SplitModule, SplitState, as_written
 from graphshard.module.installed_programs import Installed, InstalledPrograms
 from graphshard.module.program_compiler import EqualProgram, LoweredProgram, ProgramCompiler
@@ -38,6 +39,7 @@ from graphshard.runtime.collective_launches import UserCollectives
 from graphshard.runtime.cuda_graphs import ModelGraphs
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
+from graphshard.runtime.gradient_graphs import EagerCalls
 from graphshard.runtime.parameter_writes import changed_on_any_rank
 from graphshard.runtime.process_groups import whole_mesh
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
@@ -46,6 +48,8 @@ from graphshard.torch_compat.torch_ops import forget_sources, pytree
 
 # What the user has chosen for a model, and a copy of it starts with.
 _CHOICES = ("methods", "reshard_chosen", "prefetched", "reductions_under_way")
+# Name of the program that gathers all parameters of a module, after the module's.
+_GATHER_ALL = "full_parameters()"
 
 
 @dataclass(kw_only=True)
@@ -110,7 +114,7 @@ class Runner(ProgramCompiler):
         if signature.grad and (added_up := self.accumulation.added_up):
             check_still_trained(added_up, tracer.params)
         scope = {"module": module, "args": args, "kwargs": kwargs}
-        found = None if self.split.is_forced else self.executables.find(signature, scope)
+        found = self.executables.find(signature, scope)
         if found is None:
             if self.split.covers(signature):
                 return self.split.call(module, args, kwargs)
@@ -121,8 +125,9 @@ class Runner(ProgramCompiler):
             found = self.install(module, signature, made)
         if found.guard.moved and not tracer.name:
             install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
+        by_program = "backward" in found.executable.program.phases and not found.executable.runs_eagerly
         result = found.guard.run(module, args, kwargs)
-        if "backward" in found.executable.program.phases:
+        if by_program:
             self.unsharded.calls[tracer.name] += 1
         if self.unsharded.full and not tracer.name:
             self.unsharded.show_after_call(tracer.params)
@@ -152,10 +157,24 @@ class Runner(ProgramCompiler):
         follows_strides = not of_file and make_backward is not None and tracer.options.backend == "eager"
         bound = BoundProgram(program, self.mesh, self.groups, self.agreement.peers, self.custom, self.replaying)
         values = SlotValues(program, module, tracer.params, self.mesh, self.unsharded, tracer.spec.experts)
+        gathers, eager = tracer.spec.forward_class is ParameterHolder, None
+        extended = any(is_extended(ref.param) for ref in tracer.params)
+        if program.eager is not None and make_backward is not None and not (gathers or extended or self.sealed):
+            eager = EagerCalls(program.eager, values, self._full_parameters)
         executable = Executable(
-            bound, values, make_backward, self.accumulation, follows_strides=follows_strides, defers=not of_file
+            *(bound, values, make_backward, self.accumulation),
+            follows_strides=follows_strides,
+            defers=not of_file,
+            eager=eager,
+            gathers=gathers,
         )
         return Installed(signature, executable, guard_of(program, module, executable), of_file)
+
+    @functools.cached_property
+    def _full_parameters(self) -> FullParameters:
+        """All parameters that the module's programs gather."""
+        refs = [ref for ref in self.tracer.params if not ref.row.ignored]
+        return FullParameters(self, refs, f"{self.tracer.name}.{_GATHER_ALL}" if self.tracer.name else _GATHER_ALL)
 
     def _evict(self) -> None:
         """Evict programs over `max_captures`, with regions and CUDA graphs that no other program uses."""

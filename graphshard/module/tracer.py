@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.export import ExportedProgram
 
 from graphshard.codec.joint_export import joint_program, to_exported
 from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
@@ -132,6 +131,8 @@ class Tracer:
                 program = make()
             seconds = time.perf_counter() - start
             program.model, program.reason, program.capture = self.label, reason, number
+            if program.few is not None and program.eager is not None:
+                program.eager = replace(program.eager, function=lambda: again().eager.function())  # type: ignore[union-attr]
             if find is not None:
                 find(program)
             if program.few is None:  # before values are numbered, and before a dump writes the captured program
@@ -141,10 +142,11 @@ class Tracer:
 
         repeats = self._repeats(call, spec) if few and not self._every_block else None
         if repeats is not None:
+            again = self.recapture(call)
             make = functools.partial(self._trace_template, call, spec, repeats)
             found = self._of_template(functools.partial(capture, make), steps, observer)
             if found is not None:
-                found[0].keep_captured(self.recapture(call))
+                found[0].keep_captured(lambda: to_exported(again()))
                 return found
         program = capture(functools.partial(self._whole, call, spec), observer)
         return program, run_pipeline(steps, program, observer)
@@ -169,22 +171,23 @@ class Tracer:
         program.model = self.label
         return program
 
-    def recapture(self, call: ModuleCall) -> Callable[[], ExportedProgram]:
-        """Return a function that captures every block for `Program.exported`, of a program that was made otherwise."""
+    def recapture(self, call: ModuleCall) -> Callable[[], Program]:
+        """Return a function that captures every block, for a program that was made otherwise."""
         spec, modes = self.current_spec(), [part.training for part in call.module.modules()]
         leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
         leaves = [without_values(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-        def capture_again() -> ExportedProgram:
+        def capture_again() -> Program:
             if modes != [part.training for part in call.module.modules()]:
                 raise ArgumentError(
-                    f"exported: {self.label} is in another mode (train() or eval()) than at the call that the program "
+                    f"{self.label} is captured again for Program.exported, or for gradients of gradients "
+                    "(create_graph=True), and is in another mode (train() or eval()) than at the call that the program "
                     "is for. Set it back."
                 )
             args, kwargs = pytree.tree_unflatten(self.on_device(stand_ins(leaves), structure), structure)
             program = self._whole(call._replace(args=args, kwargs=kwargs), spec)
             program.model = self.label
-            return to_exported(program)
+            return program
 
         return capture_again
 

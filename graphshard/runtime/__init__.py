@@ -18,6 +18,10 @@ its status and watches another rank (`health_monitor.py`), so that no rank waits
 * **Reduce-scatter as all-to-all is not a pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound, for two ranks only, because of the bits. Not under a memory
   limit: on a mesh with a tensor axis a step took 4 % more than predicted.
+* **Gradients that have a graph come from eager operators** (`gradient_graphs.py`), not from a backward of the backward:
+  the torch-level graph of the trace is at hand, its operators have all orders of derivatives with the bits of plain
+  torch, and nothing more is captured. It knows regions without gradients and custom functions, which a joint graph
+  does not.
 * **Updates are lines of the bound backward**, not nodes of the program: which gradients are used up is known when a
   step begins, and the same program serves calls without an optimizer. Torch's step runs on a stand-in optimizer whose
   parameters are local tensors, so formulas and state have one implementation.

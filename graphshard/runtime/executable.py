@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphshard.errors import UnsupportedError
@@ -19,11 +21,13 @@ from graphshard.ir.graph import aten, fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
+from graphshard.ir.subclasses import shard_in
 from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
-from graphshard.runtime.parameter_writes import Versions
+from graphshard.runtime.gradient_graphs import EagerCalls, GivenValues, Reduction
+from graphshard.runtime.parameter_writes import ReadParameters
 from graphshard.runtime.step_overlap import GatherPrefetch
 from graphshard.runtime.step_recorder import current_recording
 from graphshard.runtime.unsharded import landed, start_gathering
@@ -44,6 +48,8 @@ class Executable:
 
     Args:
         make_backward: makes the backward for another variant than the likely one; None if there is no backward.
+        eager: calls by eager operators, which can be differentiated again; None if there are none.
+        gathers: the program gathers its parameters, and does nothing else.
         follows_strides: each layout of tangents has a separate backward, as in eager mode; otherwise they are copied.
         defers: gradients of several calls that one backward goes through are added up before they are reduced. Not
             where backwards are in a file: it has none that leave gradients to each other.
@@ -52,6 +58,7 @@ class Executable:
         names: of the outputs that are computed, tensors and dynamic sizes; the others are constants.
         names_in_model: names of the parameters in the model by their names in the program.
         trained: parameters that backward computes gradients of, by their names in the model.
+        grads: slots of the gradients that backward computes.
         differentiated: whether these are of a "param" or an "input", for each gradient that backward computes.
     """
 
@@ -61,6 +68,8 @@ class Executable:
     accumulation: Accumulation
     follows_strides: bool
     defers: bool
+    eager: EagerCalls | None = None
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         self.program = program = self.bound.program
@@ -79,18 +88,25 @@ class Executable:
         self._prefetch: GatherPrefetch | None = None
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         phase = program.phases.get("backward")
-        self._grads = tuple(slot for slot in phase.outputs if slot.kind == "grad") if phase is not None else ()
+        self.grads = tuple(slot for slot in phase.outputs if slot.kind == "grad") if phase is not None else ()
         # For each gradient its parameter; None for an input's.
-        self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self._grads]
+        self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self.grads]
         self.trained = {names[ref.row.name]: ref for ref in self._wrt if ref is not None}
         if phase is not None:
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
             self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
             self._backwards[(frozenset(expected), None), self._strides(expected)] = phase
-        self.differentiated = tuple(slot.of or "" for slot in self._grads)
+        self.differentiated = tuple(slot.of or "" for slot in self.grads)
         # Parameters whose values backward reads again, or forward has kept for it.
         left = [slot for slot in self._forward.outputs if slot.is_of_shard or slot.is_full]
         self.read_again = [self.values.params[name] for name in dict.fromkeys(slot.name for slot in left)]
+        if self.gathers:  # what is computed with them reads them again
+            self.read_again = list(self.values.refs)
+
+    @property
+    def runs_eagerly(self) -> bool:
+        """Whether the next call runs by eager operators, as gradients of the last one had a graph."""
+        return self.eager is not None and self.eager.preferred
 
     @property
     def programs(self) -> list[Program]:
@@ -101,7 +117,11 @@ class Executable:
         """Run the program on tensors, and return the leaves of the result."""
         if self._backwards:
             self.accumulation.begin()
-            wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self._grads, self._wrt)]
+            if self.runs_eagerly:
+                assert self.eager is not None
+                self.hide()
+                return self.eager.call(tensors)
+            wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self.grads, self._wrt)]
             made = _Call.apply(self, tensors, *wrt)
             if len(self.program.tangents) > 1:  # backward looks for hooks on them
                 named = [(name, r) for name, r in zip(self.names, made, strict=True) if isinstance(r, torch.Tensor)]
@@ -156,10 +176,10 @@ class Executable:
             self._prefetch = GatherPrefetch(self.bound, self._forward, self.values)
         return self._prefetch if self._prefetch else None
 
-    def gather(self, slots: Iterable[Slot]) -> dict[Slot, torch.Tensor]:
-        """Gather full parameters that forward left to backward, from the shards as they are now."""
+    def gather(self, slots: Iterable[Slot], params: Mapping[str, nn.Parameter]) -> dict[Slot, torch.Tensor]:
+        """Gather full parameters that forward left to backward, from the shards that it has read, as they are now."""
         wanted = {slot.name: slot for slot in slots}
-        pairs = [(self.program.params[name], self.values.params[name].param) for name in wanted]
+        pairs = [(self.program.params[name], params[self.names_in_model[name]]) for name in wanted]
         device = self.program.device
         arriving = start_gathering(pairs, self.program.mesh, self.bound.groups, device) if pairs else {}
         return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
@@ -187,7 +207,7 @@ class Executable:
 
         The gradients of parameters that are `deferred`, by their names in the model, another call's backward returns.
         """
-        variant = frozenset(tangents), self._microbatches(fates, deferred)
+        variant = frozenset(tangents), self.microbatches(fates, deferred)
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
@@ -220,7 +240,7 @@ class Executable:
         if phase.module not in self._ends:
             places = {slot: place for place, slot in enumerate(phase.outputs)}
             others = [(place, slot) for slot, place in places.items() if slot.kind in LEFT or slot.of == "late"]
-            self._ends[phase.module] = [places.get(slot) for slot in self._grads], others
+            self._ends[phase.module] = [places.get(slot) for slot in self.grads], others
         of_grads, others = self._ends[phase.module]
         for place, slot in others:
             if slot.kind in LEFT:
@@ -229,8 +249,41 @@ class Executable:
                 self.values.buffer(slot.name).copy_(values[place])
         return [
             None if place is None or values[place] is None else self.values.as_gradient(values[place], slot, ref)
-            for place, slot, ref in zip(of_grads, self._grads, self._wrt)
+            for place, slot, ref in zip(of_grads, self.grads, self._wrt)
         ]
+
+    def with_graph(
+        self,
+        given: GivenValues,
+        params: Mapping[str, nn.Parameter],
+        tangents: Mapping[str, torch.Tensor],
+        fates: Sequence[Fate],
+    ) -> list[torch.Tensor | None]:
+        """Compute gradients that have a graph: run the call again by eager operators, and differentiate these."""
+        assert self.eager is not None
+        pairs = zip(self.grads, self._wrt)
+        wrt = [given.tensors[int(slot.name)] if ref is None else params[ref.name] for slot, ref in pairs]
+        wanted = [place for place in range(len(wrt)) if not fates or fates[place] != "dropped"]
+        results = self.eager.again(given, params)
+        found = torch.autograd.grad(
+            [results[int(name)] for name in tangents],
+            [wrt[place] for place in wanted],
+            list(tangents.values()),
+            create_graph=True,
+            allow_unused=True,
+        )
+        by_place = dict(zip(wanted, found))
+        return [by_place.get(place) for place in range(len(wrt))]
+
+    def gather_shards(self, shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+        """Gather tensors that are sharded like the parameters of these names, in the compute dtype."""
+        program, params = self.program, self.program.params
+        pairs = [(params[name], shard) for name, shard in shards.items() if params[name].num_shards > 1]
+        gathered = start_gathering(pairs, program.mesh, self.bound.groups, program.device)
+        return {
+            name: gathered[name].wait() if name in gathered else shard_in(shard).to(params[name].compute_dtype)
+            for name, shard in shards.items()
+        }
 
     def reduce_left(self) -> None:
         """Reduce gradients that backwards have added up; autograd adds them to the present ones, and runs hooks."""
@@ -241,10 +294,10 @@ class Executable:
         found = [(param, grad) for param, grad in found if param.requires_grad]
         torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])
 
-    def _microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
+    def microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
         """Return what is done about microbatches; nothing in a backward that asks for no parameter's gradient."""
         step = self.accumulation.step(self.names_in_model, deferred if self.defers else ())
-        other = {slot: fate for slot, fate in zip(self._grads, fates) if slot.of == "param" and fate != "accumulated"}
+        other = {slot: fate for slot, fate in zip(self.grads, fates) if slot.of == "param" and fate != "accumulated"}
         if step is None or (len(other) == len(self.trained) and set(other.values()) == {"dropped"}):
             return None
         summed = step.unsynced | step.unreplicated | step.accumulated | step.partial
@@ -286,10 +339,11 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, executable: Executable, tensors: Sequence[torch.Tensor], *wrt: torch.Tensor) -> Any:
+        ctx.given = None if executable.eager is None else executable.eager.given(tensors)
         results, saved = executable.forward(tensors)
         ctx.executable, ctx.ran, ctx.results = executable, -1, []
         executable.accumulation.calls.add(ctx)
-        ctx.versions = Versions(executable.read_again)
+        ctx.read = ReadParameters(executable.values.refs)
         ctx.set_materialize_grads(False)
         ctx.full, ctx.numbers, ctx.slots = {}, executable.values.sizes(tensors), []
         shown, kept = {}, []
@@ -317,17 +371,29 @@ class _Call(torch.autograd.Function):
         tangents = {name: grad for name, grad in zip(executable.names, grads) if grad is not None}
         results = [(name, result) for name, ref in ctx.results if (result := ref()) is not None]
         hooked = [name for name, result in results if result._backward_hooks or result.retains_grad]
-        _check_backward(executable.program, tangents, hooked)
+        _check_backward(executable.program, tangents, hooked, again=executable.gathers or executable.eager is not None)
         executable.hide()
-        ctx.versions.check(executable.read_again, executable.program.model)
+        accumulation = executable.accumulation
+        fates = [] if accumulation.measured else [fate_at(node) for node, _ in ctx.next_functions]
+        if torch.is_grad_enabled() and not executable.gathers:
+            if ctx.given is None:
+                raise RuntimeError(
+                    "Trying to backward through the graph a second time. Specify retain_graph=True in the first "
+                    "backward."
+                )
+            ctx.read.check(executable.values.refs, executable.program.model)
+            return (None, None, *executable.with_graph(ctx.given, ctx.read.params, tangents, fates))
+        ctx.read.check(executable.read_again, executable.program.model)
         saved = {**dict(zip(ctx.slots, ctx.saved_tensors, strict=True)), **ctx.numbers}
-        ctx.full.update(executable.gather(slot for slot, value in ctx.full.items() if value is None))
+        ctx.full.update(executable.gather((slot for slot, value in ctx.full.items() if value is None), ctx.read.params))
         saved.update(ctx.full)
         if not keeps_graph():  # so that the executor can free them
             ctx.maybe_clear_saved_tensors()
             ctx.full.clear()
-        accumulation = executable.accumulation
-        fates = [] if accumulation.measured else [fate_at(node) for node, _ in ctx.next_functions]
+            ctx.given = None
+        if torch.is_grad_enabled():
+            names = tuple(tangents)
+            return (None, None, *Reduction.apply(executable, saved, names, fates, *tangents.values()))
         ctx.ran = number_of_backward()
         return (None, None, *executable.backward(saved, tangents, fates, accumulation.still_to_come(ctx)))
 
@@ -335,16 +401,18 @@ class _Call(torch.autograd.Function):
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_backward(program: Program, given: Collection[str], hooked: Collection[str]) -> None:
+def _check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
     """Check that the operators of the program would compute the same gradients as its backward.
 
-    One node of autograd computes the gradients of a call: they cannot be differentiated, or be checked inside. Outputs
-    that are `given` have gradients; those that are `hooked` have hooks, past which no gradient may flow.
+    One node of autograd computes the gradients of a call: they cannot be checked inside. Outputs that are `given` have
+    gradients; `hooked` ones have hooks, past which no gradient may flow. If the call can run `again`, its gradients
+    can be differentiated.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not again:
         raise UnsupportedError(
-            f"gradients of {program.model} are to have a graph of their own (create_graph=True), and a program "
-            "computes them without. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
+            f"gradients of {program.model} are to have a graph of their own (create_graph=True). They have none in a "
+            "loaded file, in a program that was captured with its backward, and with parameters that have "
+            "fsdp_pre_all_gather. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
         )
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise UnsupportedError(

@@ -86,10 +86,12 @@ class Accumulation:
     def still_to_come(self, ctx: Any) -> set[str]:
         """Return names of parameters of other calls that the backward of a call goes through later.
 
-        As autograd adds up what flows into a parameter before FSDP2 reduces it, the last of these calls reduces.
+        As autograd adds up what flows into a parameter before FSDP2 reduces it, the last of these calls reduces. Calls
+        by `torch.func.functional_call` have other parameters of the same names.
         """
         calls = [call for call in self.calls if call.ran != ctx.ran and fate_at(call) != "dropped"]
-        return {name for call in calls for name in call.executable.trained}
+        own = ctx.read.params
+        return {name for call in calls for name in call.executable.trained if call.read.params[name] is own.get(name)}
 
     def trained_by_one_call(self, loss: torch.Tensor) -> frozenset[str]:
         """Return names of parameters all of whose gradient comes from the only call that a loss goes through.

@@ -37,43 +37,50 @@ def version_of(param: nn.Parameter) -> Version:
     return id(local), local._version, param._version
 
 
-class Versions:
-    """Versions of parameters at a forward whose backward reads them again, and optimizers that have stepped since."""
+class ReadParameters:
+    """Parameters that a forward has read, with their versions then, and optimizers that have stepped since.
+
+    Backward reads these, whatever modules hold by then: `torch.func.functional_call` takes back what it has put there.
+
+    Attributes:
+        params: by their names in the model.
+    """
 
     # All that may be checked yet: steps of optimizers are reported to them.
-    _alive: ClassVar[weakref.WeakSet[Versions]] = weakref.WeakSet()
+    _alive: ClassVar[weakref.WeakSet[ReadParameters]] = weakref.WeakSet()
     _hook: ClassVar[Any] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, refs: Iterable[ParamRef]) -> None:
-        self._versions = [version_of(ref.param) for ref in refs]
+        self.params = {ref.name: ref.param for ref in refs}
+        self._versions = {name: version_of(param) for name, param in self.params.items()}
         self._stepped: dict[int, Optimizer] = {}
         with self._lock:
-            if Versions._hook is None:
-                Versions._hook = register_optimizer_step_post_hook(report_step)
+            if ReadParameters._hook is None:
+                ReadParameters._hook = register_optimizer_step_post_hook(report_step)
             self._alive.add(self)
 
     def check(self, refs: Sequence[ParamRef], model: str) -> None:
-        """Check that none of the same parameters was written to since.
+        """Check that none of these parameters was written to since.
 
         Raises:
             ParameterError: one was. Plain torch raises a RuntimeError, too, if it has saved the parameter.
         """
-        for ref, version in zip(refs, self._versions):
-            if version_of(ref.param) != version:
+        for ref in refs:
+            if version_of(self.params[ref.name]) != self._versions[ref.name]:
                 raise _written_before_backward(ref.name, model, "written to in place, or replaced")
         groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
         updated = {id(param) for group in groups for param in group["params"]}
         for ref in refs if updated else ():
-            if id(ref.param) in updated:
+            if id(self.params[ref.name]) in updated:
                 raise _written_before_backward(ref.name, model, "updated by an optimizer")
 
 
 def report_step(optimizer: Optimizer, *_: Any) -> None:
     """Report a step of any optimizer, which may write to parameters in ways that torch does not count: a hook."""
-    with Versions._lock:
-        for versions in Versions._alive:
-            versions._stepped[id(optimizer)] = optimizer
+    with ReadParameters._lock:
+        for read in ReadParameters._alive:
+            read._stepped[id(optimizer)] = optimizer
 
 
 def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:

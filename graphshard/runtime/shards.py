@@ -137,7 +137,7 @@ def copy_of(param: nn.Parameter) -> nn.Parameter:
     return copied
 
 
-def padded_shard(param: nn.Parameter, row: ParamSpec) -> torch.Tensor:
+def padded_shard(param: torch.Tensor, row: ParamSpec) -> torch.Tensor:
     """Return the padded shard that the graph reads, in the parameter's memory if the padding is at its end.
 
     If the local tensor was replaced without room for padding (`to_empty`, `load_state_dict(assign=True)`), it gets a

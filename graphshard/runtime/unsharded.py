@@ -149,7 +149,7 @@ def _after(value: torch.Tensor, steps: Steps) -> torch.Tensor:
 
 @torch.no_grad()
 def start_gathering(
-    params: Iterable[tuple[ParamSpec, nn.Parameter]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
+    params: Iterable[tuple[ParamSpec, torch.Tensor]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, Gathering]:
     """Start to gather parameters on a device, in their compute dtypes: one launch for each axis and dtype sent."""
     params = list(params)

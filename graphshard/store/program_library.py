@@ -103,7 +103,7 @@ class ProgramLibrary:
             fault = differs_from_trace(program, traced)
             if fault:
                 raise ArtifactError(f"{self.artifact.path}: a program is for another call: {fault}. Export it again.")
-            program.trace, program.taken, program.digest = traced.trace, traced.taken, digest
+            program.take_trace(traced, digest)
             make_backward = self._backward_factory(stored, program, module, runner)
             return LoweredProgram(program, make_backward, of_file=True)
         return None

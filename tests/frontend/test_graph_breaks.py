@@ -16,7 +16,6 @@ from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.errors import CaptureError, UnsupportedError
-from graphshard.frontend.graph_breaks import differentiates
 from tests.helpers import Blocks
 
 _FOLLOWS_PYTEST = pytest.mark.skipif(
@@ -213,21 +212,3 @@ def test_a_copy_is_split_again(mesh: DeviceMesh) -> None:
         each(torch.ones(5, 4)).backward()
     for own, other in zip(model.parameters(), twin.parameters()):
         assert torch.equal(own.grad.to_local(), other.grad.to_local())
-
-
-def _helper(loss: Tensor, x: Tensor) -> Tensor:
-    return torch.autograd.grad(loss, x, create_graph=True)[0]
-
-
-class _Penalty(nn.Module):
-    def penalty(self, x: Tensor) -> Tensor:
-        return _helper(x.sum(), x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.penalty(x)
-
-
-def test_finds_code_that_differentiates() -> None:
-    """Through the methods and functions that it names."""
-    assert differentiates(_Penalty().forward)
-    assert not differentiates(Net(by_value).forward)

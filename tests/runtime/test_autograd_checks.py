@@ -121,18 +121,15 @@ def test_outputs_that_are_one_tensor(mesh: DeviceMesh) -> None:
         other.sum().backward()
 
 
-def test_gradients_of_gradients(mesh: DeviceMesh) -> None:
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_gradients_of_gradients_in_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Without a graph they would silently be missing in the next backward."""
-    net, _ = _twins(mesh)
-    x = X.clone().requires_grad_()
-    with pytest.raises(
-        UnsupportedError, match=r"gradients of _Net are to have a graph of their own \(create_graph=True\)"
-    ):
-        torch.autograd.grad(net(x)[1].sum(), x, create_graph=True)
-    with pytest.raises(UnsupportedError, match="create_graph"):
-        net(x)[1].sum().backward(create_graph=True)
-    net(x)[1].sum().backward()
-    assert x.grad is not None
+    calls = [graphshard.Call((X,), gradients=[(1,)])]
+    path = graphshard.export(_Net(), (1,), tmp_path / "net.gshard", calls=calls, backend="eager")
+    net = graphshard.load(path, _Net(), mesh)
+    with pytest.raises(UnsupportedError, match=r"gradients of _Net.*\(create_graph=True\).*none in a loaded file"):
+        net(X)[1].sum().backward(create_graph=True)
+    net(X)[1].sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in CallBackward")
