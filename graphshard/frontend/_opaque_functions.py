@@ -36,12 +36,14 @@ from graphshard.ir.submodule_entry_points import without_entries
 from graphshard.ir.tensor_memory import Affine, TensorMeta
 from graphshard.torch_compat.dynamo import (
     AutogradFunctionVariable,
+    ConstantVariable,
     InstructionTranslatorBase,
     SkipFunctionVariable,
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
     UnspecializedNNModuleVariable,
     Unsupported,
+    VariableTracker,
     proxy_args_kwargs,
     wrap_fx_proxy,
 )
@@ -310,7 +312,11 @@ def _has_units(module: nn.Module) -> bool:
 
 def _attribute(tx: Any, variable: Any, path: str) -> Any:
     for name in path.split("."):
-        variable = variable.var_getattr(tx, name).realize()
+        if hasattr(variable, "var_getattr"):
+            variable = variable.var_getattr(tx, name).realize()
+        else:  # from torch 2.14 on
+            read = VariableTracker.build(tx, getattr)
+            variable = read.call_function(tx, [variable, ConstantVariable.create(name)], {}).realize()
     return variable
 
 

@@ -21,11 +21,13 @@ from torch._dynamo.utils import (
     proxy_args_kwargs,
 )
 from torch._dynamo.variables import (
+    ConstantVariable,
     SkipFunctionVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, DebuggingVariable

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -334,6 +335,8 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "operator without a fake": lambda: _without_fake,
     "numpy": lambda: _OnNumpy.apply,
 }
+if TorchVersion(torch.__version__) < "2.13":
+    del KERNELS["numpy"]  # its Dynamo fails otherwise, and the module is split
 
 
 def _run(rank: int, world_size: int, name: str, net: type[_Layers], given: Given, **options: Any) -> list[str]:
