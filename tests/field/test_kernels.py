@@ -336,7 +336,9 @@ KERNELS: dict[str, Callable[[], Any]] = {
     "numpy": lambda: _OnNumpy.apply,
 }
 if TorchVersion(torch.__version__) < "2.13":
-    del KERNELS["numpy"]  # its Dynamo fails otherwise, and the module is split
+    del KERNELS["numpy"]  # its Dynamo fails in another way, and the module is split
+if TorchVersion(torch.__version__) >= "2.14":
+    del KERNELS["allowed in graph"]  # likewise
 
 
 def _run(rank: int, world_size: int, name: str, net: type[_Layers], given: Given, **options: Any) -> list[str]:
