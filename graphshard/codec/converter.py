@@ -301,7 +301,9 @@ _OVERRIDES: Overrides = {
             struct_hook=lambda keys, _: {k: Region(k, "", GraphModule(nn.Module(), Graph())) for k in strings(keys)},
         ),
         # Of this process.
-        **dict.fromkeys(("trace", "eager"), override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None)),
+        **dict.fromkeys(
+            ("trace", "eager", "returned"), override(unstruct_hook=lambda _: None, struct_hook=lambda *_: None)
+        ),
     },
     Stage: {"text": override(unstruct_hook=lambda _: ""), "seconds": override(unstruct_hook=lambda _: 0.0)},
     Phase: {"module": override(rename="nodes")},

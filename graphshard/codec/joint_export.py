@@ -173,9 +173,9 @@ def _facts(program: Program) -> dict[str, Any]:
         "the model communicates itself": communicates or program.mesh.experts is not None,
     }
     structure = encode_structure(program.out_spec, "outputs")
-    if program.trace is not None and program.trace.returned is not None:
+    if program.returned is not None:
         with contextlib.suppress(ArtifactError):  # a file names no user classes: a list of results
-            structure = encode_structure(program.trace.returned, "outputs")
+            structure = encode_structure(program.returned, "outputs")
     return {
         "stage": program_to_json(replace(program, taken=())),
         "model": program.model,

@@ -195,7 +195,7 @@ def capture(
         constraints = stack.enter_context(constraints_of(forward, args, kwargs, dims))
         stack.enter_context(fake_kernels(missing_kernels()))
         trace = trace_call(traced, module, args, kwargs, forward, root, constraints)
-        trace.returned = trace.structure(module, args, kwargs)
+        returned = trace.structure(module, args, kwargs)
         if constraints:
             trace.check_constraints()
         name_calls(trace.graph, module)
@@ -288,6 +288,7 @@ def capture(
         checks=flat.checks,
         few=few,
         trace=trace,
+        returned=returned,
         taken=(*(index for index, _ in inputs), *scalars),
         eager=eager,
     )

@@ -134,7 +134,6 @@ class DynamoTrace:
         branches: on values of inputs, that the program is for; None if there are none.
         changed: what forward changes of the objects that were there before: modules, or the names of other objects.
         prints: the call prints, or warns.
-        returned: structure of what the call returns, see `structure`.
     """
 
     graph: GraphModule
@@ -147,7 +146,6 @@ class DynamoTrace:
     branches: ValueBranches | None = None
     changed: tuple[nn.Module | str, ...] = ()
     prints: bool = False
-    returned: pytree.TreeSpec | None = None
 
     def structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> pytree.TreeSpec | None:
         """Return the structure of what the call returns, whose leaves are the graph's results in order.

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.export import Dim
 
@@ -24,7 +24,7 @@ from graphshard.ir.subclasses import overrides_operators
 from graphshard.subclasses.results import DTensorParts, Layout
 from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
 from graphshard.torch_compat.fake_tensors import new_fake_mode
-from graphshard.torch_compat.torch_ops import distinct, pytree
+from graphshard.torch_compat.torch_ops import distinct, pytree, sent_to
 from graphshard.utils.source_lines import PLAIN
 from graphshard.utils.text import brief
 
@@ -162,8 +162,10 @@ def _local_input(given: DTensor) -> DTensorParts:
 def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.TreeSpec) -> list[Any]:
     """Return input leaves with CPU tensors moved to the mesh's device, as FSDP2 does.
 
+    Objects of other classes stay as they are, and so do the tensors in them: Dynamo takes them apart.
+
     Raises:
-        InputError: a tensor is on another device, or a leaf is of a type that cannot be captured.
+        InputError: a tensor is on another device, or is a subclass with its own operators.
     """
 
     @functools.cache
@@ -178,11 +180,6 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                 f"input {input_path(structure, index)} is a {type(leaf).__name__}, a tensor subclass with operators of "
                 "its own. Pass the plain tensors that it is made of."
             )
-        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            raise InputError(
-                f"input {input_path(structure, index)} has the layout {leaf.layout}, which no program takes. Pass its "
-                "parts (indices and values) and make it in forward, or pass to_dense()."
-            )
         if isinstance(leaf, torch.Tensor) and leaf.device != device and not is_pretended():
             if leaf.device.type != "cpu":
                 raise InputError(
@@ -190,31 +187,12 @@ def moved_to(device: torch.device, leaves: Sequence[Any], structure: pytree.Tree
                     f"Move it there before the call."
                 )
             leaf = move(leaf)
-        elif flex_attention is not None and isinstance(leaf, flex_attention.BlockMask):  # Dynamo finds its tensors
+        elif flex_attention is not None and isinstance(leaf, flex_attention.BlockMask):
             leaf = leaf if leaf.kv_num_blocks.device == device or is_pretended() else leaf.to(device)
-        elif not isinstance(leaf, (torch.Tensor, *PLAIN)) and not _is_numpys(leaf):
-            raise InputError(
-                f"input {input_path(structure, index)} is a {type(leaf).__name__}, which is neither a tensor nor a "
-                f"number, string or None. {_remedy(leaf)}"
-            )
+        elif isinstance(leaf, dict) and leaf and device.type != "cpu" and not is_pretended():
+            leaf = sent_to(device, leaf)  # of a subclass, such as one with attributes for keys
         moved.append(leaf)
     return moved
-
-
-def _remedy(leaf: Any) -> str:
-    if hasattr(leaf, "get_seq_length"):  # a cache of transformers, which forward would write to
-        return (
-            "Pass use_cache=False: model.generate(..., use_cache=False) runs compiled programs, one for each length. "
-            "Or generate within `with graphshard.uncompiled(model):`, which takes caches."
-        )
-    if type(leaf).__module__ == "numpy":
-        return "Pass torch.from_numpy(array), or numbers."
-    if isinstance(leaf, dist.Work):
-        return "Wait for it before the call, and pass what it made."
-    return (
-        "Pass its tensors, or register the class with torch.utils._pytree.register_dataclass or "
-        "torch.export.register_dataclass."
-    )
 
 
 def stand_ins(leaves: Iterable[Any]) -> list[Any]:
@@ -273,18 +251,14 @@ def count_tokens(leaves: Iterable[Any]) -> int:
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """Return what programs distinguish of an input: four things of a tensor, type and value of anything else.
 
-    The value can be hashed: of a slice its parts, and the text of numbers that == confuses, such as 0.0 and -0.0.
+    The value can be hashed: of a slice its parts, and the text of numbers that == confuses, such as 0.0 and -0.0. Of
+    an object of another class it is a text, because guards look at its attributes.
     """
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        strides = leaf.stride() if leaf.layout is torch.strided else (str(leaf.layout),)
+        return (leaf.shape, strides, leaf.dtype, leaf.requires_grad)
     if isinstance(leaf, slice):
         return (slice, (leaf.start, leaf.stop, leaf.step))
-    if isinstance(leaf, complex) or _is_numpys(leaf) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
+    if isinstance(leaf, (complex, np.generic)) or (isinstance(leaf, float) and repr(leaf) in ("-0.0", "nan")):
         return (type(leaf), repr(leaf))
-    return (type(leaf), leaf)
-
-
-def _is_numpys(leaf: Any) -> bool:
-    """Return whether an input is a number of numpy's, such as np.float32(3), and not an array."""
-    kind = type(leaf)
-    return kind.__module__ == "numpy" and getattr(leaf, "shape", None) == () and not hasattr(kind, "__setitem__")
+    return (type(leaf), leaf if isinstance(leaf, PLAIN) else f"a {type(leaf).__name__}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -232,8 +233,8 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a container, in the order in which `_changed` meets them."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return []  # Dynamo of torch 2.11 cannot say whether these are dataclasses
+    if value is None or isinstance(value, (bool, int, float, str, np.ndarray)):
+        return []  # Dynamo cannot say whether these are dataclasses
     parts: list[Any] = []
     if isinstance(value, dict):
         parts = list(value.values())

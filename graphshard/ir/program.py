@@ -310,6 +310,7 @@ class Program:
         bound: lower bound of the step in seconds over all choices of saved activations, if these were chosen together
             with the plan; else None.
         trace: guards and bytecode of the traced call; None for a program from a file.
+        returned: structure of what the call returns; None if its leaves are not the program's results in order.
         taken: indices of the program's inputs among the trace's graph inputs.
         digest: digest of the traced graph; "" without a trace.
         eager: the traced forward; None without a trace.
@@ -346,6 +347,7 @@ class Program:
     bound: float | None = None
     few: RepeatedBlocks | None = None
     trace: Any = None
+    returned: Any = None
     taken: tuple[int, ...] = ()
     digest: str = ""
     eager: EagerForward | None = None

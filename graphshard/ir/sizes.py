@@ -131,7 +131,7 @@ class SizeBuilder:
             return value
         if expr not in self._made:
             before = set(self._graph.nodes)
-            with self._graph.inserting_after(self._last):
+            with self._graph.inserting_before(self._last.next):  # in order
                 self._made[expr] = evaluate(expr, self._env).node
             for node in [node for node in self._graph.nodes if node not in before]:
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -157,7 +157,8 @@ class SizeBuilder:
 def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
     """Compute every dynamic number of a phase from its `size` inputs, in place; idempotent.
 
-    Numbers are not saved for backward, which has the same inputs.
+    They are not saved for backward, which has the same inputs. Numbers that depend on values, such as how many elements
+    a mask selects, are saved.
     """
     if not sizes:
         return
@@ -182,7 +183,9 @@ def lift_sizes(phase: Phase, sizes: tuple[Size, ...]) -> None:
             old.append(node)
 
     def is_kept(value: Any, slot: Slot) -> bool:
-        return slot.kind != "size" and (slot.kind != "saved" or (isinstance(value, Node) and not is_size(value)))
+        if slot.kind == "saved" and (not isinstance(value, Node) or is_size(value)):
+            return isinstance(value, Node) and not build.knows(expression(value.meta["val"]))
+        return slot.kind != "size"
 
     kept = [each for each in zip(phase.results, phase.outputs, strict=True) if is_kept(*each)]
     phase.set_results([value for value, _ in kept])

@@ -211,6 +211,7 @@ class TracedGuard:
             value = value._local_tensor if isinstance(value, DTensor) else value
             tensors.append(value if isinstance(value, torch.Tensor) else torch.tensor(value))
         self._memory.check(tensors)
+        tensors = [_resolved(tensor) for tensor in tensors]
         return pytree.tree_unflatten(self._executable(tensors), self._executable.program.out_spec)
 
 
@@ -373,6 +374,11 @@ class SharedMemoryCheck:
             if _has_memory(tensor)
         ]
         for one in inputs:
+            if one.slot in self._written and (one.tensor.is_conj() or one.tensor.is_neg()):
+                raise InputError(
+                    f"{one.name} of {self._label} is a conjugate or negative view, and forward writes to it. Pass "
+                    f"{one.name}.resolve_conj().resolve_neg()."
+                )
             self._compare(one, self._buffers.get(memory_of(one.tensor), ()))
             if one.slot in self._written:
                 self._compare(one, inputs)
@@ -390,6 +396,15 @@ class SharedMemoryCheck:
                         f"{held.name}: a program reads both before it writes. Pass a copy, x.clone(), or take views in "
                         "forward."
                     )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as programs read it: not a lazy conjugate or negative, and with the same strides."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    once = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    made = torch.empty_strided(once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(once).expand(tensor.shape)
 
 
 def _has_memory(value: object) -> TypeGuard[torch.Tensor]:

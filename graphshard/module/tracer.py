@@ -136,7 +136,7 @@ class Tracer:
             if find is not None:
                 find(program)
             if program.few is None:  # before values are numbered, and before a dump writes the captured program
-                program.keep_captured(functools.partial(to_exported, program.clone()))
+                program.keep_captured(functools.partial(to_exported, replace(program.clone(), trace=None)))
             observer.after(program, "capture", 0, seconds)
             return program
 
@@ -176,6 +176,7 @@ class Tracer:
         spec, modes = self.current_spec(), [part.training for part in call.module.modules()]
         leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
         leaves = [without_values(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        call = call._replace(args=(), kwargs={})  # inputs live no longer than the call
 
         def capture_again() -> Program:
             if modes != [part.training for part in call.module.modules()]:

@@ -19,7 +19,7 @@ from torch._prims_common import (
     make_contiguous_strides_for,
     suggest_memory_format,
 )
-from torch.distributed.utils import _apply_to_tensors
+from torch.distributed.utils import _apply_to_tensors, _recursive_to
 from torch.fx import Graph, GraphModule, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
@@ -81,6 +81,11 @@ def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _apply_to_tensors(cast, tree)
+
+
+def sent_to(device: torch.device, tree: Any) -> Any:
+    """Return a dict, list or tuple of any class with its tensors on a device, as FSDP2 does."""
+    return _recursive_to(tree, device, False)[0]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
