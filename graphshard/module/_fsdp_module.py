@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
@@ -333,9 +334,13 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into shards as the user's class does; what was gathered of the old values is freed."""
+        """Load into shards as the user's class does, which may copy full tensors into parameters itself.
+
+        Parameters that were gathered are freed.
+        """
         self._graphshard_unit.runner.reshard_all()
-        return super().load_state_dict(*args, **kwargs)
+        with implicit_replication():
+            return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._graphshard_unit.runner.reshard_all()

@@ -133,8 +133,8 @@ def make_runner(
     )
 
 
-def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (), *, again: bool = False) -> None:
-    """Shard a module over the runner's mesh and let the runner run it, in place; `again`, if another one ran it."""
+def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ()) -> None:
+    """Shard a module over the runner's mesh and let the runner run it, in place."""
     spec = runner.tracer.spec
     watch_optimizers()
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
@@ -142,8 +142,12 @@ def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (),
     if "forward" in model.__dict__ and not again:
         runner.methods.append("forward")
     attach(model, runner)
-    if not again:
-        model.register_load_state_dict_pre_hook(_shard_values)
+    # Hooks of modules run after their parents', and after the user's, who may rename and join values in them.
+    for module in model.modules():
+        known_hooks = (getattr(each, "hook", None) for each in module._load_state_dict_pre_hooks.values())
+        if (module is model or module._parameters) and _shard_values not in known_hooks:
+            module.register_load_state_dict_pre_hook(_shard_values)
+    if _retie not in model._load_state_dict_post_hooks.values():
         model.register_load_state_dict_post_hook(_retie)
 
 

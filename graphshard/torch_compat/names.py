@@ -26,7 +26,9 @@ ATTRIBUTES = {
     "torch.autograd.profiler": "_is_profiler_enabled",
     "torch.distributed.tensor.DTensor": "_local_tensor _spec",
     "torch.library.Library": "_destroy",
-    "torch.nn.Module": "_apply _backward_hooks _buffers _modules _parameters",
+    "torch.nn.Module": (
+        "_apply _backward_hooks _buffers _load_state_dict_post_hooks _load_state_dict_pre_hooks _modules _parameters"
+    ),
     "torch.nn.modules.module": (
         "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
     ),

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import graphshard
 from benchmarks.architectures import compare
 from benchmarks.tiny_models import batch_of, tiny_model
-from graphshard.errors import InputError
 from tests.ranks import Ranks
 
 ARCHITECTURES = (

@@ -391,7 +391,7 @@ def _geometric(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GCNConv", "GATConv", "SAGEConv"])
 def test_batches_of_graphs(ranks: Ranks, kind: str) -> None:
-    """PyG's `Batch`, with other numbers of graphs, nodes and edges in each call; GCN and GAT add loops of their own."""
+    """PyG's `Batch`, with other numbers of graphs, nodes and edges in each call; GCN and GAT add self-loops."""
     pytest.importorskip("torch_geometric")
     ranks(2).run(_geometric, kind)
 
