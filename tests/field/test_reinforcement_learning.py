@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import graphshard
 from graphshard.module.compiled_module import CompiledModule
 from tests.distributed.twins import fsdp2, world_mesh
-from tests.field.trials import assert_equal, full, parameters
+from tests.field.trials import assert_equal, parameters
 from tests.ranks import Ranks
 
 _VOCABULARY, _WIDTH, _PROMPT, _ROWS = 11, 8, 3, 4
-_ITERATIONS = 4
+_ITERATIONS = 3
 
 
 class _Block(nn.Module):
@@ -94,9 +95,12 @@ def _iterations(
                 now, value = _scores(policy, ids[rows])
                 loss = loss_of(now, value, old[rows], values[rows], expected[rows], advantages[rows])
                 loss.backward()
-                found += [loss.detach(), full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0))]
+                found.append(loss.detach())
+                torch.nn.utils.clip_grad_value_(policy.parameters(), 0.02)
                 optimizer.step()
                 optimizer.zero_grad()
+        if isinstance(reference, FSDPModule):
+            reference.reshard()  # FSDP2 shows full parameters after a call
         with torch.no_grad():  # the reference follows slowly, as in TRL's `sync_ref_model`
             for kept, new in zip(reference.parameters(), policy.parameters()):
                 kept.data.mul_(0.4).add_(new.data, alpha=0.6)
