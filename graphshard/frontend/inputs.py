@@ -252,7 +252,7 @@ def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """Return what programs distinguish of an input: four things of a tensor, type and value of anything else.
 
     The value can be hashed: of a slice its parts, and the text of numbers that == confuses, such as 0.0 and -0.0. Of
-    an object of another class it is a text, because guards look at its attributes.
+    an object of another class it is a text, because guards compare its attributes.
     """
     if isinstance(leaf, torch.Tensor):
         strides = leaf.stride() if leaf.layout is torch.strided else (str(leaf.layout),)

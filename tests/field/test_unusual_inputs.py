@@ -58,7 +58,7 @@ class _Case(NamedTuple):
 
 
 class _Batch:
-    """A batch of the user's class, as collate functions make them."""
+    """A batch as collate functions make them."""
 
     def __init__(self, x: Tensor, tag: Any = None) -> None:
         self.x, self.tag = x, tag
