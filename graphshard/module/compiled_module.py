@@ -133,8 +133,8 @@ def make_runner(
     )
 
 
-def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = ()) -> None:
-    """Shard a module over the runner's mesh and let the runner run it, in place."""
+def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (), *, again: bool = False) -> None:
+    """Shard a module over the runner's mesh and let the runner run it, in place; `again`, if another one ran it."""
     spec = runner.tracer.spec
     watch_optimizers()
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)

@@ -218,7 +218,7 @@ def _exchange_runner(
     """Let a runner run a model instead of the runners of its parts; parameters stay shards."""
     for module in model.modules():
         strip_module(module)
-    shard(model, runner, known)
+    shard(model, runner, known, again=any(part.is_whole for part in parts))
     _take_over(runner, parts)
 
 
