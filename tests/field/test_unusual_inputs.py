@@ -302,18 +302,15 @@ def test_parameter_that_is_optimized(ranks: Ranks) -> None:
 
 
 def _held(rank: int, world_size: int) -> None:
-    for make in (_Batch, lambda x: {"x": x}):
-        model = graphshard.compile(
-            _Net(lambda b: b.x if isinstance(b, _Batch) else b["x"]), world_mesh(), backend="eager"
-        )
-        held = []
-        for _ in range(3):
-            x = _rows()
-            held.append(weakref.ref(x))
-            model(make(x)).sum().backward()
-            del x
-        gc.collect()
-        assert [ref() for ref in held] == [None] * 3
+    model = graphshard.compile(_Net(lambda batch: batch["x"]), world_mesh(), backend="eager")
+    held = []
+    for _ in range(3):
+        x = _rows()
+        held.append(weakref.ref(x))
+        model({"x": x}).sum().backward()
+        del x
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
 
 
 def test_inputs_are_not_kept(ranks: Ranks) -> None:
