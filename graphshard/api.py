@@ -174,7 +174,7 @@ def compile(
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         made = runner.build_or_break(ModuleCall(model, args, kwargs, signature.grad), signature)
         if isinstance(made, GraphBreak):
-            runner.split.expect(made, signature)
+            runner.split.expect(made, signature, model)
         else:
             prepared = signature, made
     shard(model, runner)

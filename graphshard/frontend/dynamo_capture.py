@@ -35,7 +35,8 @@ from graphshard.frontend._opaque_functions import OpaqueFunctions
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
-from graphshard.guards.unguarded_state import ExtraGuards, reject_unguarded
+from graphshard.guards.append_only_lists import lists_among, trace_lists, without_length
+from graphshard.guards.unguarded_state import ExtraGuards, key_of, reject_unguarded, sources_of
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.repeats import Repeats
 from graphshard.repeats.repeated_blocks import guards_of_blocks
@@ -134,6 +135,7 @@ class DynamoTrace:
         branches: on values of inputs, that the program is for; None if there are none.
         changed: what forward changes of the objects that were there before: modules, or the names of other objects.
         prints: the call prints, or warns.
+    growing: frozenset[str] = frozenset()
     """
 
     graph: GraphModule
@@ -146,6 +148,11 @@ class DynamoTrace:
     branches: ValueBranches | None = None
     changed: tuple[nn.Module | str, ...] = ()
     prints: bool = False
+<<<<<<< HEAD
+=======
+    returned: pytree.TreeSpec | None = None
+    growing: frozenset[str] = frozenset()
+>>>>>>> f0c84b24 (frontend, guards, module: one program for hooks that come and go)
 
     def structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> pytree.TreeSpec | None:
         """Return the structure of what the call returns, whose leaves are the graph's results in order.
@@ -201,9 +208,9 @@ class DynamoTrace:
         output = self._captured.graph_capture_output
         graph = output.output_graph
         kept = [
-            guard
+            without_length(guard, self.growing)
             for guard in graph.guards
-            if all(keep(source, guard.create_fn_name(), _key_of(guard)) for source in _sources_of(guard))
+            if all(keep(source, guard.create_fn_name(), key_of(guard)) for source in sources_of(guard))
         ]
         if self.repeats is not None:
             kept += guards_of_blocks(kept, self.repeats, graph.input_source_to_sizes_strides)
@@ -217,7 +224,7 @@ class DynamoTrace:
                 parts = made.check_verbose(graph.local_scope).verbose_code_parts
                 raise AssertionError(f"a guard fails for the call that was traced: {parts}")
         values = {"L": graph.local_scope, "G": graph.global_scope}
-        sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in _sources_of(guard)]
+        sources = [(source, guard.create_fn_name()) for guard in graph.guards for source in sources_of(guard)]
         # Only guards are made of these. A view among them keeps its base where the garbage collector does not look.
         if graph.shape_env is not None:
             graph.shape_env.tracked_fakes = None
@@ -263,20 +270,6 @@ def _relax(graph: Any) -> None:
             if getattr(context, "constraint_strides", None):
                 free["constraint_strides"] = [None] * len(context.constraint_strides)
             each.symbolic_context = dataclasses.replace(context, **free)
-
-
-def _sources_of(guard: Guard) -> list[str]:
-    """Return what a guard is about; a guard that two things are one is about both."""
-    create = guard.create_fn
-    others = (*create.args, *create.keywords.values()) if isinstance(create, functools.partial) else ()
-    return [str(guard.name), *(str(other.name) for other in others if isinstance(other, Source))]
-
-
-def _key_of(guard: Guard) -> Any:
-    """The key of a guard that a dict has, or lacks, a key; None for another guard."""
-    create = guard.create_fn
-    named = create.keywords if isinstance(create, functools.partial) else {}
-    return named.get("key", named.get("attr"))
 
 
 @contextlib.contextmanager
@@ -342,10 +335,19 @@ def trace_call(
         constraints: on sizes, as torch.export makes them of dynamic shapes.
     """
     scope = dict(zip(_SCOPE, (module, args, dict(kwargs))))
+    make = functools.partial(traced.function, forward, module, boundary)
+    retrace = functools.partial(_trace_with_answers, make, scope, traced, constraints)
+    trace = retrace()
+    growing = lists_among(trace.changed, {"L": scope, "G": trace.names, **trace.names})
+    other = trace_lists(growing, retrace)
+    return trace if other is None else dataclasses.replace(other, growing=growing)
+
+
+def _trace_with_answers(make: Callable[..., Any], scope: Any, traced: TracedFunction, constraints: Any) -> DynamoTrace:
+    """Trace a call until the answers to its questions about values are known."""
     answers: list[bool] | None = []
     for left in reversed(range(_MOST_TRACES)):
-        function = traced.function(forward, module, boundary)
-        trace, given = traced.opaque.retrace(functools.partial(_trace, function, scope, traced, constraints, answers))
+        trace, given = traced.opaque.retrace(functools.partial(_trace, make(), scope, traced, constraints, answers))
         sources, values = [each.source for each in trace.inputs], [each.value for each in trace.inputs]
         branches = branches_of(trace.graph, sources, values, given)
         # With `explain`, inputs that are not parameters are fake, and have no values.

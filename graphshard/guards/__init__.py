@@ -4,4 +4,5 @@
   the kernels differ; so the program is for masks with padding or without, and each call computes which it is.
 * **What Dynamo takes for constant is looked at in each call, or refused** (`unguarded_state.py`): `id(x)`, attributes
   of classes, builtins that were replaced. The fuzzer and the tables of constructs in the tests found what it overlooks.
+* **A list that forward only appends to may have any length** (`append_only_lists.py`), where Dynamo guards the length.
 """

@@ -4,6 +4,7 @@ Block.forward = other, nn.Linear.forward = other     guard: functions of classes
 os.environ["SCALE"]                                  guard: environment variables, if forward reads one
 self.rates.move_to_end("a")                          guard: order of an OrderedDict
 register_module_forward_hook(...)                    guard: hooks of all modules
+register_forward_hook(..., always_call=True)         guard: which hooks of a module, not their handles' numbers
 x.grad, x.is_leaf                                    error: a program has no such thing
 torch.set_default_dtype(...)                         error: the trace would set it, and no call
 id(x), random.randint(0, 9), vars(m)                 graph break: Python answers in each call
@@ -32,7 +33,9 @@ from torch.torch_version import TorchVersion
 
 from graphshard.errors import CaptureError, GraphBreak
 from graphshard.torch_compat.dynamo import (
+    Guard,
     RandomValueSource,
+    Source,
     dict_version,
     numpy_method_wrapper,
     numpy_operator_wrapper,
@@ -47,6 +50,9 @@ _ENVIRON = re.compile(r"\b(environ|getenv)\b")
 _FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.MULTILINE)
 # What modules hold themselves; their classes are known without.
 _OF_MODULES = re.compile(r"_parameters|_buffers|_hooks|_modules(?:'\])?(?:\['[^']+'\])?$")
+# Dicts of a module's hooks, and of those that get keyword arguments or are always called, by numbers of their handles.
+_HOOKS = re.compile(r"(?:\.|\.__dict__\[')(_forward_pre_hooks|_forward_hooks)(?:'\])?$")
+HOOK_MARKS = re.compile(r"\b_forward(_pre)?_hooks(_with_kwargs|_always_called)\b")
 # What `register_module_forward_hook` and its like fill.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)
@@ -98,6 +104,12 @@ class ExtraGuards:
         names = {name: value for name, value in values.items() if name != "L"}
         # Expressions, with what they read, what is compared of that, and what it was.
         self._compared: list[tuple[str, Callable[..., Any], Callable[[Any], Any], Any]] = []
+        for source in sources:
+            kind, owner = _kind_of_hooks(source)
+            for _, part in read([owner], values) if kind else ():
+                if getattr(part, kind):
+                    marked = functools.partial(_marked_hooks, kind)
+                    self._compared.append((owner, eval(f"lambda L: {owner}", {**names}), marked, marked(part)))
         for source, value in found.items():
             # Zeros are equal whatever their signs.
             parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
@@ -124,7 +136,8 @@ class ExtraGuards:
             return f"the environment variable {name} was changed"
         for source, value_in, compared, before in self._compared:
             if compared(value_in(scope)) != before:
-                return f"{source} was {before} and is {compared(value_in(scope))}"
+                what = "marked hooks of " if isinstance(compared, functools.partial) else ""
+                return f"{what}{source} was {before} and is {compared(value_in(scope))}"
         return ""
 
     def _versions_now(self) -> list[int]:
@@ -151,8 +164,35 @@ def _functions_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if isinstance(value, _FUNCTIONS) or callable(value)}
 
 
+def _kind_of_hooks(source: str) -> tuple[str, str]:
+    """Return the attribute and the module's source if a source is one of a module's hooks; else empty texts."""
+    found = _HOOKS.search(source)
+    return (found[1], source[: found.start()]) if found is not None else ("", "")
+
+
+def _marked_hooks(kind: str, module: nn.Module) -> list[tuple[int, str]]:
+    """Return which hooks of a module have which marks, in their order: registered anew, a hook has another number."""
+    marks = [mark for mark in (f"{kind}_with_kwargs", f"{kind}_always_called") if hasattr(module, mark)]
+    hooks = enumerate(getattr(module, kind))
+    return [(place, mark) for place, number in hooks for mark in marks if number in getattr(module, mark)]
+
+
 def _hooks_now() -> list[list[Any]]:
     return [list(hooks.values()) for hooks in GLOBAL_HOOKS]
+
+
+def sources_of(guard: Guard) -> list[str]:
+    """Return what a guard is about; a guard that two things are one is about both."""
+    create = guard.create_fn
+    others = (*create.args, *create.keywords.values()) if isinstance(create, functools.partial) else ()
+    return [str(guard.name), *(str(other.name) for other in others if isinstance(other, Source))]
+
+
+def key_of(guard: Guard) -> Any:
+    """Return the key of a guard that a dict has, or lacks, a key; None for another guard."""
+    create = guard.create_fn
+    named = create.keywords if isinstance(create, functools.partial) else {}
+    return named.get("key", named.get("attr"))
 
 
 # --- state that no guard can compare ------------------------------------------------------------------------------

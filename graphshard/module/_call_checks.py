@@ -21,7 +21,7 @@ from graphshard.errors import InputError, MaterializationError, ParameterError, 
 from graphshard.exported.exported_program import joint_inputs, joint_of, wrong_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
-from graphshard.guards.unguarded_state import read
+from graphshard.guards.unguarded_state import HOOK_MARKS, read
 from graphshard.guards.value_branches import WARNING
 from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Program
@@ -279,7 +279,7 @@ def _is_kept(
         return False
     if BOUNDARY in source or WARNING in source or key in ours:
         return False
-    return not _ROOT_HOOKS.search(source)
+    return not (_ROOT_HOOKS.search(source) or HOOK_MARKS.search(source))
 
 
 def _reason(parts: Sequence[str], label: str, values: Mapping[str, Any]) -> str:
@@ -297,7 +297,7 @@ def _fails(text: str, values: Mapping[str, Any]) -> bool:
 
 
 def _in_words(part: str, label: str, values: Mapping[str, Any]) -> str:
-    if found := re.match(r"___check_type_id\((.+), \d+\)(?:, type=<class '(?:\w+\.)*(\w+)'>)?", part):
+    if found := re.match(r"___check_type_id\((.+), \d+\)(?:, type=<class '(?:[\w<>]+\.)*(\w+)'>)?", part):
         kinds = [type(now).__name__ for _, now in read([found[1]], values)]
         return f"{_shorten(found[1], label)} was a {found[2]} and is a {''.join(kinds)}"
     if found := re.fullmatch(r"(not )?___dict_contains\('(\w+)', (.+)\.__dict__\)", part):

@@ -16,7 +16,7 @@ import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -29,11 +29,14 @@ from graphshard.ir.submodule_entry_points import own_method
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module.tracer import ModuleCall, Tracer
+from graphshard.repeats.find_repeats import HOOKS
 from graphshard.runtime.shards import ParamRef
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)
+Hooks: TypeAlias = tuple[tuple[int, ...], ...]
 
 # Name of the program that gathers parameters, after the module's.
 _GATHER = "parameters()"
@@ -121,7 +124,9 @@ class SplitModule:
     def __init__(self, runner: Any) -> None:
         self.runner, self.path = runner, runner.path
         self.state: SplitState = runner.split_state
-        self._breaks: set[Signature] = set()
+        # Calls with a graph break, and inputs of calls that raise, with the hooks at that time: they come and go.
+        self._breaks: set[tuple[Signature, Hooks]] = set()
+        self._raising: set[tuple[Signature, Hooks]] = set()
         self._warned = False
 
     @property
@@ -140,26 +145,44 @@ class SplitModule:
         """Parameters of the module's own unit."""
         return tuple(ref for ref in self.tracer.params if not ref.row.unit and not ref.row.ignored)
 
-    def covers(self, signature: Signature) -> bool:
-        """Return whether Python runs calls with this signature for which there is no program."""
-        return signature in self._breaks
+    def covers(self, signature: Signature, call: ModuleCall) -> bool:
+        """Return whether Python runs a call for which there is no program.
 
-    def expect(self, error: GraphBreak, signature: Signature) -> None:
+        It does if one with the same signature and hooks had a graph break, or raised with the same inputs.
+        """
+        if not (self._breaks or self._raising):
+            return False
+        is_known = (signature, _hooks_in(call.module)) in self._breaks
+        return is_known or (bool(self._raising) and self._with_inputs(call) in self._raising)
+
+    def _with_inputs(self, call: ModuleCall) -> tuple[Signature, Hooks]:
+        of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
+        return of_inputs, _hooks_in(call.module)
+
+    def expect(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
         """Remember a graph break before the first call; what a statement of forward raises is left to that call."""
         if error.raised and not error.is_own:
             raise error
         if not error.raised:
-            self._remember(error, signature)
+            self._remember(error, signature, module)
 
     def begin(self, error: GraphBreak, signature: Signature, call: ModuleCall) -> Any:
         """Run the first call that has a graph break, and remember it unless forward itself raises."""
         if self.tracer.spec.forward_class is ParameterHolder:
             raise error
         if not error.raised:
-            self._remember(error, signature)
-        result = self.call(call.module, call.args, call.kwargs)
+            self._remember(error, signature, call.module)
+        result = self.run(call)
         if error.raised:
-            self._remember(error, signature)
+            self._remember(error, signature, call.module)
+        return result
+
+    def run(self, call: ModuleCall) -> Any:
+        """Run a call in Python, and remember whether it raises: hooks may stop each forward where they have enough."""
+        key = self._with_inputs(call)
+        self._raising.add(key)
+        result = self.call(*call[:3])
+        self._raising.discard(key)
         return result
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,8 +199,8 @@ class SplitModule:
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
-    def _remember(self, error: GraphBreak, signature: Signature) -> None:
-        self._breaks.add(signature)
+    def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
+        self._breaks.add((signature, _hooks_in(module)))
         units = self.tracer.spec.units
         if self._warned:
             return
@@ -264,6 +287,14 @@ class SplitModule:
     @functools.cached_property
     def _full_parameters(self) -> FullParameters:
         return FullParameters(self.runner, self._refs, f"{self.path}.{_GATHER}" if self.path else _GATHER)
+
+
+def _hooks_in(module: nn.Module) -> Hooks:
+    """Return how many hooks of each kind there are, by the number of the module; without modules that have none."""
+    counts = (
+        (index, *(len(vars(part).get(kind, ())) for kind in HOOKS)) for index, part in enumerate(module.modules())
+    )
+    return tuple(each for each in counts if any(each[1:]))
 
 
 class _LiveBoundary:

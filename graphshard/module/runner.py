@@ -116,9 +116,9 @@ class Runner(ProgramCompiler):
         scope = {"module": module, "args": args, "kwargs": kwargs}
         found = self.executables.find(signature, scope)
         if found is None:
-            if self.split.covers(signature):
-                return self.split.call(module, args, kwargs)
             call = ModuleCall(module, args, kwargs, signature.grad)
+            if self.split.covers(signature, call):
+                return self.split.run(call)
             made = self.build_or_break(call, signature)
             if isinstance(made, GraphBreak):
                 return self.split.begin(made, signature, call)

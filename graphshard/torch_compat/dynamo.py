@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import pgo
+from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
 from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.exc import ObservedException, TorchDynamoException, TorchRuntimeError, Unsupported
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.side_effects import AttributeMutationExisting, SideEffects, ValueMutationExisting
 from torch._dynamo.source import FloatTensorSource, RandomValueSource
@@ -22,6 +24,7 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables import (
     ConstantVariable,
+    ListVariable,
     SkipFunctionVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,

@@ -53,7 +53,7 @@ _OF_DOORS = {
         "torch._dynamo.output_graph.OutputGraphCommon": "_guards guards input_source_to_sizes_strides",
         "torch._dynamo.output_graph.SubgraphTracer": "create_proxy",
         "torch._dynamo.pgo": "CodeState _CODE_STATE",
-        "torch._dynamo.side_effects.SideEffects": "mutation store_attr",
+        "torch._dynamo.side_effects.SideEffects": "mutation store_attr track_mutable",
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase": "inline_user_function_return",
         "torch._dynamo.variables.SkipFunctionVariable": "call_function",
         "torch._dynamo.variables.TensorVariable": "as_proxy",

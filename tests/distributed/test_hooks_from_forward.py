@@ -101,11 +101,13 @@ def _with_handle(net: Net) -> Net:
     return net
 
 
+# With the number of programs: of two units, as a change of hooks splits the call, and of the model from the next call
+# on; a forward that changes hooks in each call stays split.
 CASES = {
-    "lazy": (lambda: Net(_collects), 2),
-    "once": (lambda: _with_handle(Net(_removes_after_one_call)), 2),
+    "lazy": (lambda: Net(_collects), 3),
+    "once": (lambda: _with_handle(Net(_removes_after_one_call)), 3),
     "both": (lambda: Net(_registers_and_removes), 3),
-    "method": (lambda: Net(_registers_a_method), 2),
+    "method": (lambda: Net(_registers_a_method), 3),
 }
 
 
