@@ -44,11 +44,9 @@ from graphshard.torch_compat.dynamo import (
     AttributeMutationExisting,
     DebuggingVariable,
     FloatTensorSource,
-    Guard,
     GuardsSet,
     OrderedSet,
     SideEffects,
-    Source,
     SubgraphTracer,
     ValueMutationExisting,
     compile_lock,
@@ -135,7 +133,7 @@ class DynamoTrace:
         branches: on values of inputs, that the program is for; None if there are none.
         changed: what forward changes of the objects that were there before: modules, or the names of other objects.
         prints: the call prints, or warns.
-    growing: frozenset[str] = frozenset()
+        growing: sources of lists that forward only appends to, whatever their length.
     """
 
     graph: GraphModule
@@ -148,11 +146,7 @@ class DynamoTrace:
     branches: ValueBranches | None = None
     changed: tuple[nn.Module | str, ...] = ()
     prints: bool = False
-<<<<<<< HEAD
-=======
-    returned: pytree.TreeSpec | None = None
     growing: frozenset[str] = frozenset()
->>>>>>> f0c84b24 (frontend, guards, module: one program for hooks that come and go)
 
     def structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> pytree.TreeSpec | None:
         """Return the structure of what the call returns, whose leaves are the graph's results in order.
