@@ -101,7 +101,7 @@ def without_length(guard: Guard, sources: Collection[str]) -> Guard:
 
 @contextlib.contextmanager
 def _append_only_lists(sources: Collection[str]) -> Iterator[set[str]]:
-    """Trace lists with these sources as append-only ones in the block; yield the set of those that are read."""
+    """Trace lists with these sources as append-only ones in the block; yield the sources that are read."""
 
     def as_append_only(track: Callable[..., Any]) -> Callable[..., Any]:
         def track_list(effects: SideEffects, item: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ _ENVIRON = re.compile(r"\b(environ|getenv)\b")
 _FRAME = re.compile(r'^ *File "([^"]*)", line (\d+)', re.MULTILINE)
 # What modules hold themselves; their classes are known without.
 _OF_MODULES = re.compile(r"_parameters|_buffers|_hooks|_modules(?:'\])?(?:\['[^']+'\])?$")
-# Dicts of a module's hooks, and of those that get keyword arguments or are always called, by numbers of their handles.
+# Dicts of a module's hooks, and of hooks that get keyword arguments or are always called, by numbers of handles.
 _HOOKS = re.compile(r"(?:\.|\.__dict__\[')(_forward_pre_hooks|_forward_hooks)(?:'\])?$")
 HOOK_MARKS = re.compile(r"\b_forward(_pre)?_hooks(_with_kwargs|_always_called)\b")
 # What `register_module_forward_hook` and its like fill.

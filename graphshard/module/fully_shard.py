@@ -185,7 +185,7 @@ def _runner_with(
 ) -> Runner:
     """Return the runner of a model with parts, whose parameters it adds to `known`; the model is not changed.
 
-    `axes` are those that are given, of which parts and parameters may need others.
+    `axes` are the given ones; parts and parameters may need others.
     """
     mesh, contents = axes.data, ModelContents.of(model)
     assert mesh is not None
@@ -223,7 +223,7 @@ def _exchange_runner(
 
 
 def _parts_of(model: nn.Module, without: Runner | None = None) -> tuple[ShardedPart, ...]:
-    """Return the parts of a model that were sharded, in the order of its modules, without those of one runner."""
+    """Return the parts of a model that were sharded, in the order of its modules; leave out one runner's."""
     found: dict[int, ShardedPart] = {}
     for path, module in model.named_modules():
         unit = module.__dict__.get("_graphshard_unit")
@@ -314,7 +314,7 @@ def _options_again(model: nn.Module, options: Options, parts: Sequence[ShardedPa
 
 
 def _matching(model: nn.Module, spec: UnitSpec) -> UnitSpec | None:
-    """Return an entry of `units=` with those of its patterns that match modules; None if nothing does."""
+    """Return an entry of `units=` with only its patterns that match modules; None if nothing does."""
 
     def matches(pattern: UnitSpec) -> bool:
         try:

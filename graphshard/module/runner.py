@@ -419,7 +419,7 @@ class Runner(ProgramCompiler):
             self.custom.separate.update(units)
 
     def take_over_plan(self, old: Runner, names: dict[str, str]) -> None:
-        """Plan with what was chosen for units of another runner; `names` are those that are the model's now."""
+        """Plan with what was chosen for units of another runner; `names` maps them to the model's."""
         for (direction, unit), following in old.prefetched.items():
             if unit in names:
                 self.prefetch(direction, names[unit], tuple(names[name] for name in following if name in names))
