@@ -150,6 +150,7 @@ class GraphBreak(CaptureError):
 
     Attributes:
         where: file and line number in the model; "" if unknown.
+        at: place and text of the line, to follow a sentence; "" if unknown.
         source: text of the line.
         reason: one sentence.
         remedy: one sentence.
@@ -169,6 +170,6 @@ class GraphBreak(CaptureError):
         is_own: bool = False,
     ) -> None:
         self.where, self.source, self.reason, self.remedy, self.raised = where, source, reason, remedy, raised
-        self.is_own = is_own
+        self.is_own, self.at = is_own, f" at {where} ({source})" if where else ""
         at = f" at {where}\n    {source}\n" if where else ": "
         super().__init__(f"graphshard cannot capture {function}{at}{reason} {remedy}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -48,7 +47,7 @@ from graphshard.ir.program import EagerForward, Program, Size, Slot
 from graphshard.ir.recompute import overwritten_buffers, write_again
 from graphshard.ir.repeats import BlocksDifferError, RepeatedBlocks, Repeats, captured_params
 from graphshard.ir.sizes import expression, find_sizes, lift_sizes
-from graphshard.ir.submodule_entry_points import is_compiled, own_method, without_entries
+from graphshard.ir.submodule_entry_points import method_of, tracing, without_entries
 from graphshard.repeats.find_repeats import HOOKS, MARKS_OF_HOOKS
 from graphshard.repeats.repeated_blocks import check_changes, few_blocks
 from graphshard.subclasses.extensions import Extensions, settle_gathers
@@ -58,8 +57,6 @@ from graphshard.torch_compat.fake_tensors import FakeTensorMode, fake_kernels, f
 from graphshard.torch_compat.fsdp2 import MANAGED
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.torch_compat.torch_ops import pytree
-from graphshard.utils.source_lines import MISSING
-from graphshard.utils.text import users_class
 
 # Products whose operands must have one dtype.
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
@@ -96,12 +93,11 @@ def module_tensors(module: nn.Module, params: ParamTable) -> list[ModuleTensor]:
 def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
     """Let a module be as the user wrote it while the block is open; yield the method that is traced.
 
-    Hooks of the root are left out, because they run around the compiled forward. So does a forward that was put on the
-    compiled model later, and calls it; one that the model had before is its forward.
+    Hooks of the root are left out, because they run around the compiled forward.
     """
-    is_model = is_compiled(module)
-    found, forward = own_method(module, method), own_method(module, "forward")
+    found = method_of(module, method)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing())
         for owner in module.modules():
             stack.callback(_restore, owner, dict(owner.__dict__))
             _restore(owner, without_entries(owner))
@@ -110,11 +106,6 @@ def as_written(module: nn.Module, method: str) -> Iterator[Callable[..., Any]]:
         for attribute in (*HOOKS, *MARKS_OF_HOOKS):
             module.__dict__[attribute] = type(getattr(module, attribute))()
         module.__dict__.pop(MANAGED, None)  # Dynamo would take it for a module of FSDP2
-        if found is MISSING:
-            found = types.MethodType(getattr(users_class(module), method), module)
-        if is_model and method != "forward":  # which this one may call
-            plain = types.MethodType(users_class(module).forward, module)
-            module.__dict__["forward"] = plain if forward is MISSING else forward
         yield found
 
 

@@ -38,10 +38,14 @@ class BoundaryModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self.__dict__.get(BOUNDARY)
         if boundary is None:
+            self._graphshard_begin()
             return super().__call__(*args, **kwargs)
         if boundary.block is not None:
             return boundary.block.call(self._graphshard_call, args, kwargs)
         return self._graphshard_call(*args, **kwargs)
+
+    def _graphshard_begin(self) -> None:
+        """Prepare a call outside of a trace."""
 
     def _graphshard_own(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

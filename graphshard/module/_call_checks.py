@@ -7,10 +7,11 @@ is called: parameters are shards, and submodules that can be called on their own
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -26,7 +27,7 @@ from graphshard.guards.value_branches import WARNING
 from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Program
 from graphshard.ir.recompute import is_in_checkpoint
-from graphshard.ir.submodule_entry_points import EntryPoint, own_method
+from graphshard.ir.submodule_entry_points import EntryPoint, method_of, replaced_by_entries
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.shards import REBUILD, ParamRef, place_of
 from graphshard.torch_compat.autograd_state import transform_of
@@ -39,10 +40,14 @@ _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 
 
 class ModuleTree:
-    """Submodules of a module and their training modes, walked again only if the tree has changed."""
+    """Submodules of a module and their training modes, walked again only if the tree has changed.
+
+    `forwards` are the instances' attributes of that name: another list if one of them was replaced.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.forwards: list[Any] = []
         self._walk()
 
     def changed(self) -> bool:
@@ -56,8 +61,17 @@ class ModuleTree:
             self._walk()
         return tuple(map(_training, self._attributes))
 
+    def find_forwards(self) -> bool:
+        """Look at forwards again, and return whether one was replaced."""
+        found = [attributes.get("forward") for attributes in self._dicts]
+        changed = found != self.forwards
+        if changed:
+            self.forwards = found
+        return changed
+
     def _walk(self) -> None:
         modules = list(self.root.modules())
+        self._dicts = [m.__dict__ for m in modules]
         self._empty = [m._modules for m in modules if not m._modules]
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
         self._attributes = [vars(m) if "training" in vars(m) else _ClassAttributes(m) for m in modules]
@@ -149,20 +163,19 @@ _ROOT_HOOKS = re.compile(r"^L\['module'\]\.(__dict__\[')?_(forward|backward)_(pr
 
 
 class TracedGuard:
-    """Dynamo's guards and bytecode of a traced program; `moved` if a forward was replaced since the last call."""
+    """Dynamo's guards and bytecode of a traced program."""
 
-    def __init__(self, program: Program, module: nn.Module, executable: Executable) -> None:
-        trace = program.trace
-        self.moved = True
-        self._module, self._taken = module, program.taken
+    def __init__(self, program: Program, tree: ModuleTree, executable: Executable) -> None:
+        trace, module = program.trace, tree.root
+        self._module, self._tree, self._taken = module, tree, program.taken
         named = [(name, part) for name, part in module.named_modules() if name]
         self._names = [name for name, _ in named]
         self._attributes = [part.__dict__ for _, part in named]
-        self._forwards = [_replaced(attributes, "forward") for attributes in self._attributes]
-        self._found = [attributes.get("forward") for attributes in self._attributes]
+        self._forwards = [_replaced(attributes) for attributes in self._attributes]
+        self._find_entries()
         self._method = trace.method
         self._root = self._root_now()
-        with without_torchs_hooks():
+        with without_torchs_hooks(), self._without_entries():
             keep = functools.partial(_is_kept, module, *_ours(module))
             self._guards, self._extra = trace.build_guards(keep, executable.program.device)
         self._branches, self._globals = trace.branches, trace.names
@@ -175,16 +188,18 @@ class TracedGuard:
 
     def change(self, scope: Mapping[str, Any]) -> str:
         """Return why the program does not serve a call, in words; "" if it does."""
-        found = [attributes.get("forward") for attributes in self._attributes]
-        self.moved = found != self._found
-        if self.moved:
-            now = (_replaced(attributes, "forward") for attributes in self._attributes)
+        if self._tree.forwards is not self._found:
+            now = (_replaced(attributes) for attributes in self._attributes)
             for name, was, is_now in zip(self._names, self._forwards, now):
                 if was is not is_now:
                     return f"{name}.forward was replaced"
-            self._found = found
-        if self._root_now() is not self._root:
+            self._find_entries()
+        if self._root_now() != self._root:
             return f"{self._method} was replaced"
+        with self._without_entries():
+            return self._guarded_change(scope)
+
+    def _guarded_change(self, scope: Mapping[str, Any]) -> str:
         changed = self._extra.change(scope)
         if changed:
             return _shorten(changed, self._label)
@@ -200,9 +215,30 @@ class TracedGuard:
         return f"forward decides by the values of {sources}, and otherwise in this call"
 
     def _root_now(self) -> Any:
-        """Return the function that calls of the root run; a compiled model's forward may have been wrapped."""
-        found = own_method(self._module, self._method)
-        return getattr(users_class(self._module), self._method) if found is MISSING else found
+        """Return the function that calls of the root run."""
+        found = method_of(self._module, self._method)
+        return found.__func__ if getattr(found, "__self__", None) is self._module else found
+
+    def _find_entries(self) -> None:
+        """Find the entry points in place of functions that guards look at."""
+        self._found = self._tree.forwards
+        self._entries = [
+            (part.__dict__, name, part.__dict__[name], before)
+            for part in self._module.modules()
+            for name, before in replaced_by_entries(part)
+            if before is not MISSING
+        ]
+
+    @contextlib.contextmanager
+    def _without_entries(self) -> Iterator[None]:
+        """Let modules have the functions that entry points replace, as in the trace."""
+        for attributes, name, _, before in self._entries:
+            attributes[name] = before
+        try:
+            yield
+        finally:
+            for attributes, name, entry, _ in self._entries:
+                attributes[name] = entry
 
     def _run(self, *inputs: Any) -> Sequence[Any]:
         tensors = []
@@ -218,9 +254,8 @@ class TracedGuard:
 class JointGuard:
     """Guard of the one program of a joint program's module, which was not traced: inputs are like the captured ones."""
 
-    moved = False  # the module has no forward that could be replaced
-
-    def __init__(self, program: Program, module: nn.Module, executable: Executable) -> None:
+    def __init__(self, program: Program, tree: ModuleTree, executable: Executable) -> None:
+        module = tree.root
         exported = joint_of(module)
         assert exported is not None
         self._expected = joint_inputs(exported)
@@ -239,14 +274,14 @@ class JointGuard:
         return pytree.tree_unflatten(self._executable(tensors), self._executable.program.out_spec)
 
 
-def guard_of(program: Program, module: nn.Module, executable: Executable) -> TracedGuard | JointGuard:
+def guard_of(program: Program, tree: ModuleTree, executable: Executable) -> TracedGuard | JointGuard:
     """Bind the guards of a program to a module."""
-    return (JointGuard if program.trace is None else TracedGuard)(program, module, executable)
+    return (JointGuard if program.trace is None else TracedGuard)(program, tree, executable)
 
 
-def _replaced(attributes: Mapping[str, Any], method: str) -> Any:
-    """Return the method that the user has put on a module; MISSING if there is none."""
-    found = attributes.get(method, MISSING)
+def _replaced(attributes: Mapping[str, Any]) -> Any:
+    """Return the forward that the user has put on a module; MISSING if there is none."""
+    found = attributes.get("forward", MISSING)
     return found.replaced if type(found) is EntryPoint else found
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
-from graphshard.ir.submodule_entry_points import without_entries
+from graphshard.ir.submodule_entry_points import EntryPoint, install_entry, is_traced, without_entries
 from graphshard.ir.units import modules_of
 from graphshard.options.resolve import Direction
 from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
@@ -68,6 +68,13 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
     """Base of the classes of the model and of its units' modules."""
 
     _graphshard_unit: UnitRef
+
+    def _graphshard_begin(self) -> None:
+        """Take over a forward that the user has put on this module since the last call."""
+        forward = self.__dict__.get("forward")
+        if forward is not None and type(forward) is not EntryPoint and not is_traced():
+            unit = self._graphshard_unit
+            install_entry(self, unit.path, unit.runner.call_entry)
 
     def _params_of(self, recurse: bool, units: Sequence[str] | None) -> set[str]:
         """Return names of the parameters that a method is for."""

@@ -17,14 +17,20 @@ import torch
 from torch import nn
 
 from graphshard.ir.param_table import ParamTable
+from graphshard.runtime.executable import Executable
 from graphshard.runtime.shards import ParamRef, param_refs
+from graphshard.runtime.unsharded import Unsharded
+from graphshard.torch_compat.autograd_state import disable_autocast
 
 
 class FullParameters:
-    """Gathers parameters of a module, of which `runner` runs the calls; the program is an entry with a name."""
+    """Gathers parameters of a module, of which `runner` runs the calls; the program is an entry with a name.
 
-    def __init__(self, runner: Any, refs: Sequence[ParamRef], name: str) -> None:
-        self._runner, self._refs, self._name = runner, refs, name
+    Its end of backward frees parameters that are gathered by hand, unless it has other ones (`unsharded`).
+    """
+
+    def __init__(self, runner: Any, refs: Sequence[ParamRef], name: str, unsharded: Unsharded | None = None) -> None:
+        self._runner, self._refs, self._name, self._unsharded = runner, refs, name, unsharded
         self._holder = ParameterHolder([ref.row.name for ref in refs])
 
     def __call__(self, shards: Mapping[str, nn.Parameter] | None = None) -> dict[str, torch.Tensor]:
@@ -33,12 +39,26 @@ class FullParameters:
         Args:
             shards: to gather, by their names in the model; by default the present ones.
         """
+        self._holder.hold([ref.param if shards is None else shards[ref.name] for ref in self._refs])
+        values = self._entry().call(self._holder, (), {})
+        return {ref.row.name: tensor for ref, tensor in zip(self._refs, values, strict=True)}
+
+    def executable(self) -> Executable:
+        """Return the program, without a call: its backward reduces gradients."""
+        runner = self._entry()
+        runner.tracer.change([ref.row.name for ref in self._refs], held=False)
+        self._holder.hold([ref.param for ref in self._refs])
+        with torch.enable_grad(), disable_autocast():
+            executable: Executable = runner.executable_of(self._holder)
+        return executable
+
+    def _entry(self) -> Any:
+        """Return the runner of the program."""
         model_runner = self._runner.of_model
         if self._name not in model_runner.entries:  # they are cleared when the model is planned again
-            model_runner.entries[self._name] = model_runner.entry_runner(self._tracer(), self._runner.path)
-        self._holder.hold([ref.param if shards is None else shards[ref.name] for ref in self._refs])
-        values = model_runner.entries[self._name].call(self._holder, (), {})
-        return {ref.row.name: tensor for ref, tensor in zip(self._refs, values, strict=True)}
+            entry = model_runner.entry_runner(self._tracer(), self._runner.path)
+            model_runner.entries[self._name] = replace(entry, unsharded=self._unsharded or entry.unsharded)
+        return model_runner.entries[self._name]
 
     def _tracer(self) -> Any:
         """Return a tracer of the holder, under the choices for the module."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
@@ -25,15 +24,13 @@ from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.frontend.signature import Signature
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.ir.recompute import checkpoint_region, is_in_checkpoint, is_recomputing
-from graphshard.ir.submodule_entry_points import own_method
+from graphshard.ir.submodule_entry_points import method_of
 from graphshard.ir.units import modules_of, unit_of
 from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.repeats.find_repeats import HOOKS
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.torch_ops import pytree
-from graphshard.utils.source_lines import MISSING
-from graphshard.utils.text import users_class
 
 log = logging.getLogger(__name__)
 Hooks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -187,7 +184,7 @@ class SplitModule:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in Python."""
-        forward = as_written(module, self.tracer.spec.method)
+        forward = method_of(module, self.tracer.spec.method)
         with contextlib.ExitStack() as stack:
             boundary = self.boundaries(stack, module)
             if boundary is not None:
@@ -214,7 +211,7 @@ class SplitModule:
             "%s is split, and Python runs its %s. It has a graph break%s: %s %s. %s fullgraph=True makes it an error.",
             self.tracer.label,
             self.tracer.spec.method,
-            f" at {error.where} ({error.source})" if error.where else "",
+            error.at,
             error.reason,
             lost,
             error.remedy,
@@ -317,14 +314,6 @@ class _LiveBoundary:
     def leave(self, output: Any) -> Any:
         """Return the results of the module as the caller finds them."""
         return self._first.leave(output)
-
-
-def as_written(module: nn.Module, method: str) -> Callable[..., Any]:
-    """Return a method of a compiled model or of a part of it as the user wrote it."""
-    found = own_method(module, method)
-    if found is MISSING:
-        return types.MethodType(getattr(users_class(module), method), module)
-    return found
 
 
 def _is_unit(name: str, units: Sequence[str]) -> bool:

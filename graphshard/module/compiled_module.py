@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError
 from graphshard.ir.param_table import even_pieces, places_of
-from graphshard.ir.submodule_entry_points import OF_UNITS, OWN_FORWARD, EntryPoint, install_entries
+from graphshard.ir.submodule_entry_points import (
+    OF_UNITS,
+    EntryPoint,
+    install_entries,
+    is_traced,
+    present,
+    replaced_by_entries,
+)
 from graphshard.module._agreement import Agreement
 from graphshard.module._fsdp_module import GraphshardFSDPModule, become_units, unit_class
 from graphshard.module.program_compiler import Cache
@@ -57,11 +64,10 @@ class CompiledModule(GraphshardFSDPModule):
         attributes = {name: value for name, value in self.__dict__.items() if name not in OF_UNITS}
         twin.__dict__.update(copy.deepcopy(attributes, memo))
         for module, copied in zip(self.modules(), twin.modules()):
-            for name, value in module.__dict__.items():
-                if isinstance(value, EntryPoint):
-                    copied.__dict__.pop(name, None)  # the user's class may copy something else
-                    if value.replaced is not MISSING:
-                        copied.__dict__[name] = copy.deepcopy(value.replaced, memo)
+            for name, value in replaced_by_entries(module):
+                copied.__dict__.pop(name, None)  # the user's class may copy something else
+                if value is not MISSING:
+                    copied.__dict__[name] = copy.deepcopy(value, memo)
         attach(twin, self._graphshard.for_copy(twin))
         return twin
 
@@ -78,12 +84,19 @@ def compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-        if "_graphshard" not in self.__dict__:  # of a model that is uncompiled for now, called by what wraps this
+        if is_traced() or "_graphshard" not in self.__dict__:  # called by what replaces it; of a model in `uncompiled`
             return cls.forward(self, *args, **kwargs)
-        return self._graphshard.call(self, args, kwargs)
+        return call(self, args, kwargs)
 
     # torch.compile of what calls the model compiles the rest of it.
-    return unit_class(cls, CompiledModule, forward=torch.compiler.disable(forward))
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def call(self: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "forward" in self.__dict__ and self._graphshard.split_state.is_open(self):
+            return cls.forward(self, *args, **kwargs)  # what replaces it runs in Python
+        with present(self, "forward", MISSING):
+            return self._graphshard.call(self, args, kwargs)
+
+    return unit_class(cls, CompiledModule, forward=forward)
 
 
 def class_of(root: nn.Module, is_model: bool, module: nn.Module) -> type:
@@ -139,8 +152,6 @@ def shard(model: nn.Module, runner: Runner, known: Container[nn.Parameter] = (),
     watch_optimizers()
     shard_module(model, spec.params, runner.mesh, spec.device, runner.tracer.storage, spec.tensor, spec.experts, known)
     object.__setattr__(model, "__class__", compiled_class(type(model)))
-    if "forward" in model.__dict__ and not again:
-        runner.methods.append("forward")
     attach(model, runner)
     # Hooks of modules run after their parents', and after the user's, who may rename and join values in them.
     for module in model.modules():
@@ -165,9 +176,7 @@ def install_method(module: nn.Module, path: str) -> None:
     assert isinstance(module, CompiledModule)
     prefix, _, method = path.rpartition(".")
     owner = module.get_submodule(prefix)
-    entry = owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
-    if path == "forward":
-        module.__dict__[OWN_FORWARD] = entry.replaced
+    owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
 
 
 @torch.no_grad()

@@ -212,7 +212,7 @@ def _put_shards(model: nn.Module, shards: dict[str, nn.Parameter]) -> None:
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any, Any]]:
-    """Return a module's attributes, with copies of those that are dicts, such as parameters and hooks."""
+    """Return a module's attributes, with copies of dicts, such as parameters and hooks."""
     return [(name, value, dict(value) if isinstance(value, dict) else None) for name, value in vars(module).items()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from graphshard.frontend.inputs import flat_call
 from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import is_extended
-from graphshard.ir.submodule_entry_points import install_entries
+from graphshard.ir.submodule_entry_points import EntryPoint, install_entries, present
 from graphshard.lower.regions import drop_regions
 from graphshard.module._call_checks import (
     check_materialized,
@@ -28,7 +28,8 @@ from graphshard.module._call_checks import (
     guard_of,
 )
 from graphshard.module._full_parameters import FullParameters, ParameterHolder
-from graphshard.module._split_module import SplitModule, SplitState, as_written
+from graphshard.module._replaced_forward import ReplacedForward
+from graphshard.module._split_module import SplitModule, SplitState
 from graphshard.module.installed_programs import Installed, InstalledPrograms
 from graphshard.module.program_compiler import EqualProgram, LoweredProgram, ProgramCompiler
 from graphshard.module.tracer import ModuleCall, Tracer, entry_name
@@ -42,7 +43,9 @@ from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.gradient_graphs import EagerCalls
 from graphshard.runtime.parameter_writes import changed_on_any_rank
 from graphshard.runtime.process_groups import whole_mesh
-from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
+from graphshard.runtime.shards import ParamRef
+from graphshard.runtime.shown_gradients import ShownCall
+from graphshard.runtime.unsharded import ShownParameter, Unsharded, UnshardHandle, start_gathering
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.torch_ops import forget_sources, pytree
 
@@ -60,6 +63,7 @@ class Runner(ProgramCompiler):
         groups: names of the process groups by mesh axis.
         programs: of the model and all its entries, newest last.
         entries: runners of submodules and methods that were called directly, by name.
+        holders: of the entries that reduce gradients of shown parameters.
         methods: registered by the user.
         reshard_chosen: parameters for which `set_reshard_after_forward` was called.
         prefetched: units that are gathered when another one has arrived, by direction and that one's name.
@@ -67,12 +71,14 @@ class Runner(ProgramCompiler):
         event: that the next call waits for before it gathers.
         model_runner: of the whole model; None for the model's own.
         join_parts: shards a changed model again if that is safe, which gives it another runner.
+        is_uncompiled: the model is in a block of `uncompiled`, and methods run as they were written.
     """
 
     mesh: DeviceMesh
     groups: dict[str, str]
     programs: list[Program] = field(default_factory=list)
     entries: dict[str, Runner] = field(default_factory=dict)
+    holders: dict[str, FullParameters] = field(default_factory=dict)
     methods: list[str] = field(default_factory=list)
     materialized: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
@@ -86,6 +92,11 @@ class Runner(ProgramCompiler):
     model_runner: Runner | None = None
     join_parts: Callable[[nn.Module], bool] = lambda _: False
     split_state: SplitState = field(default_factory=SplitState)
+    is_uncompiled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model_runner is None:
+            self.unsharded.shown.connector = self.connect
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -96,6 +107,9 @@ class Runner(ProgramCompiler):
         tracer = self.tracer
         if not tracer.name:  # the model's own runner does it for its entries
             self._follow_unsharded(tracer)
+        is_replaced = not tracer.name and "forward" in module.__dict__
+        if is_replaced and self.around.covers(module):
+            return self.around.call(module, args, kwargs)
         params = [ref.checked() for ref in tracer.params]
         if tracer.tree(module).changed():
             if not tracer.name and self.join_parts(module):
@@ -108,6 +122,9 @@ class Runner(ProgramCompiler):
         if any(leaf is not was for leaf, was in zip(moved, leaves)):
             args, kwargs = pytree.tree_unflatten(moved, structure)
         signature = tracer.signature(module, params=params)
+        if tracer.tree(module).find_forwards():
+            install_entries(module, self.of_model.call_entry, self.path)
+            tracer.tree(module).find_forwards()
         if not self.materialized:
             check_materialized(module, tracer.params, tracer.spec.device, tracer.storage.device)
             self.materialized = True
@@ -117,20 +134,20 @@ class Runner(ProgramCompiler):
         found = self.executables.find(signature, scope)
         if found is None:
             call = ModuleCall(module, args, kwargs, signature.grad)
-            if self.split.covers(signature, call):
+            if not is_replaced and self.split.covers(signature, call):
                 return self.split.run(call)
             made = self.build_or_break(call, signature)
             if isinstance(made, GraphBreak):
+                if is_replaced:
+                    return self.around.begin(f"It has a graph break{made.at}: {made.reason}", module, args, kwargs)
                 return self.split.begin(made, signature, call)
             found = self.install(module, signature, made)
-        if found.guard.moved and not tracer.name:
-            install_entries(module, self.call_entry)  # a forward may have been replaced, or put back
         by_program = "backward" in found.executable.program.phases and not found.executable.runs_eagerly
         result = found.guard.run(module, args, kwargs)
         if by_program:
             self.unsharded.calls[tracer.name] += 1
-        if self.unsharded.full and not tracer.name:
-            self.unsharded.show_after_call(tracer.params)
+        if self.unsharded.full and not self.split_state.open:
+            self.unsharded.show_after_call(self.of_model.tracer.params)
         return result
 
     @forget_sources()
@@ -140,7 +157,7 @@ class Runner(ProgramCompiler):
         An equal program serves calls of another trace, such as with another tag, or a longer list.
         """
         if isinstance(made, EqualProgram):
-            guard = guard_of(made.traced, module, made.installed.executable)
+            guard = guard_of(made.traced, self.tracer.tree(module), made.installed.executable)
             # If it is of a file, that program stays, and the one with this guard may be evicted.
             installed = replace(made.installed, guard=guard, loaded=False)
         else:
@@ -168,7 +185,7 @@ class Runner(ProgramCompiler):
             eager=eager,
             gathers=gathers,
         )
-        return Installed(signature, executable, guard_of(program, module, executable), of_file)
+        return Installed(signature, executable, guard_of(program, tracer.tree(module), executable), of_file)
 
     @functools.cached_property
     def _full_parameters(self) -> FullParameters:
@@ -192,20 +209,23 @@ class Runner(ProgramCompiler):
 
     # --- entries and copies --------------------------------------------------------------------------------------
 
-    def call_entry(
-        self, name: str, method: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run one call of a submodule's method, or of another method of the model (name ""), on the same shards."""
-        if entry_name(name, method) == "":
-            return self.call(module, args, kwargs)  # the model's forward is an attribute
-        self.split_state.keep_in_region()
-        if self.split_state.runs_in_python(name, self.tracer.spec.units):
-            return as_written(module, method)(*args, **kwargs)
-        entry = entry_name(name, method)
-        if entry not in self.entries:
-            self.entries[entry] = self.entry_runner(self.tracer.entry(name, method, module), name)
-        self._follow_unsharded(self.entries[entry].tracer)
-        return self.entries[entry].call(module, args, kwargs)
+    def call_entry(self, entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of a submodule's method, or of a method of the model (name ""), on the same shards."""
+        name, module, state = entry.name, entry.module, self.split_state
+        state.keep_in_region()
+        was_replaced = module.__dict__.get(entry.method) is not entry
+        in_python = state.runs_in_python(name, self.tracer.spec.units) or (was_replaced and state.is_open(module))
+        if in_python or self.is_uncompiled:
+            return entry.original(*args, **kwargs)
+        called, full_name = self, entry_name(name, entry.method)
+        if full_name:
+            if full_name not in self.entries:
+                tracer = self.tracer.entry(name, entry.method, module)
+                self.entries[full_name] = self.entry_runner(tracer, name)
+            called = self.entries[full_name]
+            self._follow_unsharded(called.tracer)
+        with present(module, entry.method, entry):
+            return called.call(module, args, kwargs)
 
     def entry_runner(self, tracer: Tracer, path: str) -> Runner:
         """Return a runner of programs for a submodule, under its path in the model."""
@@ -220,6 +240,11 @@ class Runner(ProgramCompiler):
     def split(self) -> SplitModule:
         """Calls that Python runs."""
         return SplitModule(self)
+
+    @functools.cached_property
+    def around(self) -> ReplacedForward:
+        """Calls of functions that replace the model's forward, and that Python runs."""
+        return ReplacedForward(self)
 
     def for_copy(self, module: nn.Module) -> Runner:
         """Return a runner for a copy of the module: no programs yet, compiled regions and loaded programs shared."""
@@ -245,6 +270,7 @@ class Runner(ProgramCompiler):
             tracer=tracer,
             executables=InstalledPrograms(),
             entries={},
+            holders={},
             materialized=False,
             agreement=self.agreement.anew(),
             **changes,
@@ -266,8 +292,8 @@ class Runner(ProgramCompiler):
 
         Parameters with `fsdp_pre_all_gather` are gathered by programs only.
         """
-        sharded = [ref for ref in self.tracer.params if ref.row.name in names and ref.row.num_shards > 1]
-        chosen = [ref for ref in sharded if not is_extended(ref.param)]
+        given = (ref for ref in self.tracer.params if ref.row.name in names and not ref.row.ignored)
+        chosen = [ref for ref in given if not is_extended(ref.param)]
         missing = [ref for ref in chosen if ref.row.name not in self.unsharded.full]
         if missing:
             current = {row.name: row for row in self.tracer.current_spec().params}
@@ -276,7 +302,7 @@ class Runner(ProgramCompiler):
             gathering = start_gathering(pairs, spec.mesh, self.groups, spec.device)
             for ref in missing:
                 self.unsharded.add(ref, gathering[ref.row.name])
-            self.change({ref.row.name for ref in missing}, held=True)
+            self.change({ref.row.name for ref in missing if ref.row.num_shards > 1}, held=True)
         return UnshardHandle(self.unsharded, chosen)
 
     def reshard(self, names: Collection[str]) -> None:
@@ -306,7 +332,7 @@ class Runner(ProgramCompiler):
         several = torch.is_grad_enabled() and calls < before  # other calls follow before a backward, as last time
         if not several:
             self.unsharded.free(list(self.unsharded.left))
-        if self.unsharded.full and not self.split_state.open:  # else modules show full parameters
+        if self.unsharded.full and not (self.split_state.open or self.around.is_open):  # they were looked at before
             self._gather_what_changed()
         if self.unsharded.kept:
             self.unshard(self.unsharded.kept)
@@ -328,6 +354,34 @@ class Runner(ProgramCompiler):
         self.unsharded.free(changed)
         self.unshard(changed)
         self.unsharded.left |= left
+
+    def connect(self, shown: Mapping[str, ShownParameter]) -> None:
+        """Let gradients of full parameters that modules show reach the shards, by units."""
+        units: dict[str, dict[str, ParamRef]] = {}
+        for ref in self.tracer.params:
+            if ref.name in shown:
+                units.setdefault(ref.row.unit, {})[ref.name] = ref
+        for refs in units.values():
+            ShownCall(refs, self.accumulation, self._reduction).connect([shown[name] for name in refs])
+
+    def _reduction(self, names: Sequence[str]) -> Executable:
+        """Return the program that reduces gradients of full parameters of a unit."""
+        entry = f"gradients({', '.join(names)})"
+        if entry not in self.holders:
+            refs = [ref for ref in self.tracer.params if ref.name in names]
+            self.holders[entry] = FullParameters(self, refs, entry, Unsharded())
+        return self.holders[entry].executable()
+
+    def executable_of(self, module: nn.Module) -> Executable:
+        """Return the program for a call without inputs, without running it."""
+        signature = self.tracer.signature(module)
+        found = self.executables.find(signature, {"module": module, "args": (), "kwargs": {}})
+        if found is None:
+            made = self.build_or_break(ModuleCall(module, (), {}, torch.is_grad_enabled()), signature)
+            if isinstance(made, GraphBreak):
+                raise made
+            found = self.install(module, signature, made)
+        return found.executable
 
     @property
     def whole_mesh(self) -> DeviceMesh:

@@ -167,9 +167,11 @@ def _as_written(model: nn.Module, runner: Runner) -> Iterator[None]:
             }
             stack.callback(_put_back, module, ours, type(module))
             strip_module(module)
+        runner.is_uncompiled = True
         try:
             yield
         finally:
+            runner.is_uncompiled = False
             stack.close()
             install_entries(model, runner.call_entry)  # around forwards that were replaced in the block
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import aten, fake, restride
 from graphshard.ir.operators import finish_copies
+from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot
 from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.subclasses import shard_in
@@ -28,9 +29,10 @@ from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
 from graphshard.runtime.gradient_graphs import EagerCalls, GivenValues, Reduction
 from graphshard.runtime.parameter_writes import ReadParameters
+from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.step_overlap import GatherPrefetch
 from graphshard.runtime.step_recorder import current_recording
-from graphshard.runtime.unsharded import landed, start_gathering
+from graphshard.runtime.unsharded import Gathering, landed, start_gathering
 from graphshard.torch_compat.aot_autograd import without_selective_checkpoints
 from graphshard.torch_compat.autograd_state import Fate, disable_autocast, fate_at, keeps_graph, number_of_backward
 
@@ -82,6 +84,7 @@ class Executable:
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
+        self._shown_too = self._find_shown_too()
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         # For each backward, where its gradients are among its outputs, and which of the others are left or kept.
         self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
@@ -179,16 +182,37 @@ class Executable:
     def gather(self, slots: Iterable[Slot], params: Mapping[str, nn.Parameter]) -> dict[Slot, torch.Tensor]:
         """Gather full parameters that forward left to backward, from the shards that it has read, as they are now."""
         wanted = {slot.name: slot for slot in slots}
-        pairs = [(self.program.params[name], params[self.names_in_model[name]]) for name in wanted]
-        device = self.program.device
-        arriving = start_gathering(pairs, self.program.mesh, self.bound.groups, device) if pairs else {}
+        arriving = self._gather([(self.program.params[name], params[self.names_in_model[name]]) for name in wanted])
         return {wanted[name]: value.wait(wanted[name].index) for name, value in arriving.items()}
+
+    def _gather(self, pairs: Sequence[tuple[ParamSpec, nn.Parameter]]) -> dict[str, Gathering]:
+        return start_gathering(pairs, self.program.mesh, self.bound.groups, self.program.device) if pairs else {}
 
     def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
         """Let modules show full parameters that forward has kept for that, until the next forward or backward."""
         for slot, ref in self._shown.items():
             left = landed(full[slot], ref.row, slot.index)
             self.values.unsharded.shown.show(ref, left, until_next_call=True)
+        others = [ref for ref in self._shown_too if ref.name not in self.values.unsharded.full]
+        if others:
+            gathered = self._gather([(self.program.params[ref.row.name], ref.param) for ref in others])
+            for ref in others:
+                self.values.unsharded.shown.show(ref, gathered[ref.row.name].wait(), until_next_call=True)
+        self.values.unsharded.shown.connect()
+
+    def _find_shown_too(self) -> list[ParamRef]:
+        """Return parameters that forward does not gather, of units that stay gathered after it.
+
+        FSDP2 gathers a unit whole. A loss may read parameters that forward does not, such as the weight of a head.
+        """
+        slots = (slot for node, slot in self._forward.slot_of().items() if node.users)
+        read = {slot.name for slot in slots if slot.is_of_shard or slot.kind == "gathered"}
+        table = self.program.params
+        units = {table[name].unit for name in read}
+        kept = (row for row in map(table.__getitem__, self.values.params) if row.unit in units and not row.reshard)
+        kept = (row for row in kept if row.name not in read or (row.num_shards == 1 and row.shows))
+        plain = (row for row in kept if not (row.partly or row.ignored or row.split or row.extension))
+        return [self.values.params[row.name] for row in plain]
 
     def hide(self) -> None:
         """Let modules show shards again; raises UnsupportedError if a full parameter was written to."""
@@ -371,7 +395,7 @@ class _Call(torch.autograd.Function):
         tangents = {name: grad for name, grad in zip(executable.names, grads) if grad is not None}
         results = [(name, result) for name, ref in ctx.results if (result := ref()) is not None]
         hooked = [name for name, result in results if result._backward_hooks or result.retains_grad]
-        _check_backward(executable.program, tangents, hooked, again=executable.gathers or executable.eager is not None)
+        check_backward(executable.program, tangents, hooked, again=executable.gathers or executable.eager is not None)
         executable.hide()
         accumulation = executable.accumulation
         fates = [] if accumulation.measured else [fate_at(node) for node, _ in ctx.next_functions]
@@ -401,7 +425,7 @@ class _Call(torch.autograd.Function):
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
+def check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
     """Check that the operators of the program would compute the same gradients as its backward.
 
     One node of autograd computes the gradients of a call: they cannot be checked inside. Outputs that are `given` have

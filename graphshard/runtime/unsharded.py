@@ -35,7 +35,7 @@ from graphshard.runtime.parameter_writes import sums_of
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.runtime.shards import SHARD_ATTRIBUTE, ParamRef, padded_shard, shard_of
 from graphshard.torch_compat.dtensor import dtensor_of, process_group
-from graphshard.torch_compat.torch_ops import make_subclass
+from graphshard.torch_compat.torch_ops import make_subclass, use_count
 
 
 @dataclass
@@ -68,13 +68,14 @@ class Unsharded:
 
     def free(self, names: Iterable[str]) -> None:
         """Free gathered parameters, when they have arrived."""
-        for name in list(names):
+        names = list(names)
+        for name in names:
             if name in self.full:
                 self.read(name)
                 del self.full[name]
                 self.left.discard(name)
                 del self.sums[name]
-            self.shown.hide([name])
+        self.shown.hide(names)
 
     def end(self) -> None:
         """End a backward: free what is not kept for others."""
@@ -94,6 +95,7 @@ class Unsharded:
             full = self.full.get(ref.name)
             if isinstance(full, torch.Tensor):
                 self.shown.show(ref, full)
+        self.shown.connect()
 
     def show_after_call(self, refs: Iterable[ParamRef]) -> None:
         """As `show`; parameters that were not unsharded by hand only if this call would have left them gathered."""
@@ -102,6 +104,7 @@ class Unsharded:
         for ref in refs:
             if ref.row.shows and ref.name in several and ref.name in self.full:
                 self.shown.show(ref, self.read(ref.name), until_next_call=True)
+        self.shown.connect()
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Gathering:
 
     def wait(self, left: int = 0) -> torch.Tensor:
         """Return the parameter, without the last `left` steps of its epilogue."""
-        steps = gather_epilogue(self.row)
+        steps = gather_epilogue(self.row) if self.row.num_shards > 1 else []
         return _after(self.arrive(), steps[: len(steps) - left])
 
 
@@ -151,14 +154,20 @@ def _after(value: torch.Tensor, steps: Steps) -> torch.Tensor:
 def start_gathering(
     params: Iterable[tuple[ParamSpec, torch.Tensor]], mesh: Mesh, groups: Mapping[str, str], device: torch.device
 ) -> dict[str, Gathering]:
-    """Start to gather parameters on a device, in their compute dtypes: one launch for each axis and dtype sent."""
+    """Start to gather parameters on a device, in their compute dtypes: one launch for each axis and dtype sent.
+
+    A parameter that is not sharded is there.
+    """
     params = list(params)
     shards = copied_to([padded_shard(param, row) for row, param in params], device)
     sent: dict[tuple[Axis, torch.dtype], list[tuple[ParamSpec, torch.Tensor]]] = {}
+    found: dict[str, Gathering] = {}
     for (row, _), shard in zip(params, shards):
+        if row.num_shards == 1:
+            found[row.name] = Gathering(functools.partial(shard.to, row.compute_dtype), row)
+            continue
         shard = _after(shard.to(row.compute_dtype), prologue(row))
         sent.setdefault((row.on(mesh).shard, shard.dtype), []).append((row, shard))
-    found: dict[str, Gathering] = {}
     for (axis, _), members in sent.items():
         small = [(row, shard) for row, shard in members if shard.nbytes < SMALL]
         large = [(row, shard) for row, shard in members if shard.nbytes >= SMALL]
@@ -188,9 +197,13 @@ def _unpacked(buffer: torch.Tensor, sizes: list[int], index: int, shape: torch.S
 
 @dataclass
 class Shown:
-    """Full parameters of class `kind` that modules show now, by their names in the model."""
+    """Full parameters of class `kind` that modules show now, by their names in the model.
+
+    `connector` makes them results of autograd, whose gradients reach the shards; None refuses gradients.
+    """
 
     kind: type[ShownParameter]
+    connector: Callable[[Mapping[str, ShownParameter]], None] | None = None
     _now: dict[str, tuple[nn.Parameter, ParamRef]] = field(default_factory=dict)
     # Shown until the next forward or backward.
     _left: set[str] = field(default_factory=set)
@@ -212,10 +225,19 @@ class Shown:
             shown = made
         else:
             shown = self._made[ref.name] = self.kind.of(full, shard, ref.name)
+        if self.connector is None and isinstance(shown, ShownParameter):
+            shown.follow(shard.requires_grad)
         ref.put(shown)
         self._now[ref.name] = shown, ref
         if until_next_call:
             self._left.add(ref.name)
+
+    def connect(self) -> None:
+        """Let gradients of what is shown reach the shards."""
+        shown = ((name, param) for name, (param, _) in self._now.items() if isinstance(param, ShownParameter))
+        new = {name: param for name, param in shown if param.is_unconnected}
+        if new and self.connector is not None:
+            self.connector(new)
 
     def forget(self) -> None:
         """Hide all, and reuse no parameters: what shards are may change."""
@@ -224,6 +246,8 @@ class Shown:
 
     def hide(self, names: Iterable[str] | None = None) -> None:
         """Let modules hold their shards again; by default all of them.
+
+        What a graph of autograd has saved stays as it is until its backward.
 
         Raises:
             UnsupportedError: the data of a shown parameter was exchanged for data of another shape, which is lost.
@@ -239,7 +263,10 @@ class Shown:
             ref.put(shard, instead_of=shown)
             if isinstance(shown, ShownParameter):
                 resized += [name] if shown.shape != shard.shape else []
-                shown.data = shown._nothing
+                if use_count(shown) > 1:
+                    self._made.pop(name, None)
+                else:
+                    shown.release()
         if resized:
             raise UnsupportedError(
                 f"the gathered parameter {resized[0]} was given data of another shape, which the shard does not see: "
@@ -271,10 +298,9 @@ class ShownParameter(nn.Parameter):
     @classmethod
     def of(cls, full: torch.Tensor, shard: nn.Parameter, path: str) -> Self:
         """Show a tensor as the parameter that is called `path` in the model."""
-        shown = make_subclass(cls, full.detach(), shard.requires_grad)
+        shown = make_subclass(cls, full.detach(), False)
         shown._graphshard_shard, shown._path, shown._nothing = shard, path, full.new_empty(0)
-        shown._written, shown._dtype = shown._version, full.dtype
-        shown._follow(shard.requires_grad)
+        shown._written, shown._dtype, shown._flag = shown._version, full.dtype, shard.requires_grad
         return shown
 
     def fits(self, full: torch.Tensor, shard: nn.Parameter) -> bool:
@@ -321,11 +347,11 @@ class ShownParameter(nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> ShownParameter:
         """Set the flag of the shard."""
         self._graphshard_shard.requires_grad_(requires_grad)
-        self._follow(requires_grad)
+        self.follow(requires_grad)
         return self
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: no gradient comes here."""
+        """Refuse: gradients of the model's calls go to the shard."""
         raise self._refused("was given a hook")
 
     register_post_accumulate_grad_hook = register_hook
@@ -336,11 +362,24 @@ class ShownParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._graphshard_shard.__reduce_ex__(protocol)
 
-    def _follow(self, requires_grad: bool) -> None:
-        """Let autograd see the shard's flag, so that what computes with it outside of forward is told."""
+    @property
+    def is_unconnected(self) -> bool:
+        """Whether gradients of it would not reach the shard, which is trained."""
+        return self._flag and self.grad_fn is None
+
+    def release(self) -> None:
+        """Free the memory, and leave the graph of autograd, which has not saved this."""
+        torch.Tensor.detach_(self)
+        self.data = self._nothing
+
+    def follow(self, requires_grad: bool) -> None:
+        """Let autograd see the shard's flag; a gradient that would not reach the shard is an error."""
         self._flag = requires_grad
-        torch.Tensor.requires_grad_(self, requires_grad)
-        if requires_grad:
+        if self.grad_fn is None:
+            torch.Tensor.requires_grad_(self, requires_grad)
+        elif not requires_grad:
+            torch.Tensor.detach_(self)
+        if requires_grad and self.grad_fn is None:
             torch.Tensor.register_hook(self, functools.partial(_refuse_gradient, self._path))
 
     def _refused(self, what: str) -> UnsupportedError:

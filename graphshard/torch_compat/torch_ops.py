@@ -30,6 +30,8 @@ accelerator = torch._C._accelerator_getAccelerator
 assert_async = torch._assert_async
 foreach_copy_ = torch._foreach_copy_
 make_subclass = torch.Tensor._make_subclass
+# Number of references to a tensor in C++. A graph of autograd that has saved it has one.
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # The function that graphs of Dynamo call.
 set_grad_enabled = torch._C._set_grad_enabled
