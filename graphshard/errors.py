@@ -9,6 +9,7 @@ from __future__ import annotations
 import unicodedata
 
 __all__ = [
+    "AnomalyError",
     "ArgumentError",
     "ArtifactError",
     "BatchError",
@@ -92,6 +93,10 @@ class MaterializationError(GraphshardError, RuntimeError):
 
 class ParameterError(GraphshardError, RuntimeError):
     """A parameter is not what it was when the module was compiled."""
+
+
+class AnomalyError(GraphshardError, RuntimeError):
+    """Backward makes nan in gradients of parameters, in anomaly mode."""
 
 
 class InputError(GraphshardError, ValueError):

@@ -193,8 +193,13 @@ class OperatorWatch(TorchDispatchMode):
                 f"runs {func}, a collective of a process group. Use torch.distributed._functional_collectives, or "
                 "communicate outside of forward"
             )
-        if func in _EMBEDDINGS and arguments_of(func, args, kwargs).get("sparse"):
-            raise error_here("makes sparse gradients, and gradients are reduced densely. Leave sparse=True out")
+        trained = func in _EMBEDDINGS and torch.is_grad_enabled() and args[0].requires_grad
+        if trained and arguments_of(func, args, kwargs).get("sparse"):
+            name = getattr(self._given.get(memory_of(args[0])), "name", "a weight")
+            raise error_here(
+                f"looks up rows of {name} with sparse=True, and gradients are reduced densely. Set the attribute "
+                "`sparse` of that module to False; optimizers other than SparseAdam take both"
+            )
         if draws(func, args, kwargs):
             given = pytree.arg_tree_leaves(*args, **kwargs)
             if any(isinstance(each, DTensor) and each.device_mesh.device_type != "cpu" for each in given):

@@ -170,15 +170,25 @@ def unit_boundaries(
 
 
 class _Node(torch.autograd.Function):
-    """Inputs of a unit, as they are."""
+    """Inputs of a unit, as they are. Transforms of torch.func see through it."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Save nothing."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
 def one_node(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

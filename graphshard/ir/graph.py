@@ -36,7 +36,7 @@ _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 OWN = frozenset({MODEL_WAIT}) | COPIES | NAMING_GROUPS
 # Lines of a stack trace, and files of torch.
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
-_OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/")
+_OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/|graphshard/frontend/unit_boundaries\.py$")
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:

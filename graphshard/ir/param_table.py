@@ -106,7 +106,7 @@ class ParamSpec:
             self,
             dtype=param.dtype,
             compute_dtype=compute_dtype,
-            reduce_dtype=compute_dtype if self.ignored else reduced_in(policy, param.dtype, compute_dtype),
+            reduce_dtype=reduced_in(policy, param.dtype, compute_dtype) if cast else compute_dtype,
             trainable=param.requires_grad,
         )
 

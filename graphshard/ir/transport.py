@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,13 +137,14 @@ def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...
         # Concatenate the shards, as reduce-scatter expects them.
         then(aten.reshape.default, [*shape[:dim], spec.num_shards, *shape[dim:]])
         then(aten.permute.default, [dim, *(d for d in range(rank + 1) if d != dim)])
-    if not fake(then.node).is_contiguous():
+    if not fake(then.node).is_contiguous() or spec.reduce_dtype.is_complex:  # it may be conjugated lazily
         then(aten.clone.default, memory_format=torch.contiguous_format)
     if dim > 0:
         then(aten.view.default, [spec.num_shards * shape[0], *shape[1:]])
     if spec.num_shards > 1:
-        then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
-        then(WAIT)
+        with then.real():
+            then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
+            then(WAIT)
     return then.node
 
 
@@ -151,8 +153,9 @@ def over_replicas(graph: Graph, shard: Node, spec: ParamSpec, axes: tuple[Axis, 
     then = _Chain(graph, shard)
     how = division(spec, axes)
     for axis in axes[1:] if spec.num_shards > 1 else axes:
-        then(c10d.all_reduce.default, how.over_replicas, axis.name)
-        then(WAIT)
+        with then.real():
+            then(c10d.all_reduce.default, how.over_replicas, axis.name)
+            then(WAIT)
     if how.after != 1:
         then(aten.div.Tensor, how.after)
     if spec.order:
@@ -176,6 +179,16 @@ class _Chain:
         """Insert a cast, unless the result has the dtype."""
         if fake(self.node).dtype != dtype:
             self(aten._to_copy.default, dtype=dtype)
+
+    @contextlib.contextmanager
+    def real(self) -> Iterator[None]:
+        """Let the operators of the block see the real and imaginary parts of complex numbers, which no group adds."""
+        is_complex = fake(self.node).dtype.is_complex
+        if is_complex:
+            self(aten.view_as_real.default)
+        yield
+        if is_complex:
+            self(aten.view_as_complex.default)
 
 
 @dataclass(frozen=True)

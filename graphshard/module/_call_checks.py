@@ -146,15 +146,20 @@ def check_materialized(
             )
 
 
-def check_not_transformed(leaves: Sequence[object]) -> None:
-    """Raise UnsupportedError for a call inside a transform of torch.func, or with dual numbers."""
+def transformed_by(leaves: Sequence[object], *, refused: bool) -> str:
+    """Return which transform of torch.func, or dual numbers, the call is inside of; "" for none.
+
+    Raises:
+        UnsupportedError: there is one, and it is refused.
+    """
     what = transform_of(leaves)
-    if what:
+    if what and refused:
         raise UnsupportedError(
             f"a compiled model was called inside {what}, which cannot see through its programs. Call autograd "
             "(torch.autograd.grad, backward), put the transform into the model's forward, or use the model before "
             "graphshard.compile."
         )
+    return what
 
 
 # A parameter in a guard's source, and the attribute of it that is read.

@@ -20,7 +20,7 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.shards import ParamRef, param_refs
 from graphshard.runtime.unsharded import Unsharded
-from graphshard.torch_compat.autograd_state import disable_autocast
+from graphshard.torch_compat.autograd_state import disable_autocast, without_transforms
 
 
 class FullParameters:
@@ -40,7 +40,8 @@ class FullParameters:
             shards: to gather, by their names in the model; by default the present ones.
         """
         self._holder.hold([ref.param if shards is None else shards[ref.name] for ref in self._refs])
-        values = self._entry().call(self._holder, (), {})
+        with without_transforms():
+            values = self._entry().call(self._holder, (), {})
         return {ref.row.name: tensor for ref, tensor in zip(self._refs, values, strict=True)}
 
     def executable(self) -> Executable:

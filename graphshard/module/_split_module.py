@@ -196,6 +196,18 @@ class SplitModule:
             result = forward(*args, **kwargs)
         return result if boundary is None else boundary.leave(result)
 
+    def call_transformed(self, transform: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside a transform of torch.func, or with dual numbers, which see operators only."""
+        if not (self._warned or self.state.open):
+            self._warned = True
+            log.warning(
+                "%s is called inside %s, which cannot see through programs: Python runs such calls, on full parameters "
+                "that each unit gathers and keeps until backward. In forward, transforms are captured with the rest.",
+                self.tracer.label,
+                transform,
+            )
+        return self.call(module, args, kwargs)
+
     def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
         self._breaks.add((signature, _hooks_in(module)))
         units = self.tracer.spec.units

@@ -64,22 +64,22 @@ class BoundProgram:
 
     def __post_init__(self) -> None:
         for name, phase in self.program.phases.items():
-            self._bind(name, phase)
+            self._bind(name, phase, self.program)
 
     def bind_backward(self, program: Program) -> Phase:
         """Bind the backward of another program like the phases of this one."""
         phase = program.phases["backward"]
-        self._bind("backward", phase)
+        self._bind("backward", phase, program)
         self.others[phase.module] = program
         return phase
 
-    def _bind(self, name: str, phase: Phase) -> None:
+    def _bind(self, name: str, phase: Phase, program: Program) -> None:
         launches = [node for node in phase.module.graph.nodes if is_collective(node)]
         if launches:
             counts = Counter(kind_of(node) for node in launches)
             kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
-            sent = "\n".join(f"{node.meta.get('bucket')} over {node.args[-1]}" for node in launches)
-            self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", sent
+            sent = [line.removeprefix(f"{name}: ") for line in program.communication if line.startswith(f"{name}: ")]
+            self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", "\n".join(sent)
         bind_groups(phase.module.graph, self.groups)
         self.collectives.bind(phase, Mesh.of(self.mesh))
         reduce_in_place(phase)  # before gloo's rewrite: it recognizes the results of reductions

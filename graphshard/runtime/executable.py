@@ -25,6 +25,7 @@ from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.subclasses import shard_in
 from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
+from graphshard.runtime._nan_checks import accumulate_checked, looks_for_nan
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
 from graphshard.runtime.gradient_graphs import EagerCalls, GivenValues, Reduction
@@ -61,6 +62,7 @@ class Executable:
         names_in_model: names of the parameters in the model by their names in the program.
         trained: parameters that backward computes gradients of, by their names in the model.
         grads: slots of the gradients that backward computes.
+        wrt: for each gradient its parameter; None for an input's.
         differentiated: whether these are of a "param" or an "input", for each gradient that backward computes.
     """
 
@@ -92,9 +94,8 @@ class Executable:
         self._backwards: dict[tuple[Variant, Strides], Phase] = {}
         phase = program.phases.get("backward")
         self.grads = tuple(slot for slot in phase.outputs if slot.kind == "grad") if phase is not None else ()
-        # For each gradient its parameter; None for an input's.
-        self._wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self.grads]
-        self.trained = {names[ref.row.name]: ref for ref in self._wrt if ref is not None}
+        self.wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self.grads]
+        self.trained = {names[ref.row.name]: ref for ref in self.wrt if ref is not None}
         if phase is not None:
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
             self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
@@ -124,7 +125,7 @@ class Executable:
                 assert self.eager is not None
                 self.hide()
                 return self.eager.call(tensors)
-            wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self.grads, self._wrt)]
+            wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self.grads, self.wrt)]
             made = _Call.apply(self, tensors, *wrt)
             if len(self.program.tangents) > 1:  # backward looks for hooks on them
                 named = [(name, r) for name, r in zip(self.names, made, strict=True) if isinstance(r, torch.Tensor)]
@@ -273,7 +274,7 @@ class Executable:
                 self.values.buffer(slot.name).copy_(values[place])
         return [
             None if place is None or values[place] is None else self.values.as_gradient(values[place], slot, ref)
-            for place, slot, ref in zip(of_grads, self.grads, self._wrt)
+            for place, slot, ref in zip(of_grads, self.grads, self.wrt)
         ]
 
     def with_graph(
@@ -285,7 +286,7 @@ class Executable:
     ) -> list[torch.Tensor | None]:
         """Compute gradients that have a graph: run the call again by eager operators, and differentiate these."""
         assert self.eager is not None
-        pairs = zip(self.grads, self._wrt)
+        pairs = zip(self.grads, self.wrt)
         wrt = [given.tensors[int(slot.name)] if ref is None else params[ref.name] for slot, ref in pairs]
         wanted = [place for place in range(len(wrt)) if not fates or fates[place] != "dropped"]
         results = self.eager.again(given, params)
@@ -314,7 +315,7 @@ class Executable:
         sizes: dict[Slot, Any] = {Slot("size", size.name): 0 for size in self.program.sizes}  # not read
         with torch.no_grad():
             grads = self.backward(sizes, {})
-        found = [(ref.param, grad) for ref, grad in zip(self._wrt, grads) if ref is not None and grad is not None]
+        found = [(ref.param, grad) for ref, grad in zip(self.wrt, grads) if ref is not None and grad is not None]
         found = [(param, grad) for param, grad in found if param.requires_grad]
         torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])
 
@@ -419,7 +420,11 @@ class _Call(torch.autograd.Function):
             names = tuple(tangents)
             return (None, None, *Reduction.apply(executable, saved, names, fates, *tangents.values()))
         ctx.ran = number_of_backward()
-        return (None, None, *executable.backward(saved, tangents, fates, accumulation.still_to_come(ctx)))
+        found = executable.backward(saved, tangents, fates, accumulation.still_to_come(ctx))
+        if fates and looks_for_nan():
+            groups = executable.bound.groups.values()
+            found = accumulate_checked(executable.wrt, found, fates, groups, executable.program.model)
+        return (None, None, *found)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -428,7 +433,7 @@ class _Call(torch.autograd.Function):
 def check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
     """Check that the operators of the program would compute the same gradients as its backward.
 
-    One node of autograd computes the gradients of a call: they cannot be checked inside. Outputs that are `given` have
+    One node of autograd computes the gradients of a call. Outputs that are `given` have
     gradients; `hooked` ones have hooks, past which no gradient may flow. If the call can run `again`, its gradients
     can be differentiated.
     """
@@ -438,10 +443,10 @@ def check_backward(program: Program, given: Collection[str], hooked: Collection[
             "loaded file, in a program that was captured with its backward, and with parameters that have "
             "fsdp_pre_all_gather. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
         )
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+    if torch.is_grad_enabled() and looks_for_nan():
         raise UnsupportedError(
-            "torch.autograd.set_detect_anomaly looks for nan in gradients, which it cannot in shards (DTensor). Pass "
-            "check_nan=False, or look for it in the model before graphshard.compile."
+            "create_graph=True in anomaly mode: torch.autograd.set_detect_anomaly looks for nan in gradients, which it "
+            "cannot in shards (DTensor). Pass check_nan=False, or look for it in the model before graphshard.compile."
         )
     for name in hooked:
         later = sorted(set(given) & _computed_from(program, name))

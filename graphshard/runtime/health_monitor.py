@@ -232,11 +232,16 @@ class HealthMonitor:
     # --- in the main thread --------------------------------------------------------------------------------------
 
     def begin(self, label: str, text: str) -> None:
-        """Begin a step that communicates `text`."""
-        digest = zlib.crc32(text.encode(), self._steps[-1].digest if self._steps else 0)
+        """Begin a step with this label, which communicates `text`."""
+        digest = zlib.crc32(f"{label}\n{text}".encode(), self.digest)
         self.number += 1
         self._steps.append(StepRecord(self.number, digest, label))
         self.doing, self._began = f"{RUNS} {label}", time.monotonic()
+
+    @property
+    def digest(self) -> int:
+        """Digest of all steps that the rank has begun."""
+        return self._steps[-1].digest if self._steps else 0
 
     def wait_at(self, meeting: str) -> None:
         """Begin to wait at a rendezvous."""

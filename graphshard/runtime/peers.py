@@ -11,19 +11,20 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import ArgumentError, DivergenceError, PeerError
 from graphshard.runtime.health_monitor import PATIENT, HealthMonitor, differ_text, error_text
-from graphshard.runtime.process_groups import is_fake, ranks_of
+from graphshard.runtime.process_groups import is_fake, on_gloo, ranks_of
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
-from graphshard.torch_compat.dtensor import rendezvous_store
+from graphshard.torch_compat.dtensor import process_group, rendezvous_store
 from graphshard.utils.progress import cancelled_by
 
 log = logging.getLogger(__name__)
@@ -166,17 +167,25 @@ def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
     ranks = tuple(ranks_of(mesh))
     known = _known.setdefault(rendezvous_store(), {})
     if ranks not in known:
-        known[ranks] = Peers(ranks, rendezvous_store(), *settings)
+        groups_of_axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        gloo = [str(group.group_name) for group in groups_of_axes if on_gloo(group, mesh.device_type)]
+        known[ranks] = Peers(ranks, rendezvous_store(), *settings, gloo)
     known[ranks].monitor.groups.update(groups)
     return known[ranks]
 
 
 class Peers:
-    """The ranks of a mesh, in its order."""
+    """The ranks of a mesh, in its order.
 
-    def __init__(self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float) -> None:
+    Args:
+        gloo: names of the process groups of the mesh's axes, if they are gloo's.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float, gloo: Sequence[str] = ()
+    ) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
-        self._checks_steps = checks_steps
+        self._checks_steps, self._gloo = checks_steps, gloo
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         # A store may outlive a process group.
         prefix = f"graphshard/{name}-{store.add(f'graphshard/{name}/{self.rank}', 1)}"
@@ -294,11 +303,27 @@ class Peers:
         self.monitor.begin(label, text)
         try:
             self.monitor.check_step()
-            if self._checks_steps:
+            if self._checks_steps or not self._is_same():
                 self._check(label, text)
         except BaseException:
             self.monitor.doing = ""
             raise
+
+    def _is_same(self) -> bool:
+        """Return whether all ranks have begun the same steps; all of them call this together.
+
+        Only with gloo, which ends a process that receives another number of bytes than it expects: these have one size.
+        """
+        digest = self.monitor.digest
+        largest = torch.tensor([digest, -digest])
+        try:
+            with without_dispatch_modes():
+                for name in self._gloo:
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, process_group(name))
+        except RuntimeError as error:
+            self._finish(error)
+            raise
+        return largest.tolist() == [digest, -digest]
 
     def _check(self, label: str, text: str) -> None:
         """Wait until all ranks are at the same step."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -20,6 +21,8 @@ Fate = Literal["accumulated", "returned", "dropped"]
 disable_autocast = torch._C._DisableAutocast
 # Hides operators from dispatch modes, such as counters of FLOPs, and from a running trace.
 without_dispatch_modes = _disable_current_modes
+# Leaves the transforms of torch.func for the block.
+without_transforms = temporarily_clear_interpreter_stack
 # Number of the running backward pass, -1 outside of one, and whether it was called with `retain_graph=True`.
 number_of_backward = torch._C._current_graph_task_id
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -58,7 +58,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 def _transformed(rank: int, world_size: int) -> None:
-    model = graphshard.compile(Net(), world_mesh(), backend="eager")
+    model = graphshard.compile(Net(), world_mesh(), backend="eager", fullgraph=True)
     for calls in range(2):  # before and after the first capture
         for name, transform in TRANSFORMS.items():
             with pytest.raises(UnsupportedError, match="a compiled model was called inside") as caught:

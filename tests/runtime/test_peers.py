@@ -30,7 +30,7 @@ MEETS_ALONE = """
 import json, zlib
 from graphshard.runtime.health_monitor import ProcessIdentity, RankStatus, StepRecord
 peers = Peers((0, 1), rendezvous_store(), True, 0.6)
-steps = (StepRecord(1, zlib.crc32(b"gather"), "forward"),)
+steps = (StepRecord(1, zlib.crc32(b"forward\\ngather"), "forward"),)
 peers._store.set("1", json.dumps(RankStatus(1, ProcessIdentity.this(), steps)))
 with peers.step("forward", "gather"):
     pass
