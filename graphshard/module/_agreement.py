@@ -13,10 +13,11 @@ from typing import Any, cast
 from graphshard.errors import GraphBreak
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program
+from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.health_monitor import MAKES
 from graphshard.runtime.peers import Peers
-from graphshard.schedule.rank_consistent_planner import agreed
+from graphshard.schedule.rank_consistent_planner import AgreedPlanner, agreed
 
 # What a rank says of its trace; ranks take the largest.
 _WHOLE, _RAISED, _BROKEN = range(3)
@@ -74,6 +75,13 @@ class Agreement:
         if self._pipeline is None:
             self._pipeline = Pipeline(agreed(passes, share, lambda number: planning().most(number)))
         return self._pipeline
+
+    def run_found(self, program: Program) -> None:
+        """Plan programs of other sizes as a program that all ranks have found in a file is planned."""
+        for step in self._pipeline or ():
+            planner = step.planner if isinstance(step, MakePlan) else None
+            if isinstance(planner, AgreedPlanner) and program.plan is not None:
+                planner.from_files.append(program.plan)
 
     def check(self, program: Program) -> bool:
         """Raise DivergenceError if another rank communicates otherwise; return False if no rank needed to be asked."""

@@ -195,6 +195,8 @@ class ProgramCompiler:
                 )
             except _Found as found:
                 made = found.made
+                if not isinstance(made, EqualProgram):
+                    self.agreement.run_found(made.program)
                 if isinstance(made, EqualProgram):
                     log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
                 else:

@@ -91,7 +91,9 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
         return found if even or found["share"] == 1 else {**found, "kept": _kept(program, found["share"])}
 
     def decided(limit: int) -> _Decision:
-        found = agreed.share(program, lambda: search(limit)) if agreed is not None else search(limit)
+        # Ranks that run programs of files may be alone at another size.
+        alone = agreed is None or agreed.from_files
+        found = search(limit) if alone else agreed.share(program, lambda: search(limit))  # type: ignore[union-attr]
         if "error" in found:
             raise InfeasibleError(found["error"], found["smallest"])
         return found

@@ -79,6 +79,8 @@ class AgreedPlanner:
     known: dict[str, tuple[Plan, Outline]] = field(default_factory=dict)
     # Decisions of the first rank before the plan, by the parameters that are trained.
     decided: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Plans of programs that all ranks have found in files, which nobody has planned in this job.
+    from_files: list[Plan] = field(default_factory=list)
 
     def decide_once(self, program: Program, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what the ranks decided together for the first program that trains these parameters.
@@ -122,7 +124,7 @@ class AgreedPlanner:
                 parameters again.
         """
         mine = communication(program)
-        first = mine not in self.known
+        first = mine not in self.known and not self._found_in_file(program, mine)
         if first:
             shared = self._shared(program, mine, self.planner)
             if together and self.most(int(shared is None or fit(*shared, program) is None)):
@@ -134,6 +136,30 @@ class AgreedPlanner:
             self.known[mine] = shared
         plan = fit(*self.known[mine], program) or fallback(program)
         return plan if first else _warn_if_over(plan, program, self.planner)
+
+    def _found_in_file(self, program: Program, mine: str) -> bool:
+        """Return whether a plan from a file serves the program, and know it then: this rank may be alone here.
+
+        The file does not say where the program of that plan needed its collectives. It differs in sizes only, so its
+        operators are taken to be as many as here, and positions that this program cannot keep are moved.
+
+        Raises:
+            BlocksDifferError: it does, but the program has few blocks.
+        """
+        for plan in self.from_files:
+            wanted = outline(program, plan.kept)
+            if {name: _served(plan, name) for name in plan.events} != {
+                name: {key for key in at if "own " not in key} for name, (_, at) in wanted.items()
+            }:
+                continue
+            if program.few is not None:
+                raise BlocksDifferError("its plan is of a program from a file")
+            placed = {name: _fit_events(given, plan, wanted[name], wanted[name]) for name, given in plan.events.items()}
+            events = {name: found for name, found in placed.items() if found is not None}
+            if len(events) == len(placed):
+                self.known[mine] = replace(plan, events=events), wanted
+                return True
+        return False
 
     def _fitting(self, program: Program, limit: int) -> tuple[Plan, int]:
         """Return the first rank's plan under a limit, and bytes of the rank that takes most with it.
@@ -174,6 +200,12 @@ class AgreedPlanner:
         if made["communication"] != mine:
             return None
         return Plan.from_json(made["plan"]), made["outline"]
+
+
+def _served(plan: Plan, phase: str) -> set[str]:
+    """Return the collectives that a plan has in a phase, as `outline` names them."""
+    buckets = [bucket for bucket in plan.buckets if bucket.phase == phase]
+    return {f"{bucket.kind} {bucket.axis} {member}" for bucket in buckets for member in bucket.members}
 
 
 def agreed(passes: Iterable[Pass], share: Share, most: Most = int) -> tuple[Pass, ...]:

@@ -148,3 +148,37 @@ def _train_alone(rank: int, world_size: int, cache: str) -> Any:
     assert "torch._inductor.compile_fx" not in sys.modules
     assert dist.is_initialized()
     return found
+
+
+def _meet_lengths(rank: int, world_size: int, cache: str | bool, layers: int, options: dict[str, Any]) -> list[Tensor]:
+    """Train the example; the last rank meets a length of its own at the second step, and all of them another later."""
+    llama = load_example("llama")
+    torch.manual_seed(0)
+    model = llama.Llama(llama.LlamaConfig(layers=layers, dim=16, heads=2, seq=16))
+    graphshard.compile(model, init_device_mesh("cpu", (world_size,)), backend="eager", cache=cache, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step, lengths in enumerate([(16, 16), (16, 12), (9, 9), (12, 16)]):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        tokens = torch.randint(0, 256, (2, lengths[rank]), generator=generator)
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("case", ["by cost", "equal blocks", "limit", "automatic"])
+@pytest.mark.quick_cases("equal blocks", "automatic")
+def test_a_rank_meets_a_length_alone_after_a_launch_from_the_cache(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    """The plan of the program that was found serves it: the others cannot be asked then."""
+    layers = 9 if case == "equal blocks" else 2
+    options: dict[str, Any] = {"limit": {"memory_limit": 10**8}}.get(case, {})
+    if case == "automatic":
+        options = {"memory_limit": 10**8, "activation": "auto"}
+    expected = ranks(2).run(_meet_lengths, False, layers, options)
+    for _ in range(2):
+        found = ranks(2).run(_meet_lengths, str(tmp_path / "cache"), layers, options)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
