@@ -13,11 +13,11 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 52_310
-FILES = 236
+LINES = 55_460
+FILES = 250
 DEPTH = 26
 # Lines of the largest file.
-LARGEST = 490
+LARGEST = 500
 
 
 def lines() -> dict[str, int]:

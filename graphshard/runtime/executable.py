@@ -5,7 +5,6 @@ What forward saves is autograd's, except for full parameters: `reshard()` frees 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from graphshard.errors import UnsupportedError
-from graphshard.ir.graph import aten, fake, restride
+from graphshard.ir.graph import fake, restride
 from graphshard.ir.operators import finish_copies
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Phase, Program, Slot
@@ -25,7 +24,7 @@ from graphshard.ir.sizes import evaluate, expression, sizes_in, with_sizes
 from graphshard.ir.subclasses import shard_in
 from graphshard.lower.executor import Boxed
 from graphshard.passes import AccumulateGradients
-from graphshard.runtime._nan_checks import accumulate_checked, looks_for_nan
+from graphshard.runtime._backward_checks import accumulate_checked, check_backward, looks_for_nan
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.gradient_accumulation import LEFT, Accumulation, LeftGradient
 from graphshard.runtime.gradient_graphs import EagerCalls, GivenValues, Reduction
@@ -425,83 +424,3 @@ class _Call(torch.autograd.Function):
             groups = executable.bound.groups.values()
             found = accumulate_checked(executable.wrt, found, fates, groups, executable.program.model)
         return (None, None, *found)
-
-
-# --- checks ------------------------------------------------------------------------------------------------------
-
-
-def check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
-    """Check that the operators of the program would compute the same gradients as its backward.
-
-    One node of autograd computes the gradients of a call. Outputs that are `given` have
-    gradients; `hooked` ones have hooks, past which no gradient may flow. If the call can run `again`, its gradients
-    can be differentiated.
-    """
-    if torch.is_grad_enabled() and not again:
-        raise UnsupportedError(
-            f"gradients of {program.model} are to have a graph of their own (create_graph=True). They have none in a "
-            "loaded file, in a program that was captured with its backward, and with parameters that have "
-            "fsdp_pre_all_gather. In forward, torch.autograd.grad(..., create_graph=True) is traced with the rest."
-        )
-    if torch.is_grad_enabled() and looks_for_nan():
-        raise UnsupportedError(
-            "create_graph=True in anomaly mode: torch.autograd.set_detect_anomaly looks for nan in gradients, which it "
-            "cannot in shards (DTensor). Pass check_nan=False, or look for it in the model before graphshard.compile."
-        )
-    for name in hooked:
-        later = sorted(set(given) & _computed_from(program, name))
-        if later:
-            raise UnsupportedError(
-                f"output {name} of {program.model} has a hook, or retains its gradient, and output {later[0]}, which "
-                f"forward computes from it, has a gradient: it flows through the program, past the hook. Register the "
-                f"hook in forward, or compute output {later[0]} from output {name} outside of the model."
-            )
-
-
-# A node of a graph, and the call of the region that it is in; None outside of regions.
-_Value = tuple[Node | None, Node]
-
-
-def _computed_from(program: Program, name: str) -> set[str]:
-    """Return other outputs of a lowered forward that are computed from one, within regions and between them."""
-    forward = program.phases["forward"]
-    outputs = [(slot.name, value) for value, slot in zip(forward.results, forward.outputs) if slot.kind == "output"]
-
-    def graph_of(call: Node) -> Graph:
-        return program.regions[program.region_names[str(call.target)]].module.graph
-
-    def sources(value: _Value) -> list[_Value]:
-        call, node = value
-        if call is not None and node.op == "placeholder":
-            place = list(graph_of(call).find_nodes(op="placeholder")).index(node)
-            return [(None, call.args[0][place])]  # type: ignore[index, list-item]
-        if call is None and node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-            (made,) = node.all_input_nodes
-            results = graph_of(made).find_nodes(op="output")
-            if not results:  # a file has only the code of regions: any output may be made of another
-                return [(None, other) for other in (*made.users, *made.all_input_nodes)]
-            return [(made, results[0].args[0][node.args[1]])]
-        return [(call, source) for source in node.all_input_nodes]
-
-    def original(value: _Value) -> _Value:
-        """Return what a value is a copy of: capture copies outputs that share memory with others."""
-        while value[1].target in (aten.clone.default, operator.getitem) or (value[0] and value[1].op == "placeholder"):
-            found = sources(value)
-            if len(found) != 1:
-                break
-            (value,) = found
-        return value
-
-    values = {output: original((None, value)) for output, value in outputs if isinstance(value, Node)}
-    found = set()
-    for output in values.keys() - {name}:
-        seen: set[_Value] = set()
-        left = [values[output]]
-        while left:
-            now = left.pop()
-            if now not in seen:
-                seen.add(now)
-                left += sources(now)
-        if values[name] in seen:
-            found.add(output)
-    return found

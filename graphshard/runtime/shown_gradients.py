@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from graphshard.runtime.executable import Executable, check_backward
+from graphshard.runtime._backward_checks import check_backward
+from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.runtime.gradient_graphs import Reduction
 from graphshard.runtime.parameter_writes import ReadParameters
