@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.errors import AnomalyError, CaptureError, UnsupportedError
@@ -198,6 +199,10 @@ def _differentiable() -> nn.Module:
     return _with_statistics(differentiable.all_reduce)
 
 
+# torch.compile of torch 2.11 makes zeros of the gradient: what forward writes in place is not of the Function any more.
+_LOST = TorchVersion(torch.__version__) < "2.13"
+
+
 def _collectives(rank: int, world_size: int, build: Callable[[], nn.Module], programs: int) -> None:
     if build is not Contrastive:
         _right(build, most=programs)
@@ -221,6 +226,8 @@ def _collectives(rank: int, world_size: int, build: Callable[[], nn.Module], pro
 )
 @pytest.mark.quick_cases("in place", "torch.distributed.nn", "counts")
 def test_collectives_of_forward(ranks: Ranks, build: Callable[[], nn.Module], programs: int) -> None:
+    if _LOST and build in (_in_place, _differentiable):
+        pytest.skip("torch.compile of this release loses the gradient")
     ranks(2).run(_collectives, build, programs)
 
 
