@@ -277,7 +277,10 @@ def test_further_ways(ranks: Ranks) -> None:
 
 
 def _beside_fsdp2(rank: int, world_size: int) -> None:
-    """With other batches on each rank: FSDP2's bits, and no more collectives."""
+    """With other batches on each rank: FSDP2's bits, and no more gathers.
+
+    The backbone's program reduces its gradients, and the head's gradient is reduced by itself.
+    """
     tokens = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(rank))
 
     def both(model: nn.Module) -> Tensor:
@@ -287,7 +290,7 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
     def redirected(model: nn.Module) -> Tensor:
         return Redirection()(model, model, lambda m, t: _fused(m.model(t), m.head.weight), model, tokens)
 
-    for loss_of, options in ((both, KEEP), (redirected, {})):
+    for loss_of, options, reductions in ((both, KEEP, 0), (redirected, {}, 1)):
         torch.manual_seed(0)
         nets = [Net(), Net()]
         nets[1].load_state_dict(nets[0].state_dict())
@@ -304,7 +307,8 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
                 counts.append({kind: launches.of(kind) for kind in ("gather", "scatter")})
                 found.append([loss.detach(), *gradients(model)])
                 model.zero_grad()
-            assert all(counts[0][kind] <= count for kind, count in counts[1].items()), counts
+            assert counts[0]["gather"] <= counts[1]["gather"], counts
+            assert counts[0]["scatter"] <= counts[1]["scatter"] + reductions, counts
             for one, other in zip(*found, strict=True):
                 assert torch.equal(full(one), full(other))
 
