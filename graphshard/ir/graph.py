@@ -17,7 +17,6 @@ from graphshard.ir.operators import COPIES, DOWNLOAD, MODEL_WAIT, NAMING_GROUPS,
 from graphshard.ir.plan import CollectiveKind
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
 from graphshard.torch_compat.torch_ops import OpOverload, OpOverloadPacket, TorchDispatchMode, pytree
-from graphshard.utils.source_lines import is_users
 
 if TYPE_CHECKING:
     from graphshard.ir.program import Phase
@@ -34,9 +33,9 @@ WAIT = c10d.wait_tensor.default
 _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 # graphshard's operators, which stay outside of regions.
 OWN = frozenset({MODEL_WAIT}) | COPIES | NAMING_GROUPS
-# Lines of a stack trace, and files of torch.
+# Lines of a stack trace, and files between a user's forward and its operators.
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
-_OF_TORCH = re.compile(r"(^|(site|dist)-packages/)torch/|graphshard/frontend/unit_boundaries\.py$")
+_BETWEEN = re.compile(r"(^|(site|dist)-packages/)torch/|graphshard/frontend/unit_boundaries\.py$")
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
@@ -347,7 +346,7 @@ def place_in(stack: str | None) -> str:
     lines = [line.strip() for line in (stack or "").splitlines()]
     for index in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[index])
-        if frame is not None and is_users(frame[1]) and not _OF_TORCH.search(frame[1]):
+        if frame is not None and not _BETWEEN.search(frame[1]):
             source = lines[index + 1] if index + 1 < len(lines) else ""
             return f" at {frame[1]}:{frame[2]}: {source}"
     return ""

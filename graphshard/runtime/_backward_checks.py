@@ -75,9 +75,8 @@ def accumulate_checked(
 def check_backward(program: Program, given: Collection[str], hooked: Collection[str], *, again: bool) -> None:
     """Check that the operators of the program would compute the same gradients as its backward.
 
-    One node of autograd computes the gradients of a call. Outputs that are `given` have
-    gradients; `hooked` ones have hooks, past which no gradient may flow. If the call can run `again`, its gradients
-    can be differentiated.
+    One node of autograd computes the gradients of a call. Outputs that are `given` have gradients; `hooked` ones have
+    hooks, past which no gradient may flow. If the call can run `again`, its gradients can be differentiated.
     """
     if torch.is_grad_enabled() and not again:
         raise UnsupportedError(
