@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
 from graphshard.errors import ArgumentError, CaptureError, DivergenceError, InputError, MaterializationError, PeerError
@@ -92,8 +92,11 @@ def _with_compiled_part() -> nn.Module:
     return model
 
 
-def _fully_sharded() -> nn.Module:
-    return fully_shard(_Net(), mesh=world_mesh())
+def _distributed() -> nn.Module:
+    model = _Net()
+    weight = model.layers[0].weight
+    model.layers[0].weight = nn.Parameter(distribute_tensor(weight.detach(), world_mesh(), [Shard(0)]))
+    return model
 
 
 # Arguments of compile, and the message.
@@ -119,7 +122,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
         r"Sequential cannot be compiled: its submodule '0' is already compiled\. Compile the root module, once\.",
     ),
     "DTensor parameters": (
-        _fully_sharded,
+        _distributed,
         dict,
         r"parameter layers\.0\.weight is a DTensor already \(fully_shard or .* was applied\)\. Compile the plain",
     ),
