@@ -25,6 +25,11 @@ from graphshard.utils.source_lines import PLAIN
 
 # What is compared of a module apart from its other attributes.
 PARTS = ("_parameters", "_buffers", "_modules")
+# Hooks of state dicts, which no forward runs.
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 # Hooks of a module, and what is said of some of them by their numbers.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 MARKS_OF_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -60,7 +65,7 @@ def _signature(module: nn.Module, places: Counter[int]) -> Any:
         return object() if places[id(param)] > 1 else _of_tensor(param)
 
     attributes = without_entries(module)
-    others = sorted(name for name in attributes if name not in (*PARTS, *HOOKS, *MARKS_OF_HOOKS))
+    others = sorted(name for name in attributes if name not in (*PARTS, *HOOKS, *MARKS_OF_HOOKS, *_STATE_HOOKS))
     rest = tuple((name, _key_of(attributes[name])) for name in others) + tuple(_hooks(attributes))
     params = tuple((name, of_parameter(value)) for name, value in module._parameters.items())
     buffers = tuple((name, _of_tensor(value)) for name, value in module._buffers.items())

@@ -35,6 +35,13 @@ def uncompiled(*args: Any, **kwargs: Any) -> None:
         pass
 
 
+@functools.wraps(graphshard.unsharded)
+def unsharded(*args: Any, **kwargs: Any) -> None:
+    """Enter the block, where arguments are checked."""
+    with graphshard.unsharded(*args, **kwargs):
+        pass
+
+
 def rows(folder: Path, mesh: DeviceMesh, compiled: nn.Module, file: Path) -> Iterator[Row]:
     """Yield all calls; `file` is an export for this mesh."""
     yield from _compile(mesh, folder)
@@ -88,8 +95,8 @@ def _export(folder: Path, compiled: nn.Module) -> Iterator[Row]:
     yield Row(export, "threads", (0, *bad.NO_COUNTS, 10**30), good)
     yield Row(export, "parallelize", bad.NO_FUNCTIONS, good)
     yield Row(export, "compile_regions", ("no", 3, [], Hostile()), good)
-    yield Row(export, "example_inputs", bad.NO_INPUTS[:9], good, INPUT)
-    yield Row(export, "example_kwargs", bad.NO_KWARGS[:7], {**good, "example_inputs": None}, KEYWORDS)
+    yield Row(export, "example_inputs", bad.NO_INPUTS[:7], good, INPUT)
+    yield Row(export, "example_kwargs", bad.NO_KWARGS[:6], {**good, "example_inputs": None}, KEYWORDS)
     yield Row(export, "dynamic_shapes", bad.DYNAMIC[:6], good, INPUT)
     for option, values in bad.OPTIONS.items():
         yield Row(export, option, values[:4], {name: value for name, value in good.items() if name != option})
@@ -123,7 +130,7 @@ def _explain() -> Iterator[Row]:
     yield Row(explain, "model", bad.NO_MODELS, good)
     yield Row(explain, "mesh", (*bad.NO_MESHES, None, [], (1, 2, 3)), good)
     yield Row(explain, "example_inputs", bad.NO_INPUTS, good, INPUT)
-    yield Row(explain, "example_kwargs", bad.NO_KWARGS[:9], {**good, "example_inputs": None}, KEYWORDS)
+    yield Row(explain, "example_kwargs", bad.NO_KWARGS[:8], {**good, "example_inputs": None}, KEYWORDS)
     yield Row(explain, "device", ("tpu", 3, [], torch.device("cuda"), bad.LONG, Hostile()), good)
     yield Row(explain, "network", (None, 3, "nope", [], bad.LONG, Hostile()), good)
     yield Row(explain, "optimizer_states", (*bad.NO_COUNTS, None, 10**30), good)
@@ -183,10 +190,12 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     no_methods = (None, 3, "", "nope", "a.b", "\0", bad.LONG, b"forward", ["forward"], "training", ".", "layers.")
     yield Row(graphshard.register_forward_method, "method", (*no_methods, Hostile()), {"model": model})
     yield Row(uncompiled, "model", bad.UNCOMPILED)
+    yield Row(unsharded, "model", bad.UNCOMPILED)
+    yield Row(graphshard.rebuild, "model", bad.UNCOMPILED)
     yield Row(uncompiled, "reshard_after_forward", bad.NO_BOOLS, {"model": model})
     yield Row(graphshard.bisect, "model", bad.UNCOMPILED, {"args": INPUTS})
-    yield Row(graphshard.bisect, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
-    yield Row(graphshard.bisect, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
+    yield Row(graphshard.bisect, "args", bad.NO_INPUTS[:7], {"model": model}, INPUT)
+    yield Row(graphshard.bisect, "kwargs", bad.NO_KWARGS[:6], {"model": model}, KEYWORDS)
     no_tolerances = ("x", -1, math.nan, True, [], Hostile())
     yield Row(graphshard.bisect, "tolerance", no_tolerances, {"model": model, "args": INPUTS})
     yield Row(graphshard.profiling.measure_regions, "model", bad.UNCOMPILED)
@@ -195,8 +204,8 @@ def _of_compiled(model: nn.Module) -> Iterator[Row]:
     yield Row(graphshard.profiling.measure_regions, "show", bad.NO_FUNCTIONS, {"model": model})
     good = {"model": model, "args": INPUTS}
     yield Row(graphshard.profiling.profile_step, "model", bad.UNCOMPILED, {"args": INPUTS})
-    yield Row(graphshard.profiling.profile_step, "args", bad.NO_INPUTS[:9], {"model": model}, INPUT)
-    yield Row(graphshard.profiling.profile_step, "kwargs", bad.NO_KWARGS[:7], {"model": model}, KEYWORDS)
+    yield Row(graphshard.profiling.profile_step, "args", bad.NO_INPUTS[:7], {"model": model}, INPUT)
+    yield Row(graphshard.profiling.profile_step, "kwargs", bad.NO_KWARGS[:6], {"model": model}, KEYWORDS)
     yield Row(graphshard.profiling.profile_step, "loss", bad.NO_FUNCTIONS, good)
     yield Row(graphshard.profiling.profile_step, "warmup", (0, *bad.NO_COUNTS, 1001, 10**30), good)
     yield Row(graphshard.profiling.profile_step, "hardware", bad.OPTIONS["hardware"], good)

@@ -292,16 +292,6 @@ def test_backward_uses_the_buffer_values_of_forward(ranks: Ranks, kind: type[Gai
     ranks(2).run(_updated, kind)
 
 
-def _jvp(rank: int, world_size: int) -> None:
-    model = graphshard.compile(Blocks(2, 8), world_mesh(), backend="eager")
-    torch.func.jvp(lambda x: model(x), (X,), (X,))
-
-
-def test_rejects_functorch(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"torch\.func"):
-        ranks(2).run(_jvp)
-
-
 class Experts(nn.Module):
     """Two layers, of which each input uses one."""
 

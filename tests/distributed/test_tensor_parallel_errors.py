@@ -214,7 +214,7 @@ WRONG_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"^parameter head\.weight is a DTensor on the data axes, too, of .* where they are not the outermost\. Order",
     ),
     "strides": (_strided, r"^parameter head\.weight has pieces that are not contiguous on the tensor axis\. Make it"),
-    "sharded": (_sharded, r"^parameter layers\.0\.up\.weight is a DTensor already \(fully_shard or parallelize_module"),
+    "sharded": (_sharded, r"^mesh has a tensor axis, 'tp', and no parameter of Mlps is distributed over it\."),
 }
 
 

@@ -151,7 +151,7 @@ def _train_alone(rank: int, world_size: int, cache: str) -> Any:
 
 
 def _meet_lengths(rank: int, world_size: int, cache: str | bool, layers: int, options: dict[str, Any]) -> list[Tensor]:
-    """Train the example; the last rank meets a length of its own at the second step, and all of them another later."""
+    """Train the example; the last rank meets another length at the second step, and all of them one more later."""
     llama = load_example("llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=layers, dim=16, heads=2, seq=16))
