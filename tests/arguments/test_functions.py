@@ -54,6 +54,8 @@ FUNCTIONS = (
         "programs",
         "register_forward_method",
         "uncompiled",
+        "unsharded",
+        "rebuild",
         "compile_step",
         "measure_regions",
         "profile_step",

@@ -58,6 +58,7 @@ BLANK = {
     (Program, "lowering_seconds"): 0.0,
     (Program, "trace"): None,
     (Program, "eager"): None,
+    (Program, "returned"): None,
     (Stage, "seconds"): 0.0,
     (Stage, "text"): "",
 }
@@ -204,6 +205,7 @@ def test_lowered_programs_keep_every_field() -> None:
         program,
         trace=None,
         eager=None,
+        returned=None,
         **{name: getattr(filled(Program), name) for name in ("history", "saved", "communication")},
     )
     found = decode_lowered(stored(encode_lowered(program, model)), compiled, model, torch.device("cpu"))
