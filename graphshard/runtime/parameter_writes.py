@@ -38,7 +38,7 @@ def version_of(param: nn.Parameter) -> Version:
 
 
 class ReadParameters:
-    """Parameters that a forward has read, with their versions then, and optimizers that have stepped since.
+    """Parameters that a forward has read, with their versions then, and which of them optimizers have updated since.
 
     Backward reads these, whatever modules hold by then: `torch.func.functional_call` takes back what it has put there.
 
@@ -54,7 +54,8 @@ class ReadParameters:
     def __init__(self, refs: Iterable[ParamRef]) -> None:
         self.params = {ref.name: ref.param for ref in refs}
         self._versions = {name: version_of(param) for name, param in self.params.items()}
-        self._stepped: dict[int, Optimizer] = {}
+        self._names = {id(param): name for name, param in self.params.items()}
+        self._updated: set[str] = set()
         with self._lock:
             if ReadParameters._hook is None:
                 ReadParameters._hook = register_optimizer_step_post_hook(report_step)
@@ -69,18 +70,17 @@ class ReadParameters:
         for ref in refs:
             if version_of(self.params[ref.name]) != self._versions[ref.name]:
                 raise _written_before_backward(ref.name, model, "written to in place, or replaced")
-        groups = [group for optimizer in self._stepped.values() for group in optimizer.param_groups]
-        updated = {id(param) for group in groups for param in group["params"]}
-        for ref in refs if updated else ():
-            if id(self.params[ref.name]) in updated:
+        for ref in refs if self._updated else ():
+            if ref.name in self._updated:
                 raise _written_before_backward(ref.name, model, "updated by an optimizer")
 
 
 def report_step(optimizer: Optimizer, *_: Any) -> None:
     """Report a step of any optimizer, which may write to parameters in ways that torch does not count: a hook."""
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     with ReadParameters._lock:
         for read in ReadParameters._alive:
-            read._stepped[id(optimizer)] = optimizer
+            read._updated.update(read._names[each] for each in read._names.keys() & updated)
 
 
 def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:

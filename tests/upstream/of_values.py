@@ -103,7 +103,7 @@ OF_VALUES: Mapping[str, Counterparts] = {
             "tests/distributed/test_containers.py::test_units_take_and_return_containers",
         ),
         "TestFullyShardMixedPrecisionJVP.test_no_warmup_jvp_reshard_after_forward_false": (
-            "tests/distributed/test_semantics.py::test_rejects_functorch",
+            "tests/field/test_collectives_and_transforms.py::test_transforms_of_a_model",
         ),
         f"{_CASTS}test_float16_on_one_submodule": (f"{_HERE}test_casts.py::test_one_unit_in_half_precision",),
         f"{_CASTS}test_submodules_with_external_inputs": (

@@ -74,7 +74,6 @@ def _docstrings(file: Path) -> dict[str, str]:
     "tests/distributed/test_semantics.py::test_blocks_compiled_by_the_user",
     "tests/distributed/test_semantics.py::test_layers_called_again_and_no_inputs",
     "tests/distributed/test_semantics.py::test_parameters_are_dtensors_unless_kept_gathered",
-    "tests/distributed/test_semantics.py::test_rejects_functorch",
     "tests/distributed/test_semantics.py::test_the_step_after_an_exception_equals_fsdp2",
     "tests/distributed/test_semantics.py::test_wrong_prefetch_lists_do_not_hang",
     "tests/distributed/test_settings.py::test_a_divisor_that_is_not_the_number_of_ranks",
