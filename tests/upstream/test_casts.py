@@ -191,8 +191,10 @@ def _norms(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, str]:
                     model[1].running_var = model[1].running_var.to(dtype)
             ours, theirs = (_outcome(model, x, dtype) for model in pair)
             if isinstance(ours, str) or isinstance(theirs, str):
-                assert ours == theirs, f"{name}{how}"
-                refused[name + how] = ours
+                # graphshard's text ends with the line of forward.
+                assert isinstance(theirs, str), f"{name}{how}"
+                assert str(ours).startswith(theirs), f"{name}{how}"
+                refused[name + how] = theirs
             else:
                 assert_same(ours, theirs, f"{name}{how}")
     return refused
