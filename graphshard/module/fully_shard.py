@@ -44,7 +44,7 @@ from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.shards import ParamRef, shard_of
 from graphshard.torch_compat.dtensor import mesh_of_both
 from graphshard.utils.argument_validation import is_int
-from graphshard.utils.text import brief
+from graphshard.utils.text import brief, users_class
 
 # Options that FSDP2's fully_shard has: each call is for its own unit. The others are for the whole model.
 UNIT_OPTIONS = {"reshard_after_forward", "shard_placement_fn", "mp_policy", "offload_policy", "ignored_params", "units"}
@@ -141,7 +141,6 @@ def shard_again(model: nn.Module, old: Runner) -> None:
     known, axes = _shards_in(model, mesh, options), MeshAxes(check_mesh(mesh), mesh)
     runner = _runner_with(model, axes, options, (whole, *added), known, old.recorder, old.cache)
     runner.replaying, runner.tracer.compiled = old.replaying, old.tracer.compiled
-    runner.methods += [method for method in old.methods if method == "forward"]  # installed with the runner
     _exchange_runner(model, runner, known, (whole, *added))
 
 
@@ -216,10 +215,23 @@ def _exchange_runner(
     model: nn.Module, runner: Runner, known: Container[nn.Parameter], parts: Sequence[ShardedPart]
 ) -> None:
     """Let a runner run a model instead of the runners of its parts; parameters stay shards."""
+    for part in parts:
+        runner.methods += _methods_of(part, model)  # installed with the runner
     for module in model.modules():
         strip_module(module)
     shard(model, runner, known, again=any(part.is_whole for part in parts))
     _take_over(runner, parts)
+
+
+def _methods_of(part: ShardedPart, model: nn.Module) -> list[str]:
+    """Return the methods that the user has registered for a part, by their names in the model, if it has them still."""
+    prefix = "" if part.is_whole else f"{part.label}."
+    owners, found = dict(model.named_modules()), []
+    for method in part.runner.methods:
+        owner, _, name = f"{prefix}{method}".rpartition(".")
+        if callable(getattr(users_class(owners.get(owner)), name, None)):
+            found.append(f"{prefix}{method}")
+    return found
 
 
 def _parts_of(model: nn.Module, without: Runner | None = None) -> tuple[ShardedPart, ...]:
@@ -439,8 +451,6 @@ def _take_over(runner: Runner, parts: Sequence[ShardedPart]) -> None:
         runner.accumulation.sums.update(sums)
         runner.unsharded.full.update({new[name]: value for name, value in old.unsharded.full.items()})
         runner.unsharded.sums.update({new[name]: value for name, value in old.unsharded.sums.items()})
-        methods = [method for method in old.methods if method != "forward"]
-        runner.methods += methods if part.is_whole else [f"{part.label}.{method}" for method in methods]
         runner.event = runner.event or old.event
         units = {unit: MODULE_SEPARATOR.join(paths) for unit, paths in part.units.items()}
         runner.take_over_plan(old, {was: now for was, now in units.items() if now in ("", *runner.tracer.spec.units)})

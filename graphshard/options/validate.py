@@ -341,7 +341,7 @@ def _model_problems(contents: ModelContents, *, in_parts: bool, again: bool) -> 
             f"{cls.__name__} has no forward, so there is nothing to compile. Compile the module that calls it, or give "
             "it a forward."
         )
-    if isinstance(model.__dict__.get("forward"), EntryPoint):
+    if isinstance(model.__dict__.get("forward"), EntryPoint) and not again:
         remedy = "Call fully_shard on the inner modules first" if in_parts else "Compile the root module, once"
         yield f"{cls.__name__} is a part of a compiled model. {remedy}."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,36 @@ def _rebuilt(rank: int, world_size: int, names: list[str]) -> None:
 @pytest.mark.quick_cases("some")
 def test_a_changed_model_is_rebuilt(ranks: Ranks, names: list[str]) -> None:
     ranks(2).run(_rebuilt, names)
+
+
+class Encodes(Net):
+    """Has a method that is called by itself."""
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return nn.functional.linear(self.embed(tokens), self.layers[0].up.weight)
+
+
+def _keep_methods(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain, tokens = Encodes(), torch.arange(5)
+    model, parts = copy.deepcopy(plain), nn.Sequential(copy.deepcopy(plain))
+    graphshard.compile(model, world_mesh(), backend="eager")
+    graphshard.register_forward_method(model, "encode")
+    before = model.forward
+    model.forward = lambda given: before(given) * 2  # type: ignore[method-assign, assignment]
+    assert_equal([model(tokens)], [plain(tokens) * 2])
+    plain.head = nn.Linear(WIDTH, 3)
+    model.head = copy.deepcopy(plain.head)
+    graphshard.rebuild(model)
+    assert_equal([model(tokens), model.encode(tokens)], [plain(tokens) * 2, plain.encode(tokens)])
+    inner: Any = graphshard.fully_shard(parts[0], mesh=world_mesh(), backend="eager")
+    graphshard.register_forward_method(inner, "encode")
+    graphshard.fully_shard(parts, mesh=world_mesh(), backend="eager")
+    assert_equal([inner.encode(tokens)], [plain.encode(tokens)])
+
+
+def test_registered_methods_and_replaced_forwards_stay(ranks: Ranks) -> None:
+    ranks(2).run(_keep_methods)
 
 
 def _resize(model: Any) -> None:
