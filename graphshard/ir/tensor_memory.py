@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.ir.graph import restride
+from graphshard.torch_compat.torch_ops import memory_of
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,9 @@ class TensorMeta:
         return self.empty().copy_(torch.rand(self.shape, generator=torch.Generator().manual_seed(0)) + 0.5)
 
 
-def memory(tensor: Tensor) -> int:
-    """Return the identity of the memory of a tensor, which views share."""
-    return tensor.untyped_storage()._cdata
-
-
 def within(part: Tensor, tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another one."""
-    if memory(part) != memory(tensor) or part.dtype != tensor.dtype:
+    if memory_of(part) != memory_of(tensor) or part.dtype != tensor.dtype:
         return False
     (first, last), (begin, end) = _extent(part), _extent(tensor)
     return begin <= first and last <= end
@@ -91,8 +87,8 @@ def changed(tensors: Sequence[Tensor], before: Sequence[Tensor]) -> list[int]:
 
 def apart(made: Sequence[Tensor], others: Sequence[Tensor], metas: Sequence[TensorMeta]) -> Iterator[Tensor]:
     """Yield results with the strides of a graph; none shares memory with another one or with an input."""
-    seen = set(map(memory, others))
+    seen = set(map(memory_of, others))
     for tensor, meta in zip(made, metas, strict=True):
         laid = restride(tensor, meta.stride)
-        yield copied(laid) if memory(laid) in seen else laid
-        seen.add(memory(laid))
+        yield copied(laid) if memory_of(laid) in seen else laid
+        seen.add(memory_of(laid))
