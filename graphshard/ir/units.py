@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +60,15 @@ def find_units(module: nn.Module, specs: Sequence[UnitSpec] | None = None) -> tu
 def modules_of(unit: str) -> list[str]:
     """Return the names of the modules of a unit."""
     return unit.split(MODULE_SEPARATOR)
+
+
+def exact_units(
+    units: Mapping[tuple[str, ...], MixedPrecisionPolicy],
+) -> tuple[list[UnitSpec], dict[str, MixedPrecisionPolicy]]:
+    """Return patterns that match these units alone, and their policies by pattern."""
+    patterns = [tuple(map(glob.escape, paths)) for paths in units]
+    policies = {glob.escape(MODULE_SEPARATOR.join(paths)): policy for paths, policy in units.items()}
+    return [paths[0] if len(paths) == 1 else paths for paths in patterns], policies
 
 
 def unit_of(name: str, units: Sequence[str]) -> str:

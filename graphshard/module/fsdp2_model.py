@@ -10,7 +10,6 @@ the shards that it has made: an optimizer of them may exist.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_subclass
 from graphshard.ir.submodule_entry_points import is_compiled
-from graphshard.ir.units import MODULE_SEPARATOR
+from graphshard.ir.units import exact_units
 from graphshard.module.compiled_module import compiled_module
 from graphshard.torch_compat import fsdp2
 from graphshard.torch_compat.dtensor import ShardPlacementResult
@@ -161,6 +160,7 @@ def _arguments(model: nn.Module, units: list[FSDP2Unit], whole: list[tuple[nn.Pa
             f"reshard_after_forward={max(sizes)} of one unit, and another gathers again among other ranks. Give all "
             "calls of fully_shard one number, or False."
         )
+    patterns, policies = exact_units({tuple(paths): unit.settings.mp_policy for unit, paths in named})
     known = {id(param) for param, _ in whole}
     local = {id(param) for param, record in whole if fsdp2.has_local_axes(record)}
     for name, param in nn.Module.named_parameters(model):
@@ -173,21 +173,13 @@ def _arguments(model: nn.Module, units: list[FSDP2Unit], whole: list[tuple[nn.Pa
     return {
         "mesh": info.mesh if dims is None else info.spmd_mesh,
         "dp_mesh_dims": dims,
-        "units": [_pattern(paths) for _, paths in named],
-        "mp_policy": {
-            "": root.settings.mp_policy,
-            **{glob.escape(MODULE_SEPARATOR.join(paths)): unit.settings.mp_policy for unit, paths in named},
-        },
+        "units": patterns,
+        "mp_policy": {"": root.settings.mp_policy, **policies},
         "reshard_after_forward": next(iter(sizes), None),
         "offload_policy": group.offload_policy if isinstance(group.offload_policy, CPUOffloadPolicy) else None,
         "ignored_params": [param for param in model.parameters() if id(param) not in known],
         "shard_placement_fn": lambda param: chosen[id(param)],
     }
-
-
-def _pattern(paths: list[str]) -> str | tuple[str, ...]:
-    patterns = tuple(map(glob.escape, paths))
-    return patterns[0] if len(patterns) == 1 else patterns
 
 
 def _placement(record: Any, info: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.mesh import ExpertMeshes, Mesh, seen_axes
 from graphshard.ir.param_table import ParamSpec, memory_order
-from graphshard.ir.units import MODULE_SEPARATOR, UnitSpec, find_units, modules_of
+from graphshard.ir.units import MODULE_SEPARATOR, UnitSpec, exact_units, find_units, modules_of
 from graphshard.module._fsdp_module import strip_module
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.program_compiler import Cache
@@ -284,7 +284,7 @@ def _options_with(options: Options, parts: Sequence[ShardedPart], model: nn.Modu
     units: dict[tuple[str, ...], MixedPrecisionPolicy] = {}
     if isinstance(model, ModuleGroup):
         units[tuple(name for name, _ in model.named_children())] = own
-    patterns, policies = _exact(units | _units_of_parts(parts))
+    patterns, policies = exact_units(units | _units_of_parts(parts))
     return replace(options, units=patterns, mp_policy={"": own, **policies})
 
 
@@ -298,19 +298,10 @@ def _units_of_parts(parts: Sequence[ShardedPart]) -> dict[tuple[str, ...], Mixed
     return units
 
 
-def _exact(
-    units: Mapping[tuple[str, ...], MixedPrecisionPolicy],
-) -> tuple[list[UnitSpec], dict[str, MixedPrecisionPolicy]]:
-    """Return patterns that match these units alone, and their policies by pattern."""
-    patterns = [tuple(map(glob.escape, paths)) for paths in units]
-    policies = {glob.escape(MODULE_SEPARATOR.join(paths)): policy for paths, policy in units.items()}
-    return [paths[0] if len(paths) == 1 else paths for paths in patterns], policies
-
-
 def _options_again(model: nn.Module, options: Options, parts: Sequence[ShardedPart]) -> Options:
     """Return the options of a model that has changed: with new parts as units, without what matches no module now."""
     options = _own_ignored(options, model)
-    added, policies = _exact(_units_of_parts(parts))
+    added, policies = exact_units(_units_of_parts(parts))
     specs = options.units
     if specs is None and added:
         specs = [glob.escape(name) for name in find_units(model)]
