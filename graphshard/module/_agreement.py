@@ -76,7 +76,7 @@ class Agreement:
             self._pipeline = Pipeline(agreed(passes, share, lambda number: planning().most(number)))
         return self._pipeline
 
-    def run_found(self, program: Program) -> None:
+    def plan_others_like(self, program: Program) -> None:
         """Plan programs of other sizes as a program that all ranks have found in a file is planned."""
         for step in self._pipeline or ():
             planner = step.planner if isinstance(step, MakePlan) else None

@@ -195,11 +195,10 @@ class ProgramCompiler:
                 )
             except _Found as found:
                 made = found.made
-                if not isinstance(made, EqualProgram):
-                    self.agreement.run_found(made.program)
                 if isinstance(made, EqualProgram):
                     log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
                 else:
+                    self.agreement.plan_others_like(made.program)
                     again = tracer.recapture(call)
                     made.program.keep_captured(lambda: to_exported(again()))
                 return made

@@ -92,8 +92,7 @@ def decide(passes: tuple[Pass, ...], program: Program, run: Run) -> tuple[Pass, 
 
     def decided(limit: int) -> _Decision:
         # Ranks that run programs of files may be alone at another size.
-        alone = agreed is None or agreed.from_files
-        found = search(limit) if alone else agreed.share(program, lambda: search(limit))  # type: ignore[union-attr]
+        found = search(limit) if agreed is None or agreed.from_files else agreed.share(program, lambda: search(limit))
         if "error" in found:
             raise InfeasibleError(found["error"], found["smallest"])
         return found
