@@ -11,16 +11,15 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from graphshard.errors import AnomalyError, UnsupportedError
 from graphshard.ir.graph import aten
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import shard_in
+from graphshard.runtime.process_groups import any_rank
 from graphshard.runtime.shards import ParamRef
 from graphshard.torch_compat.autograd_state import Fate
-from graphshard.torch_compat.dtensor import process_group
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -52,10 +51,8 @@ def accumulate_checked(
             "or pass check_nan=False to set_detect_anomaly."
         )
     if found:
-        flags = torch.stack([shard_in(grad).isnan().any() for _, grad, _ in found]).to(torch.int32)
-        for group in groups:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, process_group(group))
-        names = [ref.name for (ref, _, _), flag in zip(found, flags.tolist()) if flag]
+        flags = any_rank([shard_in(grad).isnan().any() for _, grad, _ in found], groups)
+        names = [ref.name for (ref, _, _), flag in zip(found, flags) if flag]
         if names:
             raise AnomalyError(
                 f"backward of {model} makes nan in the gradients of {len(names)} parameter{'s'[: len(names) > 1]}, of "

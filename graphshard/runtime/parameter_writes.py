@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from graphshard.errors import ParameterError
 from graphshard.ir.param_table import REPLACED
 from graphshard.ir.subclasses import parts_of, shard_in
+from graphshard.runtime.process_groups import any_rank
 from graphshard.runtime.shards import ParamRef
-from graphshard.torch_compat.dtensor import process_group
 
 # Identity and version of a shard, and version of its parameter.
 Version = tuple[int, int, int]
@@ -54,7 +53,6 @@ class ReadParameters:
     def __init__(self, refs: Iterable[ParamRef]) -> None:
         self.params = {ref.name: ref.param for ref in refs}
         self._versions = {name: version_of(param) for name, param in self.params.items()}
-        self._names = {id(param): name for name, param in self.params.items()}
         self._updated: set[str] = set()
         with self._lock:
             if ReadParameters._hook is None:
@@ -70,17 +68,17 @@ class ReadParameters:
         for ref in refs:
             if version_of(self.params[ref.name]) != self._versions[ref.name]:
                 raise _written_before_backward(ref.name, model, "written to in place, or replaced")
-        for ref in refs if self._updated else ():
             if ref.name in self._updated:
                 raise _written_before_backward(ref.name, model, "updated by an optimizer")
 
 
 def report_step(optimizer: Optimizer, *_: Any) -> None:
     """Report a step of any optimizer, which may write to parameters in ways that torch does not count: a hook."""
-    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     with ReadParameters._lock:
-        for read in ReadParameters._alive:
-            read._updated.update(read._names[each] for each in read._names.keys() & updated)
+        alive = list(ReadParameters._alive)
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]} if alive else set()
+    for read in alive:
+        read._updated |= {name for name, param in read.params.items() if id(param) in updated}
 
 
 def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:
@@ -148,7 +146,4 @@ def changed_on_any_rank(
         device: of the process groups.
     """
     differs = [(sums_of(ref.param) != sums[ref.name]).any().to(device) for ref in refs]
-    flags = torch.stack(differs).to(torch.int32)
-    for group in groups:
-        dist.all_reduce(flags, dist.ReduceOp.MAX, process_group(group))
-    return [ref.name for ref, flag in zip(refs, flags.tolist()) if flag]
+    return [ref.name for ref, flag in zip(refs, any_rank(differs, groups)) if flag]

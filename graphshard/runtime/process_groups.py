@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,13 +13,25 @@ from torch.fx import Graph
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Axis, ExpertMeshes, Mesh
 from graphshard.ir.operators import NAMING_GROUPS
-from graphshard.torch_compat.dtensor import joined_mesh
+from graphshard.torch_compat.dtensor import joined_mesh, process_group
 
 
 def shard_index(mesh: DeviceMesh) -> int:
     """Return which piece of every parameter this rank has."""
     axes = Mesh.of(mesh)
     return int(mesh.get_local_rank(axes.place(axes.shard)))
+
+
+def any_rank(flags: Sequence[Tensor], groups: Iterable[str]) -> list[bool]:
+    """Return which flags, of one element each, are set on this or another rank; the host waits for the answer.
+
+    Args:
+        groups: names of the process groups that together connect all ranks, which call this together.
+    """
+    found = torch.stack(list(flags)).to(torch.int32)
+    for group in groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX, process_group(group))
+    return [bool(flag) for flag in found.tolist()]
 
 
 def make_groups(mesh: Mesh, device_mesh: DeviceMesh, experts: ExpertMeshes | None = None) -> dict[str, str]:
