@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,18 @@ FILE = r"\bpath\b|cannot be read|cannot (save|load)"
 NO_UNITS: tuple[Any, ...] = ("layers.*", 3, [3], ["nope"], [None], Hostile(), [Hostile()])
 
 
-@functools.wraps(graphshard.uncompiled)
-def uncompiled(*args: Any, **kwargs: Any) -> None:
-    """Enter the block, where arguments are checked."""
-    with graphshard.uncompiled(*args, **kwargs):
-        pass
+def entered(block: Callable[..., contextlib.AbstractContextManager[Any]]) -> Callable[..., None]:
+    """Return a function that enters a block, where arguments are checked."""
+
+    @functools.wraps(block)
+    def enter(*args: Any, **kwargs: Any) -> None:
+        with block(*args, **kwargs):
+            pass
+
+    return enter
 
 
-@functools.wraps(graphshard.unsharded)
-def unsharded(*args: Any, **kwargs: Any) -> None:
-    """Enter the block, where arguments are checked."""
-    with graphshard.unsharded(*args, **kwargs):
-        pass
+uncompiled, unsharded = entered(graphshard.uncompiled), entered(graphshard.unsharded)
 
 
 def rows(folder: Path, mesh: DeviceMesh, compiled: nn.Module, file: Path) -> Iterator[Row]:

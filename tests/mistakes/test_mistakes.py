@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
+import graphshard
 from tests.distributed.twins import world_mesh
 from tests.mistakes.table import MISTAKES, Net, X, Y, compiled, made
 from tests.ranks import Ranks
@@ -47,9 +48,7 @@ def test_no_sync_accumulates(ranks: Ranks) -> None:
 def _by_class(rank: int, world_size: int) -> list[str]:
     by_class = compiled(world_mesh(), Net(), units=[torch.nn.Linear])
     by_class(X, Y).backward()
-    from graphshard import programs
-
-    return sorted({row.unit for row in programs(by_class)[0].params})
+    return sorted({row.unit for row in graphshard.programs(by_class)[0].params})
 
 
 def test_units_by_class(ranks: Ranks) -> None:
