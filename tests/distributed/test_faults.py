@@ -1,7 +1,7 @@
 """One rank fails, differs or dies, on real processes: the errors of all ranks, and after how many seconds.
 
-`docs/reliability.md` has the measured times. The bound here allows for a busy machine; without detection, survivors
-would wait for ten minutes.
+`docs/explanation/reliability.md` has the measured times. The bound here allows for a busy machine; without detection,
+survivors would wait for ten minutes.
 """
 
 from __future__ import annotations

@@ -132,16 +132,16 @@ def _commands(block: Example) -> None:
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.quick_cases(
     "README.md",
-    "docs/cache.md",
-    "docs/compile_step.md",
-    "docs/debug.md",
-    "docs/explain.md",
-    "docs/export.md",
-    "docs/foreign_graphs.md",
-    "docs/from_fsdp2.md",
-    "docs/gpu.md",
-    "docs/how_it_is_built.md",
-    "docs/how_it_works.md",
+    "docs/how_to/cache.md",
+    "docs/how_to/compile_step.md",
+    "docs/how_to/debug.md",
+    "docs/how_to/explain.md",
+    "docs/how_to/export.md",
+    "docs/how_to/foreign_graphs.md",
+    "docs/get_started/from_fsdp2.md",
+    "docs/evidence/gpu.md",
+    "docs/explanation/how_it_is_built.md",
+    "docs/explanation/how_it_works.md",
     "docs/index.md",
     "docs/integrations/examples.md",
     "docs/integrations/nodes.md",
@@ -150,20 +150,20 @@ def _commands(block: Example) -> None:
     "docs/integrations/torchao.md",
     "docs/integrations/torchft.md",
     "docs/integrations/torchtitan.md",
-    "docs/performance.md",
+    "docs/evidence/performance.md",
     "docs/reference/errors.md",
     "docs/reference/functions.md",
     "docs/reference/objects.md",
     "docs/reference/passes.md",
     "docs/reference/planners.md",
-    "docs/reliability.md",
-    "docs/train.md",
-    "docs/upstream.md",
-    "docs/vocabulary.md",
+    "docs/explanation/reliability.md",
+    "docs/how_to/train.md",
+    "docs/evidence/upstream.md",
+    "docs/reference/vocabulary.md",
 )
 def test_page(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     """All blocks of a page run, with the eager backend."""
-    if page == "docs/parallelism.md" and not hasattr(fsdp, "DataParallelMeshDims"):
+    if page == "docs/how_to/parallelism.md" and not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("torch 2.11 has no DataParallelMeshDims")
     if list(parse(page, python=_nothing, diff=_nothing)):
         ranks(2).run(run_python, page, str(tmp_path), "eager")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check correctness and speed on this GPU with one command, in nine minutes, without network; see docs/gpu.md.
+# Check correctness and speed on this GPU with one command, in nine minutes, without network; see docs/evidence/gpu.md.
 #
 #     tests/gpu/run.sh                                      everything, on the first GPU
 #     tests/gpu/run.sh --wheels DIR                         with packages that are missing here, from wheels in a folder

@@ -27,7 +27,7 @@ REFUSED = frozenset(
 
 
 def tables() -> str:
-    """Return both tables of docs/upstream.md: tests with a counterpart, and tests without."""
+    """Return both tables of docs/evidence/upstream.md: tests with a counterpart, and tests without."""
     found = ["| PyTorch's file | tests | with a counterpart | of these about an error | in |", "|--|--|--|--|--|"]
     missing: dict[str, list[str]] = {}
     for file, tests in UPSTREAM.items():

@@ -198,5 +198,5 @@ def test_docstrings_name_the_counterparts() -> None:
 
 
 def test_the_manual_has_these_tables() -> None:
-    text = (ROOT / "docs" / "upstream.md").read_text()
-    assert tables() in text, f"docs/upstream.md must have\n{tables()}"
+    text = (ROOT / "docs" / "evidence" / "upstream.md").read_text()
+    assert tables() in text, f"docs/evidence/upstream.md must have\n{tables()}"
