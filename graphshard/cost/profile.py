@@ -2,7 +2,8 @@
 
 Profiles are JSON files: known machines in `graphshard/cost/profiles/`, yours written by `graphshard calibrate`. In the
 file every number is `{"value": 3.35e12, "source": "NVIDIA data sheet"}`; a value that was not measured says "assumed",
-and between which numbers it may lie: `"range": [2.8e12, 3.2e12]`. Costs are generic over numbers, expressions and
+and between which numbers it may lie: `"range": [2.8e12, 3.2e12]`. A file with `"like": "h100"` has only what differs
+from that known machine. Costs are generic over numbers, expressions and
 arrays, so a profile with an array of samples for each number with a range gives all samples of a prediction at once.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -32,7 +34,9 @@ _REMEDY = "Write it with `graphshard calibrate`."
 # A profile has some kilobytes.
 _MOST_BYTES = 16 << 20
 # Fields of a profile that are not numbers of the machine.
-_NOTES = ("made", "sources", "ranges")
+_NOTES = ("words", "made", "sources", "ranges")
+# Words in the name of a GPU whose links are not those of its family.
+_OTHER_LINKS = frozenset({"pcie", "nvl"})
 
 # Numbers that nothing divides by, and that may be 0.
 _MAY_BE_ZERO = frozenset(
@@ -186,6 +190,7 @@ class Profile:
         pack_below: bytes of a shard below which it may travel with others in one buffer: copies cost less than a
             separate tensor.
         straggler: fraction by which all wait for the slowest rank, for every doubling of the nodes.
+        words: which are all in the name that the driver gives to the GPU, in lower case; none if it has no such name.
         made: torch version, date and number of ranks of a calibration; empty for a data sheet.
         sources: of every number, by its path.
         ranges: of numbers that are not known well, by path.
@@ -215,6 +220,7 @@ class Profile:
     contention: float
     pack_below: float
     straggler: float
+    words: tuple[str, ...] = ()
     made: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -250,13 +256,18 @@ class Profile:
         if type(schema) is not int or schema != SCHEMA:
             found = f", it says {brief(schema)}" if schema is not None else ""
             raise ArgumentError(f"{where} is not a profile of schema {SCHEMA}{found}, {brief(text)}. {_REMEDY}")
-        made = data.pop("made", {})
+        if (like := data.pop("like", None)) is not None:
+            if like not in builtin_profiles():
+                raise ArgumentError(f"{where}: like must be one of {', '.join(builtin_profiles())}, got {brief(like)}.")
+            data = _changed(json.loads(_builtin_text(like)), data)
+            data.pop("schema")
+        made, words = data.pop("made", {}), data.pop("words", [])
         entries: dict[str, Any] = {}
         plain = _without_sources(data, where, entries, "")
         sources = {path: str(entry["source"]) for path, entry in entries.items()}
         ranges = {path: list(map(float, entry["range"])) for path, entry in entries.items() if "range" in entry}
         try:
-            profile = read({**plain, "made": made, "sources": sources, "ranges": ranges}, Profile)
+            profile = read({**plain, "words": words, "made": made, "sources": sources, "ranges": ranges}, Profile)
         except ArgumentError as error:
             raise ArgumentError(f"{where} is not a profile: {error}. {_REMEDY}") from None
         _check(profile, {path: entry["value"] for path, entry in entries.items()}, where)
@@ -273,9 +284,22 @@ def builtin_profiles() -> list[str]:
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
-def profile_of_gpu(name: str) -> Profile | None:
-    """Return the known profile of a GPU by the name that its driver gives; None for others."""
-    return next((load_profile(known) for known in builtin_profiles() if known in name.lower()), None)
+def profile_of_gpu(name: str, capacity: int | None = None) -> Profile | None:
+    """Return the known profile of a GPU by the name that its driver gives; None for others.
+
+    Its words are all in the name, and of several the most. Memory of `capacity` bytes decides between equal ones.
+    """
+    given = set(re.findall(r"[a-z0-9]+", name.lower()))
+    fitting = [
+        profile
+        for profile in map(load_profile, builtin_profiles())
+        if profile.words and given.issuperset(profile.words) and given & _OTHER_LINKS <= set(profile.words)
+    ]
+
+    def rank(profile: Profile) -> tuple[int, float]:
+        return len(profile.words), -abs(profile.memory_capacity - capacity) if capacity is not None else 0
+
+    return max(fitting, key=rank, default=None)
 
 
 def load_profile(hardware: Hardware) -> Profile:
@@ -289,8 +313,7 @@ def load_profile(hardware: Hardware) -> Profile:
     path = path_of("hardware", hardware, "a name, a file or a Profile")
     known = builtin_profiles()
     if isinstance(hardware, str) and hardware.lower() in known:
-        file = resources.files("graphshard.cost") / "profiles" / f"{hardware.lower()}.json"
-        return Profile.from_json(file.read_text("utf-8"), f"profile {hardware}")
+        return Profile.from_json(_builtin_text(hardware.lower()), f"profile {hardware}")
     if not path.is_file():
         raise ArgumentError(
             f"hardware {brief(str(hardware))} is neither a file nor one of {', '.join(known)}. Measure this machine "
@@ -300,6 +323,17 @@ def load_profile(hardware: Hardware) -> Profile:
         return Profile.from_json(read_file(path, _MOST_BYTES), str(path))
     except ArgumentError as error:
         raise ArgumentError(f"hardware: {error}") from None
+
+
+def _builtin_text(name: str) -> str:
+    return (resources.files("graphshard.cost") / "profiles" / f"{name}.json").read_text("utf-8")
+
+
+def _changed(data: Any, changes: Any) -> Any:
+    """Return data of a file with changes; a number is exchanged together with its source and range."""
+    if not isinstance(data, dict) or not isinstance(changes, dict) or "value" in changes:
+        return changes
+    return {**data, **{key: _changed(data.get(key), value) for key, value in changes.items()}}
 
 
 def _with_sources(

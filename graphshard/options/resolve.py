@@ -58,9 +58,13 @@ from graphshard.schedule.build_problem import Constraints
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.utils.argument_validation import is_int
-from graphshard.utils.text import brief
+from graphshard.utils.text import brief, format_bytes
 
 log = logging.getLogger(__name__)
+# The memory that a device reports, compared with its data sheet's; 80 GB are 79 GiB, or 85 GB.
+_LEAST_OF_MEMORY, _MOST_OF_MEMORY = 0.9, 1.2
+# GPUs that NVLink connects within one node; an NVL72 has 18 nodes.
+_MOST_ON_A_BOARD = 16
 
 # Share of a step, and seconds for each unit, that must be gained to depart from FSDP2's order: a millisecond pays for
 # the ten seconds in which one more unit is compiled after 10000 steps.
@@ -297,22 +301,42 @@ def pipeline_of(options: Options, mesh: Mesh, costs: Costs | None, *, optimizer_
 
 
 def profile_here(device: torch.device, hardware: Hardware | None) -> Profile | None:
-    """Return the profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of the device; None for an unknown GPU."""
+    """Return the profile to plan with: as given, by GRAPHSHARD_HARDWARE, or of the device; None for an unknown GPU.
+
+    A profile found by the device's name gets the ranks of a node that the launcher tells in LOCAL_WORLD_SIZE, unless
+    its NVLink connects several nodes. Other memory than the device's is logged.
+    """
     named = hardware if hardware is not None else os.environ.get(VARIABLE) or None
-    if named is not None:
-        return load_profile(named)
     if device.type == "cpu":
-        return load_profile("cpu-gloo")
-    title = torch.cuda.get_device_name(device).lower()
-    known = profile_of_gpu(title)
-    if known is None:
+        return load_profile(named if named is not None else "cpu-gloo")
+    if named is not None and not torch.cuda.is_available():
+        return load_profile(named)
+    there = torch.cuda.get_device_properties(device)
+    profile = load_profile(named) if named is not None else profile_of_gpu(there.name, there.total_memory)
+    if profile is None:
         log.warning(
             "no hardware profile of %s: collectives are planned unit by unit. `torchrun ... -m graphshard calibrate "
             "--out FILE` measures one; pass it as hardware= or in %s.",
-            title,
+            there.name,
             VARIABLE,
         )
-    return known
+        return None
+    if not _LEAST_OF_MEMORY < there.total_memory / profile.memory_capacity < _MOST_OF_MEMORY:
+        log.warning(
+            "the profile %s is of GPUs with %s of memory, and %s has %s: steps may be planned for another machine. "
+            "`torchrun ... -m graphshard calibrate --out FILE` measures this one; pass it as hardware= or in %s.",
+            profile.name,
+            format_bytes(profile.memory_capacity),
+            there.name,
+            format_bytes(there.total_memory),
+            VARIABLE,
+        )
+    if named is not None:
+        return profile
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    alone = local.isdecimal() and int(local) > 0 and profile.ranks_per_node <= _MOST_ON_A_BOARD
+    ranks = int(local) if alone else profile.ranks_per_node
+    return replace(profile, ranks_per_node=ranks)
 
 
 def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, optimizer_states: int = 2) -> Pipeline:

@@ -138,7 +138,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     sources |= {name: source for name, (_, source) in numbers.items()}
     sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
     sources["outside.isolated.bandwidth"] = "measured" if nodes > 1 else "assumed: as inside; one node here"
-    known = profile_of_gpu(torch.cuda.get_device_name()) if device == "cuda" else None
+    known = profile_of_gpu(torch.cuda.get_device_name(), _capacity(device, local)) if device == "cuda" else None
     for dtype in map(_name_of, _DTYPES):
         # Relative to the data sheet's peaks, if it is known.
         speed, product = best[f"matmul.{dtype}"], f"{here}: products of several sizes"

@@ -67,8 +67,8 @@ def explain(
             that `compile` knows, such as `{"dp": 16, "tp": 8}`. An additional axis "pp" has the stages of a pipeline:
             the model's blocks are divided among them. It is the outermost axis, at any position.
         example_inputs, example_kwargs: inputs of one rank's call; only shapes, dtypes and non-tensor values matter.
-        hardware: the machine: "a100", "h100", "h100-hbm2e", "h200", "b200", a file that `graphshard calibrate` wrote,
-            or a `Profile`.
+        hardware: the machine: "a100", "h100", "h200", "b200", "gb200", "mi300x" or another of `graphshard explain
+            --help`, a file that `graphshard calibrate` wrote, or a `Profile`.
         network: the profile's model of the network between nodes: "isolated", "in-training" or "no-rails".
         measured: seconds of regions by key, from `graphshard.profiling.measure_regions`, instead of estimates.
         symbols: names for dims of the inputs, such as `{"batch": 0, "seq": 1}`: the result has `formulas` in them and

@@ -191,7 +191,8 @@ def _costs(case: Case) -> Iterator[_Offer]:
             yield "network", f"network {name}", {"network": name}
     for name in builtin_profiles():
         profile = load_profile(name)
-        alike = profile.device == case.profile.device and case.network in profile.outside
+        # A family of GPUs is enough: their variants of other links or memory have a second word.
+        alike = profile.device == case.profile.device and case.network in profile.outside and len(profile.words) == 1
         if alike and profile.hash != case.profile.hash:  # the price is of another GPU
             yield "hardware", f"hardware {name}", {"profile": profile, "price": None}
 

@@ -546,7 +546,7 @@ def test_broken_profiles(tmp_path, change, message):
 
 def test_unknown_hardware(tmp_path):
     """The message lists known hardware, and how to measure other hardware."""
-    with pytest.raises(ArgumentError, match=r"neither a file nor one of a100, b200.*graphshard calibrate"):
+    with pytest.raises(ArgumentError, match=r"neither a file nor one of a100, a100-40gb.*graphshard calibrate"):
         load_profile("tpu")
     with pytest.raises(ArgumentError, match="hardware must be a name, a file or a Profile, got 8"):
         load_profile(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from graphshard.cost.costs import Costs
 from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
-from graphshard.cost.profile import SAMPLES, builtin_profiles, load_profile, number_at, sampled, with_numbers
+from graphshard.cost.profile import (
+    SAMPLES,
+    builtin_profiles,
+    load_profile,
+    number_at,
+    profile_of_gpu,
+    sampled,
+    with_numbers,
+)
+from graphshard.errors import ArgumentError
 from graphshard.ir.mesh import Mesh
 
 H100 = load_profile("h100")
@@ -27,6 +37,52 @@ def test_assumed_constants_have_ranges(name):
         if path in profile.ranges:
             low, high = profile.ranges[path]
             assert low <= number_at(profile, path) <= high
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "profile"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-pcie"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H100 PCIe", 79.2, "h100-pcie"),
+        ("NVIDIA H100 NVL", 93.1, "h100-nvl"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA H200 NVL", 139.8, None),
+        ("NVIDIA B200", 178.4, "b200"),
+        ("NVIDIA GB200", 184.0, "gb200"),
+        ("NVIDIA GB300", 276.0, None),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA L40", 44.4, None),
+        ("AMD Instinct MI300X", 191.5, "mi300x"),
+        ("NVIDIA A10G", 22.0, None),
+    ],
+)
+def test_profiles_of_gpus_by_the_names_of_drivers(name, gib, profile):
+    """Whole words count, and a card with other links than its family's is another machine."""
+    found = profile_of_gpu(name, int(gib * 2**30))
+    assert (found and found.name) == profile
+    if found is not None and found.name != "a100-pcie":
+        assert 0.9 < gib * 2**30 / found.memory_capacity < 1.2
+
+
+def test_a_file_may_say_what_differs_from_a_known_machine(tmp_path):
+    """Numbers that it leaves out, and their sources and ranges, are the known machine's."""
+    path = tmp_path / "ours.json"
+    ours = {"schema": 3, "like": "h100", "name": "ours", "title": "our cluster"}
+    path.write_text(json.dumps({**ours, "outside": {"isolated": {"reached": {"value": 0.8, "source": "nccl-tests"}}}}))
+    found = load_profile(path)
+    assert found.outside["isolated"] == dataclasses.replace(H100.outside["isolated"], reached=0.8)
+    assert found.outside["no-rails"] == H100.outside["no-rails"]
+    assert found.sources["outside.isolated.reached"] == "nccl-tests"
+    assert "outside.isolated.reached" not in found.ranges
+    assert found.ranges["sustained"] == H100.ranges["sustained"]
+    path.write_text(json.dumps({**ours, "like": "h1000"}))
+    with pytest.raises(ArgumentError, match=r"ours\.json: like must be one of a100, .*, got 'h1000'"):
+        load_profile(path)
 
 
 def test_the_value_is_the_median_of_samples():

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from graphshard.schedule.rank_consistent_planner import AgreedPlanner, communica
 from tests.helpers import Blocks, captured, copied, through
 from tests.ranks import FakeWorld
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 COSTS = Costs(load_profile("cpu-gloo"), mesh=Mesh.of_shape(2))
 BATCH = (torch.randn(3, 16),)
 
@@ -48,14 +49,43 @@ def test_the_profile_of_the_device(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.delenv("GRAPHSHARD_HARDWARE", raising=False)
     assert profile_here(CPU, None).name == "cpu-gloo"
     assert profile_here(CPU, "h100").name == "h100"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
-    assert profile_here(torch.device("cuda", 0), None).name == "a100"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce")
-    with caplog.at_level(logging.WARNING, "graphshard"):
-        assert profile_here(torch.device("cuda", 0), None) is None
-    assert "no hardware profile of nvidia geforce: collectives are planned unit by unit" in caplog.text
     monkeypatch.setenv("GRAPHSHARD_HARDWARE", "b200")
     assert profile_here(CPU, None).name == "b200"
+    assert profile_here(GPU, None).name == "b200", "no such device is here"
+
+
+def gpu_is(monkeypatch: pytest.MonkeyPatch, name: str, gib: float = 79.1) -> None:
+    """Let torch report a GPU."""
+    found = SimpleNamespace(name=name, total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_the_profile_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By its name; a node has as many ranks as the launcher says; other memory and unknown GPUs are logged."""
+    monkeypatch.delenv("GRAPHSHARD_HARDWARE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        gpu_is(monkeypatch, "NVIDIA A100-SXM4-80GB")
+        assert profile_here(GPU, None) == load_profile("a100")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert profile_here(GPU, None).ranks_per_node == 4
+        assert profile_here(GPU, "a100").ranks_per_node == 8, "as given"
+        gpu_is(monkeypatch, "NVIDIA GB200", 184)
+        assert profile_here(GPU, None).ranks_per_node == 72, "a node of 4 in a domain of 72"
+        assert not caplog.text
+        gpu_is(monkeypatch, "NVIDIA GH200 144G HBM3e", 140)
+        assert profile_here(GPU, None).name == "gh200"
+        assert (
+            "the profile gh200 is of GPUs with 89.4 GiB of memory, and NVIDIA GH200 144G HBM3e has 140 GiB"
+            in caplog.text
+        )
+        caplog.clear()
+        assert profile_here(GPU, "a100-40gb").name == "a100-40gb"
+        assert "the profile a100-40gb is of GPUs with 37.3 GiB of memory, and NVIDIA GH200" in caplog.text
+        gpu_is(monkeypatch, "NVIDIA GeForce RTX 4090")
+        assert profile_here(GPU, None) is None
+    assert "no hardware profile of NVIDIA GeForce RTX 4090: collectives are planned unit by unit" in caplog.text
 
 
 def test_small_gains_keep_the_order_of_fsdp2(partitioned: Program) -> None:

@@ -161,7 +161,9 @@ def test_changes_that_make_sense() -> None:
     assert names(CASE.changed(foreach=False), "optimizer") == []
     assert names(CASE.changed(accumulate=2), "accumulate") == ["accumulate 8 microbatches", "accumulate nothing"]
     assert names(CASE.changed(global_batch=64), "accumulate") == []
-    assert [name.split()[1] for name in names(CASE, "hardware")] == ["a100", "b200", "gb200", "h100-hbm2e", "h200"]
+    assert [name.split()[1] for name in names(CASE, "hardware")] == [
+        *("a100", "b200", "gb200", "gh200", "h200", "l40s", "mi300x")
+    ]
 
 
 def test_only_requested_changes_are_made() -> None:
