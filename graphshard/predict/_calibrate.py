@@ -65,7 +65,9 @@ _GATHER: dict[str, Callable[..., list[torch.Tensor]]] = {
     "cuda": c10d.all_gather_into_tensor_coalesced,
 }
 _COALESCED = 8
-_LESS_IS_BETTER = ("kernel_seconds", "contention", "pack_below")
+_LESS_IS_BETTER = ("kernel_seconds", "contention", "pack_below", "step.inside", "step.outside")
+# Part of a gather's time for which products are measured beside it: they may take several times as long.
+_BESIDE = 0.2
 # Compute that stands still would never end.
 MOST_CONTENTION = 0.95
 
@@ -116,7 +118,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     best = best_of(measured)
     here = f"measured, {ranks} ranks at once, slowest" + (f"; best of {rounds} rounds" if rounds > 1 else "")
     of_links = f"measured with {local} ranks, slowest" if local > 1 else "assumed: not measured, one rank"
-    taken = f"{here}: CPU time of all threads in a gather" if device == "cpu" else "assumed: not measured"
+    taken = "CPU time of all threads in a gather" if device == "cpu" else "products beside a gather"
     rates: dict[str, MatmulRate] = {}
     # Values of the profile and their sources.
     numbers: dict[str, tuple[Any, str]] = {
@@ -129,7 +131,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         "rates": (rates, f"{here}: causal attention, forward and backward"),
         "inside": ({kind: best[f"inside.{kind}"] for kind in KINDS}, of_links),
         "outside": ({"isolated": best["outside.isolated"]}, "part of the bandwidth of a rank"),
-        "contention": (best["contention"], taken),
+        "contention": (best["contention"], f"{here}: {taken}" if ranks > 1 else of_links),
         "pack_below": (best["pack_below"], of_links),
     }
     # All that is not modeled of a measured machine, such as tiles and protocols, is as in the profile of one.
@@ -138,6 +140,10 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
     sources |= {name: source for name, (_, source) in numbers.items()}
     sources |= {f"inside.{kind}.switched": "part of the measured bandwidth" for kind in KINDS}
     sources["outside.isolated.bandwidth"] = "measured" if nodes > 1 else "assumed: as inside; one node here"
+    (ring,) = like.protocols
+    ring = replace(ring, inside=best["step.inside"], outside=best["step.outside"])
+    sources["protocols.0.inside"] = of_links if local > 2 else "part of the measured latency"
+    sources["protocols.0.outside"] = "measured" if nodes > 1 else "assumed: as inside; one node here"
     known = profile_of_gpu(torch.cuda.get_device_name(), _capacity(device, local)) if device == "cuda" else None
     for dtype in map(_name_of, _DTYPES):
         # Relative to the data sheet's peaks, if it is known.
@@ -154,7 +160,7 @@ def calibrate(device: str, name: str, show: Callable[[str], None] = lambda _: No
         "threads": torch.get_num_threads(),
     }
     title, values = f"{name}: {_title(device)}", {name: value for name, (value, _) in numbers.items()}
-    return replace(like, name=name, title=title, device=device, **values, made=made, sources=sources)
+    return replace(like, name=name, title=title, device=device, protocols=(ring,), **values, made=made, sources=sources)
 
 
 def best_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -297,23 +303,47 @@ def measure_links(device: str, show: Callable[[str], None]) -> dict[str, Any]:
     local, nodes = _ranks_and_nodes()
     if local * nodes == 1:
         inside = {f"inside.{kind}": NodeLink(1e9, 1e-4, 0.0) for kind in KINDS}
-        return {**inside, "outside.isolated": _of_ranks(1e9), "contention": 0.0, "pack_below": float(SMALL)}
+        steps = {"step.inside": 0.0, "step.outside": 0.0}
+        others = {"outside.isolated": _of_ranks(1e9), "contention": 0.0, "pack_below": float(SMALL)}
+        return {**inside, **steps, **others}
     world = dist.group.WORLD
     assert world is not None
     group, _ = dist.new_subgroups(local) if nodes > 1 else (world, [])
     found: dict[str, Any] = {}
+    show("latency by ranks")
+    step = _step(local, device)
     for kind in KINDS:
         show(f"{kind} of {local} ranks")
-        found[f"inside.{kind}"] = _link(kind, device, group)
-    bandwidth = found["inside.gather"].bandwidth
+        link, rounds = _link(kind, device, group), 2 if kind == "all_reduce" else 1
+        # A ring's steps are the protocol's; what else passes before the first byte is the link's.
+        found[f"inside.{kind}"] = replace(link, latency=max(link.latency - rounds * (local - 1) * step, 0.0))
+    bandwidth, far = found["inside.gather"].bandwidth, step
     if nodes > 1:
         show("gather between nodes")
-        bandwidth = _link("gather", device, world).bandwidth / local
-    found["outside.isolated"] = _of_ranks(bandwidth)
-    found["contention"] = slowest(_contention(world), device) if device == "cpu" else 0.0
+        link = _link("gather", device, world)
+        bandwidth = link.bandwidth / local
+        near = found["inside.gather"].latency + (local * nodes - nodes) * step
+        far = max(link.latency - near, 0.0) / (nodes - 1)
+    found |= {"step.inside": step, "step.outside": far, "outside.isolated": _of_ranks(bandwidth)}
+    show("compute beside a gather")
+    contention = _threads_of_gather(world) if device == "cpu" else _lost_beside_gather(device, world)
+    found["contention"] = slowest(contention, device)
     show("packed gathers")
-    found["pack_below"] = _pack_below(device, group)
+    found["pack_below"] = _pack_below(device, world)
     return found
+
+
+def _step(local: int, device: str) -> float:
+    """Return the seconds that a small gather takes longer for each further rank of a node; 0 if two ranks are all."""
+    counts = [ranks for ranks in range(2, local + 1) if local % ranks == 0]
+    if len(counts) < 2:
+        return 0.0
+    times = []
+    for ranks in counts:
+        group, _ = dist.new_subgroups(ranks)
+        call = _call("gather", _SIZES[device][0], 1, device, group)
+        times.append(slowest(seconds_together(call, device, _REPEATS), device))
+    return max(float(np.polyfit(counts, times, 1)[0]), 0.0)
 
 
 def _of_ranks(bandwidth: float) -> Network:
@@ -365,8 +395,11 @@ def _call(kind: str, num_bytes: int, num_tensors: int, device: str, group: dist.
     return call
 
 
-def _contention(group: dist.ProcessGroup) -> float:
-    """Return the share of a rank's threads that gloo's take during a collective."""
+def _threads_of_gather(group: dist.ProcessGroup) -> float:
+    """Return the share of a rank's threads that gloo's take during a collective.
+
+    Times of products on a few shared cores say less: they differ by more than that from call to call.
+    """
     gather = _call("gather", _SIZES["cpu"][-1], 1, "cpu", group)
     gather()
     start, used = time.perf_counter(), time.process_time()
@@ -374,6 +407,40 @@ def _contention(group: dist.ProcessGroup) -> float:
         gather()
     taken = (time.process_time() - used) / (time.perf_counter() - start)
     return min(taken / torch.get_num_threads(), MOST_CONTENTION)
+
+
+def _lost_beside_gather(device: str, group: dist.ProcessGroup) -> float:
+    """Return the share of compute that is lost while a gather is under way: products take longer beside it."""
+    size = _SQUARES[device][1]
+    a = torch.randn(size, size, device=device)
+    shard = torch.zeros(_SIZES[device][-1] // 4 // group.size(), device=device)
+
+    def gather() -> list[torch.Tensor]:
+        return _GATHER[device]([shard], group.size(), group.group_name)
+
+    def gathered() -> None:
+        c10d.wait_tensor(gather()[0])
+
+    def products() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    def beside() -> float:
+        (pending,) = gather()
+        start = time.perf_counter()
+        products()
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()  # of compute; the gather has its own stream
+        seconds = time.perf_counter() - start
+        c10d.wait_tensor(pending)
+        return seconds
+
+    count = 1
+    alone = slowest(seconds_together(products, device, _REPEATS), device)
+    count = max(int(_BESIDE * slowest(seconds_together(gathered, device, _REPEATS), device) / alone), 1)
+    alone = seconds_together(products, device, _REPEATS)
+    with_gather = median(beside() for _ in range(_REPEATS))
+    return min(max(1 - alone / with_gather, 0.0), MOST_CONTENTION)
 
 
 def _pack_below(device: str, group: dist.ProcessGroup) -> float:

@@ -25,13 +25,15 @@ def test_links(ranks: Ranks) -> None:
     """Every kind has a positive bandwidth and latency, equal on all ranks, because the slowest rank counts."""
     first, second = ranks(2).run(_links)
     assert first == second
-    names = {*(f"inside.{kind}" for kind in KINDS), "outside.isolated", "contention", "pack_below"}
+    names = {*(f"inside.{kind}" for kind in KINDS), *("step.inside", "step.outside", "contention", "pack_below")}
+    names.add("outside.isolated")
     assert first.keys() == names
     links = [first[f"inside.{kind}"] for kind in KINDS]
     assert all(link.bandwidth > 0 and link.latency > 0 for link in links)
     assert first["outside.isolated"].of_rank == first["inside.gather"].bandwidth
     assert first["pack_below"] in (2**10, 2**12)
     assert 0 < first["contention"] < 1  # gloo's threads work while the main thread waits
+    assert first["step.inside"] == first["step.outside"] == 0, "two ranks cannot tell steps from the rest"
 
 
 def _profile(rank: int, world_size: int) -> str:

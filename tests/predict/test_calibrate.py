@@ -118,6 +118,42 @@ def test_packing_is_measured(fake_world, monkeypatch, packed, found):
     assert _calibrate._pack_below("cpu", torch.distributed.group.WORLD) == found
 
 
+def test_latency_by_ranks(fake_world, monkeypatch):
+    """What each further rank and node adds is told from what a collective takes before its first byte."""
+    fake_world(8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+
+    def described(kind, num_bytes, num_tensors, device, group):
+        return kind, num_bytes * num_tensors, group.size()
+
+    def seconds_together(call, device, repeats):
+        kind, num_bytes, ranks = call
+        rounds, nodes = 2 if kind == "all_reduce" else 1, max(ranks // 4, 1)
+        return 3e-4 + rounds * ((ranks - nodes) * 1e-5 + (nodes - 1) * 1e-4) + num_bytes / 1e9
+
+    monkeypatch.setattr(_calibrate, "_call", described)
+    monkeypatch.setattr(_calibrate, "seconds_together", seconds_together)
+    monkeypatch.setattr(_calibrate, "slowest", lambda seconds, device: seconds)
+    monkeypatch.setattr(_calibrate, "_threads_of_gather", lambda group: 0.25)
+    monkeypatch.setattr(_calibrate, "_pack_below", lambda device, group: group.size())
+    found = _calibrate.measure_links("cpu", lambda _: None)
+    assert found["step.inside"] == pytest.approx(1e-5, rel=1e-3)
+    assert found["step.outside"] == pytest.approx(1e-4, rel=1e-2)
+    assert all(found[f"inside.{kind}"].latency == pytest.approx(3e-4, rel=1e-2) for kind in _calibrate.KINDS)
+    assert found["pack_below"] == 8, "between nodes, too"
+
+
+def test_contention_is_what_products_lose_beside_a_gather(fake_world, monkeypatch):
+    """As a share of compute; a gather that takes nothing away is no contention."""
+    fake_world(2)
+    monkeypatch.setattr(_calibrate, "slowest", lambda seconds, device: seconds)
+    for beside, lost in ((0.4, 0.75), (0.1, 0.0), (100.0, _calibrate.MOST_CONTENTION)):
+        clock = iter([0.0, beside] * _calibrate._REPEATS)
+        monkeypatch.setattr(_calibrate, "seconds_together", lambda call, device, repeats: 0.1)
+        monkeypatch.setattr(_calibrate.time, "perf_counter", lambda clock=clock: next(clock))
+        assert _calibrate._lost_beside_gather("cpu", torch.distributed.group.WORLD) == pytest.approx(lost)
+
+
 def test_builtin_profile_of_a_cpu():
     """This project's machine: gloo's reduce-scatter costs more than its all-gather."""
     profile = graphshard.profiling.load_profile("cpu-gloo")
