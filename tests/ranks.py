@@ -1,4 +1,4 @@
-"""Run functions on real gloo ranks that stay alive from test to test.
+"""Run functions on real ranks, of gloo or NCCL, that stay alive from test to test.
 
 Importing torch and starting a process takes seconds, a test milliseconds. So the processes are started once, a run
 of n ranks takes the first n of them, and each test sends them a function of its own module:
@@ -25,6 +25,8 @@ The processes are spawned, not forked: each then has its own hash seed, as in a 
 the order of a set differs between ranks.
 
 Only the first rank verifies the program after every pass, because the program is the same on all ranks.
+
+`ranks(2, "nccl")` are ranks of NCCL on the GPUs that are there, or on one GPU: see `ONE_GPU`.
 
 If a rank dies or hangs, its pool is closed, and the next run starts a new one. The test process repeats the ranks'
 output, so pytest shows it with a failing test.
@@ -67,6 +69,22 @@ ENVIRONMENT = {
     # Otherwise gloo resolves the host name, which may lead to an external address or to none.
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
 }
+# One order of sums, whatever the bytes of a collective, so that results are compared bit for bit; only loopback.
+NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_MAX_NCHANNELS": "1",
+}
+# Ways to have several ranks on one GPU, which NCCL takes for a mistake: it compares hashes of hosts, and bus ids. With
+# host ids of their own, ranks meet over loopback; from NCCL 2.30 on, a variable permits it.
+ONE_GPU: dict[str, dict[str, str]] = {
+    "NCCL_HOSTID": {"NCCL_HOSTID": "{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    "NCCL_MULTI_RANK_GPU_ENABLE": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+}
+# The way that is taken, by name.
+WAY = "GRAPHSHARD_TEST_NCCL"
 START_TIMEOUT = 300.0
 
 # Environment of all ranks except the first.
@@ -99,15 +117,16 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def world(self, world_size: int) -> World:
-        """Return a world of the pool's first ranks."""
-        return World(self, world_size)
+    def world(self, world_size: int, backend: str = "gloo") -> World:
+        """Return a world of the pool's first ranks, with the default process group of a backend."""
+        return World(self, world_size, backend)
 
     def run(
         self,
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
+        backend: str = "gloo",
         timeout: float = 300.0,
         grace: float = 20.0,
     ) -> list[Any]:
@@ -119,7 +138,7 @@ class RankPool:
         __tracebackhide__ = True
         environment = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
         call = pickle.dumps((function, args))
-        request = pickle.dumps(_Request(next(self._runs), world_size, call, environment))
+        request = pickle.dumps(_Request(next(self._runs), world_size, backend, call, environment))
         try:
             if any(rank.num_threads() > MOST_THREADS for rank in self._ranks):
                 self.close()
@@ -157,7 +176,8 @@ class RankPool:
         assert self._store is not None
         missing = range(len(self._ranks), world_size)
         for rank in missing:
-            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, "PYTHONHASHSEED": str(rank)}):
+            of_rank = {**nccl_environment(rank, world_size), "PYTHONHASHSEED": str(rank)}
+            with mock.patch.dict(os.environ, {**ENVIRONMENT, **os.environ, **of_rank}):
                 self._ranks.append(_Rank.start(rank, self._store.port, self._directory))
         if missing:
             _raise_errors(_collect(self._ranks[missing.start :], START_TIMEOUT, grace=0.0))
@@ -174,14 +194,15 @@ class World:
 
     pool: RankPool
     world_size: int
+    backend: str = "gloo"
 
     def run(self, function: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
         """See `RankPool.run`."""
         __tracebackhide__ = True
-        return self.pool.run(self.world_size, function, *args, **limits)
+        return self.pool.run(self.world_size, function, *args, backend=self.backend, **limits)
 
 
-Ranks: TypeAlias = Callable[[int], World]
+Ranks: TypeAlias = Callable[..., World]
 FakeWorld: TypeAlias = Callable[..., None]
 
 
@@ -191,6 +212,7 @@ class _Request:
 
     number: int
     world_size: int
+    backend: str
     call: bytes  # the pickled function and its arguments; loading it imports the test's module
     environment: dict[str, str]  # graphshard's variables in the test process
 
@@ -318,6 +340,14 @@ def _serve(rank: int, port: int, connection: Connection, log: Path, stacks: Path
                 reset_distributed()
 
 
+def nccl_environment(rank: int, world_size: int) -> dict[str, str]:
+    """Return the variables with which a rank starts so that NCCL can join it to the others."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() >= world_size:
+        return NCCL
+    way = ONE_GPU[os.environ.get(WAY) or "NCCL_HOSTID"]
+    return {**NCCL, **{name: value.format(rank=rank) for name, value in way.items()}}
+
+
 def _leave_with_parent() -> None:
     """Exit when the test process dies, even if this rank hangs."""
     multiprocessing.parent_process().join()
@@ -334,7 +364,9 @@ def _answer(request: _Request, store: dist.Store, rank: int) -> _Answer:
 
 def _answer_here(request: _Request, store: dist.Store, rank: int) -> _Answer:
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=request.world_size)
+        if "nccl" in request.backend:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(request.backend, store=store, rank=rank, world_size=request.world_size)
         function, args = pickle.loads(request.call)
         torch.manual_seed(0)  # last: the first run of a module imports it above
         value = pickle.dumps(function(rank, request.world_size, *args))
@@ -342,7 +374,9 @@ def _answer_here(request: _Request, store: dist.Store, rank: int) -> _Answer:
         return _Answer(rank, value=value)
     except BaseException as error:  # including SystemExit and pytest.fail
         summary = "".join(traceback.format_exception_only(error)).strip()
-        return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic())
+        # A group of NCCL with an unfinished collective cannot be destroyed.
+        lost = "nccl" in request.backend
+        return _Answer(rank, error=summary, detail=traceback.format_exc(), time=time.monotonic(), lost=lost)
 
 
 def check_modes() -> None:

@@ -20,6 +20,7 @@ from benchmarks.gpu.parts import Part, run_parts
 from benchmarks.gpu.settings import Setup, world
 from benchmarks.gpu.table import Row, appending, markdown, rows_in
 from benchmarks.gpu.variants import names, variants
+from tests.ranks import WAY, RankError, nccl_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +145,49 @@ def test_wrong_arguments(argument: list[str], message: str, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_the_way_to_several_ranks_on_one_gpu(monkeypatch) -> None:
+    """The first that works; what does not work is in the note, and nothing else runs if none does."""
+    ran: list[list[str]] = []
+    refusing: set[str] = set()
+
+    class Pool:
+        __enter__ = world = lambda self, *_: self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def run(self, *_: object, **__: object) -> list[int]:
+            if os.environ[WAY] in refusing:
+                raise RankError("rank 1 of 2: Duplicate GPU detected\n---- rank 1")
+            return [3, 3]
+
+    monkeypatch.setenv(WAY, "")
+    monkeypatch.setattr(tests, "RankPool", Pool)
+    monkeypatch.setattr(tests, "_run", lambda part, emit, chosen: ran.append(chosen))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 4))
+    for way in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        rows: list[Row] = []
+        tests.measure_nccl(rows.append, dry=False)
+        assert (rows[0].variant, rows[0].failed) == (f"nccl on one GPU by {way}", False)
+        assert os.environ[WAY] == way, "the tests take it, too"
+        assert rows[0].note.startswith("NCCL 2.30.4")
+        refusing.add(way)
+    assert rows[0].note == "NCCL 2.30.4; NCCL_HOSTID: rank 1 of 2: Duplicate GPU detected"
+    assert [chosen[:4] for chosen in ran] == [["-m", "gpu", "-k", "nccl"]] * 2
+    tests.measure_nccl(rows.append, dry=False)
+    assert (rows[-1].failed, len(ran)) == (True, 2)
+
+
+def test_ranks_of_nccl_on_one_gpu_have_hosts_of_their_own(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv(WAY, raising=False)
+    for count, alone in ((1, True), (2, False)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        names = [nccl_environment(rank, 2).get("NCCL_HOSTID") for rank in range(2)]
+        assert names == (["0", "1"] if alone else [None, None])
+
+
 def test_covers_all_test_files() -> None:
     assert {*tests.FILES, "test_run.py"} == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
@@ -258,6 +302,8 @@ def test_everything_on_a_cpu(tmp_path: Path) -> None:
     (loaded,) = (row for row in rows if row.variant == "load and train")
     assert loaded.note == "5 losses as of compile, bit for bit"
     (all_tests,) = (row for row in rows if row.part == "tests")
-    assert all_tests.note == "8 passed"
+    assert all_tests.note == "9 passed"
+    (joined,) = (row for row in rows if row.part == "nccl")
+    assert joined.variant == "gloo on a CPU"
     assert found["machine"]["torch"] == str(torch.__version__)
     assert "| tests |" in done.stdout

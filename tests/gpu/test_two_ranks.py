@@ -1,4 +1,4 @@
-"""Two or more ranks on one GPU, with gloo because NCCL needs a GPU per rank.
+"""Two or more ranks: with NCCL, on one GPU if there are no more, and with gloo.
 
 `pytest -m gpu` runs them on the GPU. Without one they run on the CPU, which keeps them correct: one in the quick tests,
 the others with `pytest -m slow`.
@@ -31,14 +31,19 @@ from tests.distributed.twins import (
 from tests.helpers import Blocks
 from tests.ranks import Ranks
 
-GPU = pytest.param("cuda", id="on_cuda", marks=pytest.mark.gpu)
-ALWAYS = pytest.mark.parametrize("device", [pytest.param("cpu", id="on_cpu"), GPU])
-DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", id="on_cpu", marks=pytest.mark.slow), GPU])
+GPU = [
+    pytest.param("cuda", "nccl", id="nccl", marks=pytest.mark.gpu),
+    pytest.param("cuda", "gloo", id="gloo", marks=pytest.mark.gpu),
+]
+ALWAYS = pytest.mark.parametrize(("device", "backend"), [pytest.param("cpu", "gloo", id="on_cpu"), *GPU])
+DEVICES = pytest.mark.parametrize(
+    ("device", "backend"), [pytest.param("cpu", "gloo", id="on_cpu", marks=pytest.mark.slow), *GPU]
+)
 
 
 def _mesh(device: str, *shape: int) -> DeviceMesh:
-    """Build a mesh of all ranks; on CUDA all of them use the first GPU."""
-    if device == "cuda":
+    """Build a mesh of all ranks; with gloo on CUDA, all of them use the first GPU."""
+    if device == "cuda" and dist.get_backend() == "gloo":
         torch.cuda.set_device(0)
     names = ("replicate", "shard") if len(shape) == 2 else None
     return init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
@@ -57,20 +62,42 @@ def _train(rank: int, world_size: int, device: str, policy: str, shape: tuple[in
 
 
 @ALWAYS
-@pytest.mark.quick_cases("on_cuda")
-def test_training_equals_fsdp2(ranks: Ranks, device: str) -> None:
+@pytest.mark.quick_cases("nccl", "gloo")
+def test_training_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
     """Losses, gradients, norms, parameters and buffers, bit for bit: the sum of two ranks has one order."""
-    ranks(2).run(_train, device, "bf16", ())
+    ranks(2, backend).run(_train, device, "bf16", ())
 
 
 @DEVICES
-def test_training_in_float32_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    ranks(2).run(_train, device, "fp32", ())
+def test_training_in_float32_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
+    ranks(2, backend).run(_train, device, "fp32", ())
+
+
+def _compiled(rank: int, world_size: int, device: str) -> None:
+    model, batch = _llama(device)
+    net = graphshard.compile(model, _mesh(device), mp_policy=BF16)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        torch.manual_seed(rank)
+        loss = net(**batch())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True), losses
 
 
 @DEVICES
-def test_hsdp_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    ranks(4).run(_train, device, "bf16", (2, 2))
+def test_compiled_training_learns(ranks: Ranks, device: str, backend: str) -> None:
+    """With Inductor's kernels between the collectives."""
+    ranks(2, backend).run(_compiled, device)
+
+
+@DEVICES
+def test_hsdp_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
+    ranks(4, backend).run(_train, device, "bf16", (2, 2))
 
 
 def _accumulate(rank: int, world_size: int, device: str) -> None:
@@ -88,8 +115,8 @@ def _accumulate(rank: int, world_size: int, device: str) -> None:
 
 
 @DEVICES
-def test_accumulation_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    ranks(2).run(_accumulate, device)
+def test_accumulation_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
+    ranks(2, backend).run(_accumulate, device)
 
 
 def _offload(rank: int, world_size: int, device: str) -> None:
@@ -108,9 +135,9 @@ def _offload(rank: int, world_size: int, device: str) -> None:
 
 
 @DEVICES
-def test_offloading_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    """Followed by `unshard` of parameters whose shards are on the host."""
-    ranks(2).run(_offload, device)
+def test_offloading_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
+    """Followed by `unshard` of parameters whose shards are on the host, where norms are reduced by gloo."""
+    ranks(2, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend).run(_offload, device)
 
 
 def _unshard(rank: int, world_size: int, device: str) -> None:
@@ -130,8 +157,8 @@ def _unshard(rank: int, world_size: int, device: str) -> None:
 
 
 @DEVICES
-def test_unshard_equals_fsdp2(ranks: Ranks, device: str) -> None:
-    ranks(2).run(_unshard, device)
+def test_unshard_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
+    ranks(2, backend).run(_unshard, device)
 
 
 def _checkpoint(rank: int, world_size: int, device: str, folder: str) -> None:
@@ -155,8 +182,8 @@ def _checkpoint(rank: int, world_size: int, device: str, folder: str) -> None:
 
 
 @DEVICES
-def test_checkpoint_repeats_training(ranks: Ranks, device: str, tmp_path: Path) -> None:
-    ranks(2).run(_checkpoint, device, str(tmp_path / "checkpoint"))
+def test_checkpoint_repeats_training(ranks: Ranks, device: str, backend: str, tmp_path: Path) -> None:
+    ranks(2, backend).run(_checkpoint, device, str(tmp_path / "checkpoint"))
 
 
 def _artifact(rank: int, world_size: int, device: str, path: str) -> None:
@@ -183,10 +210,10 @@ def _artifact(rank: int, world_size: int, device: str, path: str) -> None:
 
 
 @DEVICES
-def test_loaded_file_trains_as_compile(ranks: Ranks, device: str, tmp_path: Path) -> None:
+def test_loaded_file_trains_as_compile(ranks: Ranks, device: str, backend: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Blocks(3, 16, bias=True)
     inputs = (torch.zeros(4, 16),)
     options = {"example_inputs": inputs, "mp_policy": BF16, "backend": "eager", "device": device}
     path = graphshard.export(model, (2,), tmp_path / "blocks.gshard", **options)
-    ranks(2).run(_artifact, device, str(path))
+    ranks(2, backend).run(_artifact, device, str(path))
