@@ -149,6 +149,7 @@ class CacheLookup:
                 # Damage is found before the code is needed.
                 compiled[key] = RegionCall(fn.load() if isinstance(fn, KeptRegion) else fn)
         program = decode_lowered(stored.data, compiled, self.module, device)
+        program.regions = {key: artifact.region(key, device) for key in program.regions}
         starts = [artifact.archive.members[file] for file in entry.partitioned_files]
 
         def partitioned() -> Partitioned:

@@ -207,6 +207,7 @@ def read_programs(
     for stored in library.programs:
         module = model.get_submodule(stored.entry.entry)
         program = _decoded(stored.data, module, runner)
+        program.regions = {key: artifact.region(key, tracer.spec.device) for key in program.regions}
         called = {name: regions.get(key) for name, key in program.region_names.items()}
         check_program(program, stored.entry.phases, module, called)
         programs.append(program)

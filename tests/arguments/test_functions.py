@@ -103,5 +103,5 @@ def test_every_function_and_parameter_has_a_row(table: dict[str, list[Row]]) -> 
 
 def test_the_number_of_calls_equals_the_manual(table: dict[str, list[Row]]) -> None:
     calls = Counter({name: sum(len(row.values) for row in found) for name, found in table.items()})
-    page = (ROOT / "docs/explanation/reliability.md").read_text()
+    page = (ROOT / "docs/evidence/robustness.md").read_text()
     assert f"| malformed arguments of public functions | {calls.total():,} |" in page

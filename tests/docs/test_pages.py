@@ -2,7 +2,8 @@
 
 <!--- invisible-code-block: python     a hidden block: setup of the next one
 ```python                              runs on two gloo ranks, page by page, in one namespace
-```output                              output of the preceding Python block
+```output                              output of the preceding Python block; "..." stands for any text
+```error                               the error that the preceding Python block raises
 ```diff                                both sides run, each on a copy of `model`
 ```sh                                  `graphshard` commands run in the page's directory; the arguments of others
                                        are parsed by their script
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import doctest
 import functools
 import io
 import os
@@ -32,12 +34,13 @@ from sybil.typing import Evaluator
 from torch.distributed import fsdp
 
 import graphshard
+from graphshard.errors import GraphshardError
 from tests.docs.commands import commands_of, run_command
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
-LANGUAGES = ("python", "output", "diff", "sh", "text")
+LANGUAGES = ("python", "output", "error", "diff", "sh", "text")
 
 
 def parse(page: str, **evaluators: Evaluator) -> Document:
@@ -50,16 +53,32 @@ class PythonBlocks:
 
     def __init__(self) -> None:
         self.printed = ""
+        self.raised: GraphshardError | None = None
 
     def python(self, block: Example) -> None:
-        """Run a block and keep its output; also print it, for the report of a failing test."""
+        """Run a block and keep its output or error; also print the output, for the report of a failing test."""
+        self.check_errors()
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            PythonEvaluator()(block)
+            try:
+                PythonEvaluator()(block)
+            except GraphshardError as error:
+                self.raised = error
         self.printed = out.getvalue()
         print(self.printed, end="")
 
     def output(self, block: Example) -> None:
-        assert _lines(block.parsed) == _lines(self.printed), f"{block.path}:{block.line}: it printed\n{self.printed}"
+        assert _same(block.parsed, self.printed), f"{block.path}:{block.line}: it printed\n{self.printed}"
+
+    def error(self, block: Example) -> None:
+        assert self.raised is not None, f"{block.path}:{block.line}: the block before it raises nothing"
+        name, raised = type(self.raised).__name__.replace("GraphBreak", "CaptureError"), self.raised
+        assert _same(block.parsed, f"{name}: {raised}"), f"{block.path}:{block.line}: it raises {name}: {raised}"
+        self.raised = None
+
+    def check_errors(self) -> None:
+        """Raise the last error unless an error block shows it."""
+        if self.raised is not None:
+            raise self.raised
 
     def diff(self, block: Example) -> None:
         """Run the removed and the added lines, each with a copy of the model."""
@@ -69,19 +88,22 @@ class PythonBlocks:
             exec(compile("\n".join(kept), f"{block.path}:{block.line}", "exec"), namespace)
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip("\n").splitlines()]
+def _same(shown: str, found: str) -> bool:
+    """Return whether texts are equal, with "..." for any text and without spaces at the ends of lines."""
+    want, got = ("".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines()) for text in (shown, found))
+    return doctest.OutputChecker().check_output(want, got, doctest.ELLIPSIS)
 
 
 def run_python(rank: int, world_size: int, page: str, folder: str, backend: str) -> None:
     """Run a page's Python blocks on this rank, with files in `folder`."""
     blocks = PythonBlocks()
-    document = parse(page, python=blocks.python, output=blocks.output, diff=blocks.diff)
+    document = parse(page, python=blocks.python, output=blocks.output, error=blocks.error, diff=blocks.diff)
     module = types.ModuleType("page")  # classes of a page need an importable module
     document.namespace = module.__dict__
     with _inside(folder), _compiled_with(backend), _importable(module):
         for example in document.examples():
             example.evaluate()
+        blocks.check_errors()
         dist.barrier()
 
 
@@ -132,16 +154,27 @@ def _commands(block: Example) -> None:
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.quick_cases(
     "README.md",
+    "docs/evidence/gpu.md",
+    "docs/evidence/performance.md",
+    "docs/evidence/robustness.md",
+    "docs/evidence/tests.md",
+    "docs/evidence/transformers.md",
+    "docs/evidence/upstream.md",
+    "docs/explanation/how_it_is_built.md",
+    "docs/explanation/how_it_works.md",
+    "docs/explanation/reliability.md",
+    "docs/get_started/from_ddp.md",
+    "docs/get_started/from_fsdp2.md",
+    "docs/get_started/install.md",
     "docs/how_to/cache.md",
     "docs/how_to/compile_step.md",
     "docs/how_to/debug.md",
     "docs/how_to/explain.md",
     "docs/how_to/export.md",
+    "docs/how_to/faq.md",
     "docs/how_to/foreign_graphs.md",
-    "docs/get_started/from_fsdp2.md",
-    "docs/evidence/gpu.md",
-    "docs/explanation/how_it_is_built.md",
-    "docs/explanation/how_it_works.md",
+    "docs/how_to/throughput.md",
+    "docs/how_to/train.md",
     "docs/index.md",
     "docs/integrations/examples.md",
     "docs/integrations/nodes.md",
@@ -150,15 +183,14 @@ def _commands(block: Example) -> None:
     "docs/integrations/torchao.md",
     "docs/integrations/torchft.md",
     "docs/integrations/torchtitan.md",
-    "docs/evidence/performance.md",
+    "docs/reference/cli.md",
+    "docs/reference/environment.md",
     "docs/reference/errors.md",
     "docs/reference/functions.md",
+    "docs/reference/limitations.md",
     "docs/reference/objects.md",
     "docs/reference/passes.md",
     "docs/reference/planners.md",
-    "docs/explanation/reliability.md",
-    "docs/how_to/train.md",
-    "docs/evidence/upstream.md",
     "docs/reference/vocabulary.md",
 )
 def test_page(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str) -> None:

@@ -416,3 +416,12 @@ def test_the_command_imports_no_torch(tmp_path: Path) -> None:
         f"main(['cache', 'list', '--dir', {str(tmp_path)!r}]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+
+
+def test_a_program_from_the_cache_is_measured(launches: Launches) -> None:
+    """Predictions read the operators of its regions."""
+    model: list[nn.Module] = []
+    launches.run(lambda _, made: model.append(made))
+    assert not launches.compiled
+    profile = graphshard.profiling.profile_step(model[0], (torch.ones(2, 4),))
+    assert "predicted for" in str(profile)

@@ -27,18 +27,19 @@ REFUSED = frozenset(
 
 
 def tables() -> str:
-    """Return both tables of docs/evidence/upstream.md: tests with a counterpart, and tests without."""
-    found = ["| PyTorch's file | tests | with a counterpart | of these about an error | in |", "|--|--|--|--|--|"]
+    """Return the table and lists of docs/evidence/upstream.md: tests with a counterpart, and tests without."""
+    found = ["| PyTorch's file | tests | with a counterpart | of these about an error |", "|--|--|--|--|"]
+    places = []
     missing: dict[str, list[str]] = {}
     for file, tests in UPSTREAM.items():
         asked = {name: where for name, where in tests.items() if not isinstance(where, str)}
-        files = dict.fromkeys(f"`{test.partition('::')[0]}`" for where in asked.values() for test in where)
-        refused = len(REFUSED & asked.keys())
-        found.append(f"| `{file}` | {len(tests)} | {len(asked)} | {refused} | {', '.join(sorted(files))} |")
+        files = {f"`{test.partition('::')[0]}`" for where in asked.values() for test in where}
+        found.append(f"| `{file}` | {len(tests)} | {len(asked)} | {len(REFUSED & asked.keys())} |")
+        places.append(f"* `{file}`: {', '.join(sorted(files))}")
         for name, why in tests.items():
             if isinstance(why, str):
                 missing.setdefault(why, []).append(f"`{name}`")
     total, without = sum(map(len, UPSTREAM.values())), sum(map(len, missing.values()))
-    found.append(f"| together | {total} | {total - without} | {len(REFUSED)} | |")
-    rows = [f"| {', '.join(names)} | {why} |" for why, names in missing.items()]
-    return "\n".join([*found, "", "| no counterpart | why |", "|--|--|", *rows])
+    found.append(f"| together | {total} | {total - without} | {len(REFUSED)} |")
+    reasons = [f"* {why}: {', '.join(names)}" for why, names in missing.items()]
+    return "\n".join([*found, "", "Counterparts are in", "", *places, "", "Without a counterpart:", "", *reasons])
