@@ -78,7 +78,7 @@ NCCL = {
     "NCCL_MAX_NCHANNELS": "1",
 }
 # Ways to have several ranks on one GPU, which NCCL takes for a mistake: it compares hashes of hosts, and bus ids. With
-# host ids of their own, ranks meet over loopback; from NCCL 2.30 on, a variable permits it.
+# separate host ids, ranks meet over loopback; from NCCL 2.30 on, a variable permits it.
 ONE_GPU: dict[str, dict[str, str]] = {
     "NCCL_HOSTID": {"NCCL_HOSTID": "{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
     "NCCL_MULTI_RANK_GPU_ENABLE": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
