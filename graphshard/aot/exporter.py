@@ -26,6 +26,7 @@ from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import apart, count_tokens, stand_ins
 from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.opaque_calls import OPAQUE, REMEDY
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.program import Phase, Program, Region
 from graphshard.lower.eager import runs_as_it_is
@@ -154,6 +155,7 @@ class Exporter:
         few = tracer.trace_alone(module_call, few=True)
         if few is not None and len(few.taken) == len(program.taken):  # no block has separate inputs
             digests.append(graph_digest(few))
+        _reject_opaque_calls(program)
         program.capture = self._count
         self._count += 1
         text = program.history[-1].text
@@ -337,6 +339,15 @@ def with_threads(threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _reject_opaque_calls(program: Program) -> None:
+    """Raise ArgumentError if the program calls functions of this process."""
+    for phase in program.phases.values():
+        for node in phase.module.graph.nodes:
+            if node.target in OPAQUE:
+                name = str(node.args[0]).rsplit(" ", 2)[0]
+                raise ArgumentError(f"model: {name} runs as it is, and a file cannot hold a function. {REMEDY}")
+
+
 def export_pt2(
     contents: ModelContents, meshes: list[Mesh], calls: list[Call], device: torch.device, path: Path, options: Options
 ) -> None:
@@ -366,6 +377,7 @@ def export_pt2(
             program, _ = tracer.trace(ModuleCall(model, call_args, call_kwargs, False), observer, "exported")
         except GraphBreak as error:
             raise_break(error)
+        _reject_opaque_calls(program)
         dynamic = _shapes_for_args(model, args, kwargs, tracer.options.dynamic_shapes)
         module = _InferenceModule(program, model)
         exported = torch.export.export(module, call_args, call_kwargs, dynamic_shapes=dynamic, strict=False)

@@ -41,6 +41,7 @@ from graphshard.errors import ArgumentError
 from graphshard.ir.printer import print_graph
 from graphshard.ir.sizes import SymNumber, numbers_in, rename
 from graphshard.ir.subgraph import HIGHER_ORDER, Subgraph, subgraph_of
+from graphshard.ir.triton_launches import LAUNCHES, kwargs_of, numbered
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy, run_and_save_rng_state, run_with_rng_state
 from graphshard.torch_compat.fake_tensors import fake_tensor, new_fake_mode
 from graphshard.torch_compat.symbolic_sizes import (
@@ -153,6 +154,7 @@ _TARGETS: dict[str, Callable[..., Any]] = {
     "run_and_save_rng_state": run_and_save_rng_state,
     "run_with_rng_state": run_with_rng_state,
     **{f"higher_order.{name}": operator for name, operator in HIGHER_ORDER.items()},
+    **{f"higher_order.{operator}": operator for operator in LAUNCHES},
     **{f"size.{function.__name__}": function for function in SIZE_OPERATORS},
 }
 _NAMES = {target: name for name, target in _TARGETS.items()}
@@ -190,7 +192,7 @@ def encode_graph(graph: Graph, names: Mapping[Any, str] = MappingProxyType({})) 
             "op": node.op,
             "target": node.target if isinstance(node.target, str) else _NAMES.get(node.target, str(node.target)),
             "args": [encode(arg) for arg in node.args],
-            "kwargs": {name: encode(arg) for name, arg in node.kwargs.items()},
+            "kwargs": {name: encode(arg) for name, arg in kwargs_of(node).items()},
         }
         if "val" in node.meta:
             data["val"] = encode(node.meta["val"], names)
@@ -359,6 +361,8 @@ class Decoder:
         args = tuple(self.value(arg) for arg in data["args"])
         kwargs = {identifier(key): self.value(arg) for key, arg in data["kwargs"].items()}
         callee = self._target(target) if op == "call_function" else identifier(target)
+        if callee in LAUNCHES:
+            kwargs = numbered(kwargs)
         node = graph.create_node(op, callee, args, kwargs, name=name)
         if node.name != name:  # a graph that makes up names avoids some that passes give
             node.name = name

@@ -21,7 +21,7 @@ from torch.fx import Node
 from graphshard.cost.flops import Attention, Gemm, dtype_of, is_multiplication, multiplies, runs_graphs, runs_of, sizes
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten, base_of, is_alias, is_part
-from graphshard.ir.opaque_calls import OPAQUE
+from graphshard.ir.opaque_calls import OPAQUE, seconds_of
 from graphshard.ir.sizes import is_size
 
 # Operators that read only the elements of their first input that they return.
@@ -55,6 +55,7 @@ class Work:
         num_bytes: read and written.
         dtype: name of the dtype it multiplies in, such as "bfloat16".
         gemms, attention: of known sizes.
+        measured: kind of device on which the kernel was measured, and its seconds.
     """
 
     kind: Literal["matmul", "attention", "pointwise"]
@@ -64,6 +65,7 @@ class Work:
     dtype: str
     gemms: tuple[Gemm, ...] = ()
     attention: Attention | None = None
+    measured: tuple[str, Scalar] | None = None
 
 
 def num_bytes(node: Node) -> Scalar:
@@ -151,7 +153,9 @@ def _alone(node: Node) -> Work:
     if kind:
         gemms, attention = ((), found) if isinstance(found, Attention) else (found, None)
         return Work(kind, flop, 0, moved, dtype_of(node.all_input_nodes[0]), gemms, attention)
-    return Work("pointwise", 0, _numel(node), moved, dtype_of(node))
+    rate = seconds_of(node)
+    measured = None if rate is None else (rate[0], rate[1] * moved)
+    return Work("pointwise", 0, _numel(node), moved, dtype_of(node), measured=measured)
 
 
 def _fused(group: list[Node]) -> Work:

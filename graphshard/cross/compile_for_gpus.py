@@ -10,6 +10,7 @@ the bytes of each kernel: code generation and Triton take most of the time.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import json
@@ -47,12 +48,15 @@ from graphshard.torch_compat.inductor_compiler import (
     WeakDep,
     compile_fx_inner,
     get_dtype_size,
-    kernel_side_table,
     sympy_product,
-    triton_kernel_wrapper_mutation,
 )
 from graphshard.torch_compat.inductor_settings import inductor_config
-from graphshard.torch_compat.torch_ops import OpOverload, replaced
+from graphshard.torch_compat.torch_ops import (
+    OpOverload,
+    kernel_side_table,
+    replaced,
+    triton_kernel_wrapper_mutation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +83,7 @@ OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     "use_static_triton_launcher": True,
     "use_static_cuda_launcher": True,
+    "static_launch_user_defined_triton_kernels": True,
 }
 
 
@@ -137,6 +142,29 @@ def _collected(capability: Capability) -> Iterator[list[tuple[GraphModule, dict[
             made: GraphModule = super().generate()
             found.append((made, {kernel.wrapped.kernel_idx: kernel.tuner for kernel in self.kernels.values()}))
             return made
+
+        def _generate_triton_call(self, line: Any) -> None:
+            """Give the grid of a kernel of the model what Inductor passes for it, not the kernel's constants."""
+            tuner = self.kernels[line.kernel_name].tuner
+            read, extra = tuner._interpret_args_grid, len(tuner.inductor_meta.get("extra_launcher_args", ()))
+
+            def grid_of(args: tuple[Any, ...], config: Any) -> Any:
+                args, extras = args[: len(args) - extra], args[len(args) - extra :]
+                names = [name for name in tuner.triton_meta["signature"] if name not in config.kwargs]
+                plain = [arg for name, arg in zip(names, args) if name not in tuner.triton_meta["constants"]]
+                return args, read((*plain, *extras), config)[1]
+
+            with replaced(tuner, "_interpret_args_grid", grid_of if extra else read):
+                super()._generate_triton_call(line)
+
+        def _lookup_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Make the views that a kernel of the model is given as code: reinterpret_tensor(x, (4,), (1,), 0)."""
+            for arg in args:
+                if isinstance(arg, str) and arg not in self.buffer_to_node:
+                    name, *extent = ast.parse(arg, mode="eval").body.args  # type: ignore[attr-defined]
+                    base = self.buffer_to_node[ast.unparse(name)]
+                    self.buffer_to_node[arg] = self._create_as_strided(base, *map(ast.literal_eval, extent))
+            return super()._lookup_args(args)
 
     with compiler_stand_in(capability, _choose), replaced(fxir, "FxConverter", Converter):
         yield found

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import re
 import sys
 import types
@@ -207,6 +208,8 @@ def stand_in(capability: Capability, *, among: Sequence[Capability] = ()) -> Ite
             stack.enter_context(replaced(torch.cuda, name, _for_torch(name, getattr(torch.cuda, name), among)))
         token = PRETENDED.set(capability)
         stack.callback(PRETENDED.reset, token)
+        if importlib.util.find_spec("triton") is not None:
+            stack.enter_context(_triton_driver(capability))
         # Autograd has a thread for each device that is there, and runs the others' nodes nowhere but here.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_streams())
@@ -277,26 +280,30 @@ def compiler_stand_in(capability: Capability, loaded: Callable[[Any], None]) -> 
     Raises:
         ArgumentError: Triton is missing.
     """
-    triton = package("triton")
+    package("triton")
     helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
     heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
-    target = importlib.import_module("triton.backends.compiler").GPUTarget
-    number = capability[0] * 10 + capability[1]
-    driver = types.SimpleNamespace(
-        get_current_target=lambda: target("cuda", number, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=None: 0,
-        get_device_capability=lambda device=None: capability,
-        get_active_torch_device=lambda: torch.device("cuda", 0),
-    )
     with contextlib.ExitStack() as stack:
         _answer(capability, stack)
-        stack.enter_context(replaced(triton.runtime.driver, "_active", driver))
+        stack.enter_context(_triton_driver(capability))
         stack.enter_context(replaced(helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(replaced(heuristics.CachingAutotuner, "_make_launchers", loaded))
         stack.callback(_forget_devices)
         _forget_devices()
         yield
+
+
+def _triton_driver(capability: Capability) -> contextlib.AbstractContextManager[None]:
+    """Answer Triton's questions about the GPU; a trace asks when it finds out what a kernel writes to."""
+    target = importlib.import_module("triton.backends.compiler").GPUTarget
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: target("cuda", capability[0] * 10 + capability[1], 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_device_capability=lambda device=None: capability,
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )
+    return replaced(package("triton").runtime.driver, "_active", driver)
 
 
 # Modules with functions that cache facts about devices.

@@ -374,9 +374,14 @@ def _trace(
     def print_later(self: DebuggingVariable, tx: Any, args: Any, kwargs: Any) -> Any:
         """Let the frame that is traced print, or warn, after the graph: Dynamo forgets what the frames inside it do."""
         printed.append(True)
-        if kwargs.keys() - {"stacklevel"}:  # where a warning comes from is lost
+        if kwargs.keys() - {"stacklevel", "category"}:  # where a warning comes from is lost
             raise GraphBreak("forward", f"{self.value.__name__} has keyword arguments.", "Leave them out.")
-        return _call_debugging(self, tx.output.root_tx, args, {})
+        root = tx.output.root_tx
+        if self.value is not warnings.warn:
+            return _call_debugging(self, root, args, {})
+        nothing = _call_debugging(self, root, args[:1], {})  # Dynamo refuses the class of the warning
+        root.debug_locals[-1] = self, [*args[:2], *filter(None, [kwargs.get("category")])]
+        return nothing
 
     # Libraries add methods that write to loggers, such as `warning_once`.
     loggers = {getattr(logging.Logger, name) for name in dir(logging.Logger) if name.removesuffix("_once") in _LEVELS}

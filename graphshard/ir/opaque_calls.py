@@ -20,13 +20,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.fx import Node
 
 from graphshard.errors import GraphBreak
 from graphshard.ir.gpus import is_pretended
@@ -36,7 +38,7 @@ from graphshard.torch_compat.torch_ops import TorchDispatchMode, pytree
 
 _LIBRARY = torch.library.Library("graphshard", "FRAGMENT")
 AUTOCASTS = ("cpu", "cuda")
-_REMEDY = (
+REMEDY = (
     "Give the kernel a fake implementation: wrap it by torch.library.custom_op with register_fake, or by "
     "torch.library.triton_op."
 )
@@ -113,6 +115,7 @@ class _Findings:
         grads: gradients, one for each input; None where there is none.
         overwritten: sources that backward writes to.
         overwrites_tangents: backward writes to the gradients that it is given.
+        seconds: of forward and of backward, for each byte of their inputs and results.
     """
 
     returned: tuple[list[Any], Any]
@@ -121,8 +124,9 @@ class _Findings:
     inner: list[TensorMeta]
     sources: list[_Source]
     grads: list[TensorMeta | None]
-    overwritten: set[_Source]
+    overwritten: set[_Source] = field(repr=False)
     overwrites_tangents: bool = False
+    seconds: list[float] = field(default_factory=list, compare=False, repr=False)
 
 
 class NotAffineError(Exception):
@@ -159,16 +163,20 @@ class OpaqueCall:
         self._autocast = [(k, torch.get_autocast_dtype(k)) for k in AUTOCASTS if torch.is_autocast_enabled(k)]
         if not given:
             raise self._broken("It is given no tensor.", "Call it outside of forward.")
-        self.found = self._try(size)
-        if size:
-            self.found = _fit({n: self._try(n) if n > size else self.found for n in (size, 2 * size, 3 * size)})
-        else:
-            self.found = _fit({0: self.found})
-        facts = name, self._given, list(map(str, leaves)), str(structure), self._autocast, self.grad
+        self._try(size)  # it may compile kernels
+        sizes = (size, 2 * size, 3 * size) if size else (0,)
+        self.found = _fit({n: self._try(n) for n in sizes})
+        # What the function computes is no part of a program: the cache need not know its code.
+        shown = self.found, sorted(self.found.overwritten)
+        facts = name, self._given, list(map(str, leaves)), str(structure), self._autocast, self.grad, shown
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
-        keys = (f"{name} {digest}" + (f" {number}" if number else "") for number in itertools.count())
-        self.key = next(key for key in keys if key not in _CALLS)
+        self.key = next(f"{name} {digest} {n}" for n in itertools.count() if f"{name} {digest} {n}" not in _CALLS)
         _CALLS[self.key] = self
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its first tensor."""
+        return self._given[0].device
 
     @property
     def reads(self) -> list[_Source]:
@@ -207,7 +215,9 @@ class OpaqueCall:
 
     def _try_with(self, tensors: list[Tensor], metas: list[TensorMeta]) -> _Findings:
         before = [tensor.clone() for tensor in tensors]
+        begun = _now(self.device)
         returned, state = self._run(tensors)
+        seconds = _now(self.device) - begun
         leaves, structure = pytree.tree_flatten(returned)
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not results:
@@ -226,6 +236,7 @@ class OpaqueCall:
             overwritten=set(),
         )
         self.found = found
+        found.seconds.append(seconds / _num_bytes([*tensors, *results]))
         self.grad = self.grad and any(meta.requires_grad for meta in found.results)
         if not self.grad:
             return found
@@ -244,13 +255,16 @@ class OpaqueCall:
         tangents = [meta.example() if meta.requires_grad else None for meta in found.results]
         before = [each.clone() for each in reads]
         given = [(each, each.clone()) for each in tangents if each is not None]
+        begun = _now(self.device)
         grads = self._run_backward(state, metas, reads, tangents)
+        passed = (each for each in (*tangents, *grads) if each is not None)
+        found.seconds.append((_now(self.device) - begun) / _num_bytes([*reads, *passed]))
         found.grads = [None if grad is None else TensorMeta.of(grad) for grad in grads]
         found.overwritten = {self.reads[index] for index in changed(reads, before)}
         found.overwrites_tangents = any(not torch.equal(now, then) for now, then in given)
         return found
 
-    def _broken(self, reason: str, remedy: str = _REMEDY) -> GraphBreak:
+    def _broken(self, reason: str, remedy: str = REMEDY) -> GraphBreak:
         return GraphBreak("forward", f"{self._name} runs as it is. {reason}", remedy)
 
     # --- forward and backward ------------------------------------------------------------------------------------
@@ -347,7 +361,7 @@ class OpaqueCall:
     def _differs(self, found: str, expected: str) -> RuntimeError:
         return RuntimeError(
             f"{self._name} returns or keeps {found}; when its call was captured, with made-up numbers, {expected}. "
-            f"What it returns must depend on the shapes of its inputs only. {_REMEDY}"
+            f"What it returns must depend on the shapes of its inputs only. {REMEDY}"
         )
 
     # --- fake results --------------------------------------------------------------------------------------------
@@ -368,6 +382,12 @@ class OpaqueCall:
 
 # Calls by key.
 _CALLS: dict[str, OpaqueCall] = {}
+
+
+def seconds_of(node: Node) -> tuple[str, float] | None:
+    """Return for which kind of device a node's call was measured, and seconds for each byte; None if it was not."""
+    call = _CALLS.get(str(node.args[0])) if node.target in OPAQUE else None
+    return None if call is None else (call.device.type, call.found.seconds[node.target is OPAQUE_BACKWARD])
 
 
 def call_of(key: str) -> OpaqueCall:
@@ -436,10 +456,10 @@ def _fit(found: dict[int, _Findings]) -> _Findings:
         name: [fitted(*metas) for metas in zip(*(getattr(run, name) for run in runs))]
         for name in ("results", "inner", "grads")
     }
-    return replace(one, **sizes)
+    return replace(one, **sizes, seconds=runs[-1].seconds)
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
+# --- a run with made-up numbers --------------------------------------------------------------------------------------
 
 
 class _WithoutCollectives(TorchDispatchMode):
@@ -453,6 +473,16 @@ class _WithoutCollectives(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             raise self._error(f"It runs {func}, a collective.", "Communicate before or after the call.")
         return func(*args, **(kwargs or {}))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return max(sum(tensor.nbytes for tensor in tensors), 1)
 
 
 def _random_states(devices: set[torch.device]) -> list[bytes]:

@@ -29,6 +29,7 @@ from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, rename
 from graphshard.ir.subgraph import subgraphs_of
+from graphshard.ir.triton_launches import kwargs_of
 from graphshard.torch_compat.aot_autograd import CheckpointPolicy
 from graphshard.torch_compat.torch_ops import OpOverload
 
@@ -95,7 +96,10 @@ def print_graph(graph: Graph, inputs: list[str], outputs: list[str], *, canonica
                 comment = module_of(value) if label == "saved" else ""
                 lines.append(_commented(f"  return {_arg(value, numbers)}{name}", comment))
             continue
-        args = [*(_arg(a, numbers) for a in node.args), *(f"{k}={_arg(v, numbers)}" for k, v in node.kwargs.items())]
+        args = [
+            *(_arg(a, numbers) for a in node.args),
+            *(f"{k}={_arg(v, numbers)}" for k, v in kwargs_of(node).items()),
+        ]
         call = next(labels) if node.op == "placeholder" else f"{_target(node)}({', '.join(args)})"
         mark = ">" if node.op == "call_module" else "*" if is_collective(node) else " "
         text = f"{mark} {numbers[node]}: {describe(node.meta.get('val'), names)} = {call}"
@@ -175,6 +179,8 @@ def _arg(arg: Any, numbers: dict[Node, str]) -> str:
         return numbers[arg]
     if isinstance(arg, (tuple, list)):
         return f"[{', '.join(_arg(a, numbers) for a in arg)}]"
+    if isinstance(arg, dict):
+        return f"{{{', '.join(f'{name}: {_arg(a, numbers)}' for name, a in arg.items())}}}"
     if isinstance(arg, torch.dtype):
         return dtype_name(arg)
     if isinstance(arg, torch.device):

@@ -31,7 +31,6 @@ from graphshard.codec.converter import PASSES, class_name, encode_pass, write
 from graphshard.codec.graph_format import short_name
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.opaque_calls import OPAQUE
 from graphshard.ir.param_table import ParamTable, places_of
 from graphshard.ir.program import Program
 from graphshard.ir.units import modules_of
@@ -315,8 +314,6 @@ def why_not_cached(tracer: Tracer, program: Program) -> str:
         return "a mode of torch is active that sees every function"
     if program.sizes:
         return "it has dynamic sizes"
-    if any(node.target in OPAQUE for phase in program.phases.values() for node in phase.module.graph.nodes):
-        return "it calls functions as they are (torch.compiler.disable, kernels without a fake implementation)"
     if any(axis.role == "inner" for axis in program.mesh.axes):
         return "the model communicates in process groups of its own"
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 from torch._inductor import async_compile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, FxGraphCache, PyCodeCache, get_lock_dir
 from torch._inductor.compile_fx import compile_fx_inner, get_cpp_wrapper_config

@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DispatchKey
+from torch._higher_order_ops.triton_kernel_wrap import (
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
 from torch._logging import getArtifactLogger, trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims_common import (

@@ -38,6 +38,7 @@ from tests.ranks import FakeWorld
 
 pytest.importorskip("cffi")
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU"),
 ]
@@ -153,6 +154,81 @@ def assert_kernels_compute(file: Path, directory: Path) -> None:
     assert {row["region"] for row in found} == {key for key, row in regions.items() if row.code == "gpu"}
     wrong = [row for row in found if not row["kernels"] <= 2 * row["operators"] + 2 * row["eps"]]
     assert not wrong
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale(x, w, out, n, m, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * tl.load(w + at % m, mask=at < n), mask=at < n)
+
+
+_tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 32)], key=["n"])(_scale)
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out, size = torch.empty_like(x), x.numel()
+    _scale[(triton.cdiv(size, 16),)](x, weight, out, size, weight.numel(), BLOCK=16)
+    return out
+
+
+class _Scale(torch.autograd.Function):
+    """Launches kernels, as Liger's and unsloth's functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _scaled(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        out, size = torch.empty_like(x), x.numel()
+        _tuned[lambda meta: (triton.cdiv(size, meta["BLOCK"]),)](grad.contiguous(), weight, out, size, weight.numel())
+        return out, (grad * x).sum(0)
+
+
+@torch.library.triton_op("graphshard_tests::scale", mutates_args={})
+def _scale_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    out, size = torch.empty_like(x), x.numel()
+    torch.library.wrap_triton(_scale)[(triton.cdiv(size, 16),)](x, weight, out, size, weight.numel(), BLOCK=16)
+    return out
+
+
+def _scale_op_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return _scale_op(grad.contiguous(), weight), (grad * x).sum(0)
+
+
+_scale_op.register_autograd(
+    _scale_op_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class _WithKernels(nn.Module):
+    def __init__(self, kernel: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight, self.kernel = nn.Parameter(torch.ones(8)), kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.kernel(self.kernel(self.a(x), self.weight), self.weight)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
+@pytest.mark.parametrize("kernel", [_Scale.apply, _scale_op], ids=["autograd.Function", "triton_op"])
+def test_kernels_of_the_model(kernel: Any, tmp_path: Path) -> None:
+    """They are part of the program: launched with their arguments and grid, and in the file as cubins."""
+    example = (torch.zeros(12, 8),)
+    given: dict[str, Any] = {"example_inputs": example, "device": "cuda", "capability": [(9, 0)]}
+    path = graphshard.export(_WithKernels(kernel), (2,), tmp_path / "net.gshard", **given)
+    artifact = read_artifact(path)
+    codes = [artifact.gpu_code(key, (9, 0), CUDA) for key, row in artifact.manifest.regions.items() if row.gpus]
+    calls = [(code, node) for code in codes for node in code.graph.find_nodes(op="call_module")]
+    own = [node.args for code, node in calls if "def _scale(" in code.kernels[str(node.target)].source]
+    numbers = [[each for each in args if type(each) is int] + grid for args, grid in own]
+    assert numbers == [[96, 8, 6, 1, 1]] * 4
+    text = artifact.archive.members["programs/0.txt"].decode()
+    assert re.search(r"kernel_idx=tests.cross.test_compile_for_gpus._scale [0-9a-f]{16}, constant_args_idx={", text)
 
 
 def test_show_and_verify(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

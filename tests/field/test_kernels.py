@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import flex_attention as flex
@@ -26,6 +29,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard.errors import ArgumentError
 from graphshard.module import _split_module
 from tests.distributed.twins import world_mesh
 from tests.field.trials import assert_equal, gradients, on_fsdp2, on_graphshard, on_plain_torch, parameters
@@ -178,6 +182,61 @@ def _attend(rank: int, world_size: int, name: str) -> None:
     with mock.patch.object(flex, "_validate_device", _any_device):
         reasons = _compare(*ATTENTIONS[name])
     assert len(reasons) == (2 if name == "longer" else 1)
+
+
+def _attend_on_inductor(rank: int, world_size: int, names: list[str]) -> None:
+    warnings.filterwarnings("ignore", message="(?s).*flex_attention called without torch.compile")
+    with mock.patch.object(flex, "_validate_device", _any_device):
+        for name in names:
+            build, given = ATTENTIONS[name]
+            reasons: list[str] = []
+            train = functools.partial(_train, given, reasons)
+            ours, plain = on_graphshard(build, train, backend="inductor"), on_plain_torch(build, train)
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+            assert len(reasons) == 1
+
+
+@pytest.mark.slow
+def test_flex_attention_with_inductor(ranks: Ranks) -> None:
+    """Its C++ template computes forward; masks of each batch need no new program there, either."""
+    ranks(2).run(_attend_on_inductor, ["documents", "a mask for each layer", "learned bias"])
+
+
+class _Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="flex_attention")
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        return loss
+
+
+def _attend_in_transformers(rank: int, world_size: int) -> None:
+    warnings.simplefilter("ignore")
+    given = importlib.import_module("transformers.integrations.flex_attention")
+    ids = [torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 4]])).long()
+    with (
+        mock.patch.object(flex, "_validate_device", _any_device),
+        mock.patch.object(given.WrappedFlexAttention, "__call__", return_value=flex_attention),
+    ):
+        for others in ((), (mask,)):
+            reasons: list[str] = []
+            train = functools.partial(_train, lambda step: (ids[step], *others), reasons)  # noqa: B023
+            ours = on_graphshard(_Llama, train)
+            with torch.compiler.set_stance("force_eager"):
+                assert_equal(ours, on_fsdp2(_Llama, train))
+            assert reasons == ["first call"]
+
+
+@pytest.mark.slow
+def test_flex_attention_of_transformers(ranks: Ranks) -> None:
+    """transformers makes the mask in forward, with a warning that names a class, which Dynamo refuses to defer."""
+    ranks(2).run(_attend_in_transformers)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -385,6 +444,12 @@ def _on_inductor(rank: int, world_size: int, names: list[str]) -> None:
 @pytest.mark.slow
 def test_kernels_between_code_of_inductor(ranks: Ranks) -> None:
     ranks(2).run(_on_inductor, list(KERNELS))
+
+
+def test_a_file_cannot_hold_a_function(tmp_path: Path) -> None:
+    model = _Layers(lambda: _Block(_disabled))
+    with pytest.raises(ArgumentError, match="model: _disabled runs as it is, and a file cannot"):
+        graphshard.export(model, (2,), tmp_path / "net.gshard", example_inputs=_one_length(0))
 
 
 # --- what runs in Python ---------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ class Prints(Base):
         print("width", x.shape[-1])
         print(f"call {self.calls}")
         if self.calls == 1:
-            warnings.warn("the first call", stacklevel=2)
+            warnings.warn("the first call", FutureWarning, stacklevel=2)
         return super().forward(x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphshard.cost.costs import Costs
+from graphshard.cost.profile import load_profile
 from graphshard.errors import GraphBreak
-from graphshard.ir.opaque_calls import TENSOR, NotAffineError, OpaqueCall, call_of
+from graphshard.ir.opaque_calls import OPAQUE_FORWARD, TENSOR, NotAffineError, OpaqueCall, call_of
 from graphshard.ir.tensor_memory import Affine, TensorMeta
 from graphshard.torch_compat.torch_ops import pytree
 
@@ -61,6 +64,26 @@ def test_results_share_no_memory() -> None:
     assert torch.equal(written, 2 * x)
     assert torch.equal(result, torch.full((2, 3), 3.0))
     assert same.data_ptr() != w.data_ptr()
+
+
+def test_seconds_are_measured() -> None:
+    """Of forward and of backward, for each byte: a slow function costs more than its bytes say."""
+
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x.sin()
+
+    call = _call(slow, (8, 16))
+    forward, backward = call.found.seconds
+    assert 0 < backward < forward
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = torch.empty(16, 16)
+    node = graph.call_function(OPAQUE_FORWARD, (call.key, [given], 0))
+    node.meta["val"] = [torch.empty(16, 16), torch.empty(0)]
+    here, gpu = Costs(load_profile("cpu-gloo")), Costs(load_profile("h100"))
+    assert 0.04 < here.compute([node]) < 1
+    assert gpu.compute([node]) < 0.001
 
 
 def test_a_dynamic_size() -> None:
