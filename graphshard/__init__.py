@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 from graphshard import errors
 
 if TYPE_CHECKING:
+    from graphshard import checkpoint as checkpoint
+    from graphshard import passes as passes
+    from graphshard import profiling as profiling
     from graphshard.aot.export import Call as Call
     from graphshard.aot.export import export as export
     from graphshard.aot.load import load as load
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from graphshard.ir.program import Program as Program
     from graphshard.module.compile_step import CompiledStep as CompiledStep
     from graphshard.module.compile_step import compile_step as compile_step
+    from graphshard.module.compiled_module import CompiledModule as CompiledModule
     from graphshard.module.rebuild import rebuild as rebuild
     from graphshard.module.rebuild import unsharded as unsharded
     from graphshard.module.uncompiled import uncompiled as uncompiled
@@ -61,6 +65,7 @@ _HOMES = {
     "ir.plan": ("Plan",),
     "ir.program": ("Program",),
     "module.compile_step": ("CompiledStep", "compile_step"),
+    "module.compiled_module": ("CompiledModule",),
     "module.rebuild": ("rebuild", "unsharded"),
     "module.uncompiled": ("uncompiled",),
     "passes": ("Pass",),

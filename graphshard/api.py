@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.export import ExportedProgram
 from typing_extensions import Unpack
 
 from graphshard.aot.load import artifact_path, library_for
@@ -19,6 +20,7 @@ from graphshard.frontend.inputs import flat_call
 from graphshard.ir.program import Program
 from graphshard.lower.backends import begin_compiling
 from graphshard.module.compiled_module import (
+    CompiledModule,
     CudaGraphsChoice,
     compiled_module,
     install_method,
@@ -45,13 +47,10 @@ from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.text import brief, users_class
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-ModuleOrListT = TypeVar("ModuleOrListT", bound="nn.Module | list[nn.Module]")
-
 
 @takes_options
 def compile(
-    model: ModuleT,
+    model: nn.Module | ExportedProgram | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     *,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -62,7 +61,7 @@ def compile(
     cache: bool | str | os.PathLike[str] | None = None,
     cuda_graphs: CudaGraphsChoice = False,
     **options: Unpack[CompileArguments],
-) -> ModuleT:
+) -> CompiledModule:
     """Shard a module's parameters over a mesh and compile its training step, in place.
 
     Parameters and their gradients become `DTensor`s with placement `Shard(0)`, under the same names; the module
@@ -148,11 +147,11 @@ def compile(
             "example_kwargs": example_kwargs, "artifact": artifact, "cuda_graphs": cuda_graphs,
         }  # fmt: skip
         compile_sharded(model, compile, {**settings, **options})
-        return model
+        return compiled_module(model)
     request = resolve(model, mesh, options_given(compile, options), dp_mesh_dims=dp_mesh_dims)
     assert request.mesh is not None
     assert request.axes.data is not None
-    model = cast(ModuleT, request.model)
+    model = request.model
     check_examples(model, example_inputs, example_kwargs)
     file = None if artifact is None else artifact_path("artifact", artifact)
     if cache is not None and not isinstance(cache, bool):
@@ -180,17 +179,33 @@ def compile(
     shard(model, runner)
     if prepared is not None:
         runner.install(model, *prepared)
-    return model
+    return compiled_module(model)
 
 
-@functools.partial(takes_options, without=("units",))
+@overload
 def fully_shard(
-    module: ModuleOrListT,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     **options: Unpack[FullyShardArguments],
-) -> ModuleOrListT:
+) -> CompiledModule: ...
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **options: Unpack[FullyShardArguments],
+) -> list[nn.Module]: ...
+@functools.partial(takes_options, without=("units",))
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **options: Unpack[FullyShardArguments],
+) -> nn.Module | list[nn.Module]:
     """Shard a module's parameters as one unit, in place: FSDP2's `fully_shard`, for code that calls it.
 
     Call it on blocks and then on the modules around them, from the inside out. Each call shards what is not sharded

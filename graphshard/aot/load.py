@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.export import ExportedProgram
 from typing_extensions import Unpack
 
 from graphshard.errors import ArgumentError, ArtifactError, GraphshardError
@@ -24,7 +25,7 @@ from graphshard.ir.param_table import ParamTable, build_table, named_parameters
 from graphshard.ir.program import Program
 from graphshard.ir.subclasses import PRE, is_extended, shard_in
 from graphshard.ir.units import Precision
-from graphshard.module.compiled_module import make_runner, make_tracer, shard
+from graphshard.module.compiled_module import CompiledModule, compiled_module, make_runner, make_tracer, shard
 from graphshard.module.runner import Runner
 from graphshard.options.options import CompileArguments, Options, options_given, takes_options
 from graphshard.options.resolve import device_of, find_axes, request_for
@@ -49,18 +50,16 @@ from graphshard.utils.argument_validation import path_of
 
 log = logging.getLogger(__name__)
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
 
 @takes_options
 def load(
     path: str | os.PathLike[str],
-    model: ModuleT,
+    model: nn.Module | ExportedProgram | str | os.PathLike[str],
     mesh: DeviceMesh | None = None,
     *,
     trust: Any = None,
     **options: Unpack[CompileArguments],
-) -> ModuleT:
+) -> CompiledModule:
     """Shard a module and run it by the programs of a file that `graphshard.export` wrote, in place.
 
     Nothing is planned or compiled: not now, and not at a call. The first call of each kind traces forward, to be sure
@@ -89,8 +88,8 @@ def load(
         ArgumentError: an argument is wrong.
     """
     options_given(load, options)
-    model = module_of(model)
-    contents = check_model(model)
+    module: nn.Module = module_of(model)
+    contents = check_model(module)
     mesh = mesh if mesh is not None else default_mesh()
     axes = find_axes(contents, mesh, Options())
     data, tensor, experts = axes.data, axes.tensor, axes.experts
@@ -101,15 +100,15 @@ def load(
     device = device_of(data)
     with _refusing(artifact, given=bool(options)):
         entry = _check_place(artifact, device, whole, _shape_here(mesh, whole), _rank_in(whole_mesh(data, tensor)))
-        _check_model(artifact, model, entry.params, whole, experts)
-        wanted = Options(**{**restored_options(entry.options, model, entry.params), **options})
+        _check_model(artifact, module, entry.params, whole, experts)
+        wanted = Options(**{**restored_options(entry.options, module, entry.params), **options})
         tracer = make_tracer(request_for(contents, replace(axes, placements=None), wanted, device))
         check_same_options(artifact.path, entry, tracer, given=options.keys())
         runner = make_runner(tracer, data)
-        _give_programs(artifact, entry, model, runner)
+        _give_programs(artifact, entry, module, runner)
     runner.sealed = True
-    shard(model, runner)
-    return model
+    shard(module, runner)
+    return compiled_module(module)
 
 
 def library_for(path: Path, model: nn.Module, runner: Runner, mesh: DeviceMesh) -> None:

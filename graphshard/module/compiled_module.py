@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -47,9 +48,20 @@ CudaGraphsChoice = bool | Literal["auto"]
 
 
 class CompiledModule(GraphshardFSDPModule):
-    """Base of the class of a compiled model; its `forward` runs programs."""
+    """A compiled model: an instance of the model's class and of this one, with FSDP2's methods.
+
+    Annotate variables with it: attributes of the model's class have type Any.
+    """
 
     _graphshard: Runner
+
+    if TYPE_CHECKING:
+
+        def no_sync(self) -> AbstractContextManager[None]:
+            """Accumulate gradients without communication within the block."""
+
+        def __getattr__(self, name: str) -> Any:
+            """An attribute of the model's class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another compiled module: shards are copied, programs captured again, compiled regions shared."""

@@ -11,7 +11,7 @@ the shards that it has made: an optimizer of them may exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -33,7 +33,7 @@ _DECIDED = (
 )  # fmt: skip
 
 
-def sharded_by_fsdp2(model: object) -> bool:
+def sharded_by_fsdp2(model: object) -> TypeGuard[nn.Module]:
     """Return whether torch's `fully_shard` was called on a module."""
     return isinstance(model, nn.Module) and not is_compiled(model) and fsdp2.state_of(model) is not None
 
