@@ -16,7 +16,7 @@ from graphshard.debug.html_report import (
 )
 from graphshard.ir.plan import Bucket
 from graphshard.ir.program import Stage
-from graphshard.schedule.timeline import Alive, MemoryPoint, MemoryTimeline
+from graphshard.schedule.memory_timeline import Alive, MemoryPoint, MemoryTimeline
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'{{ 7 * 7 }}<!--"
 

@@ -155,7 +155,7 @@ def _add_dump_commands(command: _AddCommand) -> None:
     diff("--previous", "compare A with the stage before it", action="store_true")
     repro = command(
         "repro",
-        _later("graphshard.debug.show", "run_repro"),
+        _later("graphshard.debug._repro", "run_repro"),
         "run one pass on a stage",
         "Reload a dumped stage and run the next pass on it alone: one process, no process group, no weights.",
         "exit status: 0 the pass ran and the rules hold, 1 it broke a rule or raised an error, 2 wrong arguments",

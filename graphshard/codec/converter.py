@@ -295,6 +295,7 @@ def _decode_activation(data: Any, _: Any) -> Activation:
 _OVERRIDES: Overrides = {
     Program: {
         "lowering_seconds": override(unstruct_hook=lambda _: 0.0),
+        "region_seconds": override(unstruct_hook=lambda _: {}),
         # Their content is in other members.
         "regions": override(
             unstruct_hook=list,

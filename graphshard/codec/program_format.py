@@ -34,7 +34,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -63,9 +62,9 @@ from graphshard.codec.graph_format import (
     strings,
     to_json,
 )
+from graphshard.codec.stage_format import FORMAT, load_stage
 from graphshard.cross.gpu_kernels import GpuCode
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir.plan import Plan
 from graphshard.ir.program import Program, Region, Size
 from graphshard.ir.sizes import renamed, size_inputs
 from graphshard.lower.regions import RegionCall, executor
@@ -75,7 +74,6 @@ from graphshard.torch_compat.fake_tensors import new_fake_mode
 from graphshard.torch_compat.symbolic_sizes import condition
 from graphshard.utils.json_dataclasses import typed
 
-FORMAT = 8
 _PHASES = ("joint", "forward", "backward")
 # Levels of a key's content that have a line for each item; 1 for others.
 _LEVELS = {"phases": 3, "plan": 2, "params": 2}
@@ -145,33 +143,15 @@ def program_from_json(text: str) -> Program:
 
     Raise ArgumentError if it is not a whole stage in this format, or needs an operator that is not registered.
     """
-    data = _load_stage(text)
+    data = load_stage(text)
     with reading("not a stage that can", ArgumentError):
         return _decode(data, Decoder(), {"format", "next"})
 
 
 def next_pass_of(text: str) -> NextPass | None:
     """Return the pass that ran on a stage next; None if none did, or the stage does not say."""
-    data = _load_stage(text).get("next")
+    data = load_stage(text).get("next")
     return None if data is None else decode_pass(data)
-
-
-def plan_of(text: str) -> Plan | None:
-    """Return the plan of a stage, without reading the program."""
-    data = _load_stage(text).get("plan")
-    return None if data is None else read(data, Plan)
-
-
-def _load_stage(text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"not JSON, cut off perhaps: {error}") from error
-    if not isinstance(data, dict) or "format" not in data:
-        raise ArgumentError('not a stage: it has no "format"')
-    if data["format"] != FORMAT:
-        raise ArgumentError(f"format {data['format']!r} is not {FORMAT}, which this version of graphshard reads")
-    return data
 
 
 def _lines(value: Any, levels: int) -> str:

@@ -37,6 +37,15 @@ import torch
 from torch.fx import Node
 
 from graphshard.codec.program_format import program_to_json
+from graphshard.debug._dump_summary import (
+    EXPORTED,
+    EXPORTED_TEXT,
+    SUMMARY,
+    DumpSummary,
+    RegionCounts,
+    StageSummary,
+    read_summary,
+)
 from graphshard.debug.html_report import render, report_of, stage_stem, template_environment
 from graphshard.errors import ArgumentError, GraphshardError, visible
 from graphshard.ir.graph import OWN
@@ -50,66 +59,9 @@ from graphshard.runtime.process_groups import bind_groups
 from graphshard.torch_compat.aot_autograd import run_with_rng_state
 from graphshard.torch_compat.symbolic_sizes import hint
 from graphshard.utils.argument_validation import path_of
-from graphshard.utils.files import BestEffort, file_name, read_file, replacing, write_text
-from graphshard.utils.json_dataclasses import read, write
+from graphshard.utils.files import BestEffort, file_name, replacing, write_text
+from graphshard.utils.json_dataclasses import write
 from graphshard.utils.text import brief
-
-SUMMARY = "summary.json"
-# The captured program as torch's `ExportedProgram`, and its text; neither is a stage.
-EXPORTED, EXPORTED_TEXT = "00-exported.pt2", "exported.txt"
-_MOST_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class StageSummary:
-    """One stage of a dump, as in `graphshard.ir.program.Stage`; `file` is its text."""
-
-    name: str
-    rewrites: int
-    seconds: float
-    nodes: int
-    exact: bool
-    file: str
-
-
-@dataclass(frozen=True)
-class RegionCounts:
-    """How many regions are called, and how many of them are distinct."""
-
-    calls: int
-    distinct: int
-
-
-@dataclass(frozen=True)
-class DumpSummary:
-    """Contents of `summary.json`, which `graphshard show` prints without reading programs.
-
-    Attributes:
-        pid: the process; the first summary of a dump has nothing else.
-        regions: None before lowering.
-        communication: one line per collective.
-        kernels: one line per region and kind of GPU, with the most registers and the like that its kernels take.
-        error: of the pass that failed.
-    """
-
-    pid: int | None = None
-    title: str = ""
-    reason: str = ""
-    torch: str = ""
-    axes: dict[str, int] = field(default_factory=dict)
-    stages: tuple[StageSummary, ...] = ()
-    regions: RegionCounts | None = None
-    communication: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    error: str = ""
-
-
-def read_summary(path: Path) -> DumpSummary:
-    """Read a summary; raise ArgumentError for a file that is none."""
-    try:
-        return read(json.loads(read_file(path, _MOST_BYTES)), DumpSummary)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not the summary of a dump: {error}") from None
 
 
 def dump_directory(dump: str | os.PathLike[str] | None, rank: int) -> Path | None:

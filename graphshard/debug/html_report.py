@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import math
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program, Stage
 from graphshard.passes import InsertCollectives
-from graphshard.schedule.timeline import WHY, Estimate, MemoryTimeline, Step, estimate, memory_of
+from graphshard.schedule.memory_timeline import MemoryTimeline, memory_of
+from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 from graphshard.utils.files import file_name
 from graphshard.utils.text import format_bytes, format_count, format_seconds, own_version
 
@@ -42,6 +44,14 @@ LANES = {
     "host": "copies from the host",
     "to_host": "copies to the host",
 }
+# Groups of memory from the bottom of the plot to its top; each has a color.
+MEMORY_GROUPS = (
+    *("shards", "optimizer state", "gradients of earlier microbatches", "inputs", "saved for backward"),
+    *("gathered parameters", "gradients", "activations", "inside regions", "communication buffers"),
+    "optimizer temporaries",
+)
+# Measured and predicted lanes that differ more than so many times have separate axes.
+APART = 2.0
 # How many causes of delay a wait lists.
 _DELAYS = 3
 
@@ -100,6 +110,16 @@ class Span:
 
 
 @dataclass(frozen=True)
+class RankBar:
+    """Seconds of one rank's measured step: compute, waits for communication, and the rest."""
+
+    rank: int
+    compute: float
+    exposed: float
+    other: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """One step as it ran on all ranks; `spans` are of `rank`, `exposed` is the total wait of compute."""
 
@@ -110,13 +130,30 @@ class Measured:
     compute: Spread
     exposed: Spread
     memory: Spread | None = None
+    bars: tuple[RankBar, ...] = ()
+
+    @property
+    def skew(self) -> float:
+        """How much longer the slowest rank's step is than the fastest's, as a share of the median."""
+        return (self.step.most - self.step.least) / self.step.median if self.step.median else 0.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """A step by another plan of the same program, to compare with; without `spans` it is the same plan."""
+
+    spans: tuple[Span, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    seconds: float
+    exposed_seconds: float
 
 
 @dataclass(frozen=True)
 class Timeline:
     """One step as the cost model sees it, and as it ran. `phases` are (name, start, end).
 
-    `critical_seconds` is the communication on the critical path; `assumptions` is one sentence.
+    `critical_seconds` is the communication on the critical path; `assumptions` is one sentence. `fsdp2` is the step in
+    FSDP2's order, one unit ahead, with the same costs.
     """
 
     spans: tuple[Span, ...]
@@ -128,6 +165,15 @@ class Timeline:
     critical_seconds: float
     assumptions: str
     measured: Measured | None = None
+    fsdp2: Order | None = None
+
+    @property
+    def apart(self) -> float:
+        """Factor between the measured and the predicted step, at least 1; 1 without a measurement."""
+        if self.measured is None or not self.seconds or not self.measured.step.median:
+            return 1.0
+        ratio = self.measured.step.median / self.seconds
+        return max(ratio, 1 / ratio)
 
 
 @dataclass(frozen=True)
@@ -148,10 +194,36 @@ class RegionView:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A unit's compute in forward and backward, and how long compute waits for its buckets."""
+
+    name: str
+    forward: float
+    backward: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.exposed
+
+
+@dataclass(frozen=True)
+class Card:
+    """A main number of a report, with a note under it; `warn` marks one that needs attention."""
+
+    name: str
+    value: str
+    note: str = ""
+    warn: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """Contents of a report. With `files` it is in a dump, and links to its files.
 
-    `error` is the traceback of the pass that failed; later parts may be missing then.
+    `error` is the traceback of the pass that failed; later parts may be missing then. `cards` are main numbers and
+    `advice` sentences of a prediction; without `cards` the report shows those of the timeline. `compiled` has
+    the compiler's seconds of regions.
     """
 
     title: str
@@ -163,6 +235,24 @@ class Report:
     regions: tuple[RegionView, ...] = ()
     error: str = ""
     files: bool = False
+    cards: tuple[Card, ...] = ()
+    advice: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    compiled: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def bucket_groups(self) -> list[list[BucketView]]:
+        """Buckets, alike ones together: of one phase, axis, dtype and size, whose names differ in numbers only."""
+        groups: dict[tuple[object, ...], list[BucketView]] = {}
+        for view in self.buckets:
+            bucket = view.bucket
+            key = bucket.phase, bucket.axis, view.dtype, bucket.num_bytes, _without_numbers(bucket.name)
+            groups.setdefault(key, []).append(view)
+        return list(groups.values())
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 # Measured times on all ranks: of a region's calls in a step, or of a bucket from its launch until compute had waited
@@ -189,6 +279,7 @@ def render(data: Report) -> str:
         "pack": lambda text: base64.b64encode(zlib.compress(text.encode())).decode(),
     }
     env.globals |= {"stage_stem": stage_stem, "format_bytes": format_bytes, "format_seconds": format_seconds}
+    env.globals |= {"group_colors": {what: number for number, what in enumerate(MEMORY_GROUPS)}, "apart": APART}
     groups = data.memory.by_kind().most_common() if data.memory else []
     return env.get_template("page.html.j2").render(report=data, page=_script_data(data), groups=groups)
 
@@ -207,8 +298,23 @@ def _script_data(data: Report) -> dict[str, Any]:
     return {
         "compare": [max(after - 1, 0), after],
         "timeline": data.timeline and asdict(data.timeline),
-        "memory": data.memory and asdict(replace(data.memory, alive=())),
+        "apart": bool(data.timeline and data.timeline.apart > APART),
+        "memory": data.memory and _memory_data(data.memory),
     }
+
+
+def _memory_data(memory: MemoryTimeline) -> dict[str, Any]:
+    """Return the curve, and the groups in the order in which they are stacked."""
+    order = sorted(memory.groups, key=lambda what: MEMORY_GROUPS.index(what) if what in MEMORY_GROUPS else -1)
+    groups = [
+        {
+            "name": what,
+            "color": MEMORY_GROUPS.index(what) if what in MEMORY_GROUPS else 0,
+            "points": [(point.time, point.num_bytes) for point in memory.groups[what]],
+        }
+        for what in order
+    ]
+    return {**asdict(replace(memory, alive=(), groups={})), "groups": groups}
 
 
 def report_of(
@@ -220,12 +326,16 @@ def report_of(
     measured: Measured | None = None,
     spreads: Spreads = MappingProxyType({}),
     files: bool = True,
+    memory: MemoryTimeline | None = None,
+    fsdp2: Estimate | None = None,
 ) -> Report:
     """Build the report of a program; before it is lowered, or with an error, only its stages.
 
     Args:
         kernels: by name of a region that has a file of generated kernels, their resources for each kind of GPU.
         costs: of the estimated timeline; None is an H100 node.
+        memory: the curve; None is one with the state of Adam.
+        fsdp2: the step in FSDP2's order.
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     facts = [
@@ -233,7 +343,6 @@ def report_of(
         ("device", program.device.type),
         ("torch", str(torch.__version__)),
         ("times and memory", f"estimated for {costs.profile.title}"),
-        ("plan", program.plan.hash[:12] if program.plan else "none"),
     ]
     if program.reason:  # a program that was not called has none
         facts.insert(0, ("captured because", program.reason))
@@ -251,9 +360,44 @@ def report_of(
         operators = sum(node.op == "call_function" for node in region.module.graph.nodes)
         seconds, ran = costs.region(region), spreads.get(("compute", name))
         regions.append(RegionView(name, key, calls, operators, modules, seconds, kernels.get(name), ran))
-    buckets, memory = tuple(_buckets(program, found, spreads)), memory_of(program, found)
+    if memory is None:
+        state = 0 if program.offloaded or measured else 2 * program.params.trained_bytes
+        memory = memory_of(program, found, {"optimizer state": state})
+    names = {key: name for name, key in program.region_names.items()}
     timeline = _timeline(found, costs, measured)
-    return replace(report, buckets=buckets, timeline=timeline, memory=memory, regions=tuple(regions))
+    return replace(
+        report,
+        buckets=tuple(_buckets(program, found, spreads)),
+        timeline=timeline if fsdp2 is None else replace(timeline, fsdp2=_order(fsdp2, timeline.spans)),
+        memory=memory,
+        regions=tuple(regions),
+        layers=tuple(_layers(program, found)),
+        compiled=tuple((names[key], seconds) for key, seconds in program.region_seconds.items() if key in names),
+    )
+
+
+def _layers(program: Program, found: Estimate) -> list[Layer]:
+    """Divide the seconds of regions and waits among the units that they serve, equally where there are several."""
+    units = [unit or "(root)" for unit in program.all_params.units]
+    places = {unit: place for place, unit in enumerate(units)}
+    members = {bucket.name: bucket.members for bucket in program.plan.buckets} if program.plan else {}
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for step in found.steps:
+        if step.kind == "compute":
+            first, to, last = step.where.partition(" to ")
+            named = first.split(", ") if not to else [first, last]
+            served = [name if name in places else "(root)" for name in named]
+            if to:
+                low, high = sorted(places.get(name, 0) for name in served)
+                served = units[low : high + 1]
+        elif step.kind == "exposed" and step.name in members:
+            served = list(dict.fromkeys(program.params[name].unit or "(root)" for name in members[step.name]))
+        else:
+            continue
+        for name in served:
+            seconds[name, step.phase if step.kind == "compute" else step.kind] += step.seconds / len(served)
+    named = [name for name in dict.fromkeys((*units, "(root)")) if any(key[0] == name for key in seconds)]
+    return [Layer(name, *(seconds[name, what] for what in ("forward", "backward", "exposed"))) for name in named]
 
 
 def _buckets(program: Program, found: Estimate, spreads: Spreads) -> Iterator[BucketView]:
@@ -285,9 +429,15 @@ def _place(calls: list[Step], order: int) -> str:
     return f"after {order} of {len(calls)} regions, before {following or 'the root'}"
 
 
-def _timeline(found: Estimate, costs: Costs, measured: Measured | None) -> Timeline:
+def _order(found: Estimate, planned: tuple[Span, ...]) -> Order:
+    phases = tuple((name, start, end) for name, (start, end) in found.phases.items())
+    spans = _spans(found)
+    return Order(() if spans == planned else spans, phases, found.seconds, found.total("exposed"))
+
+
+def _spans(found: Estimate) -> tuple[Span, ...]:
     critical = {step.event for step in found.critical}
-    spans = tuple(
+    return tuple(
         Span(
             lane=LANES[step.link],
             kind=COLORS.get(step.kind, step.kind),
@@ -300,17 +450,19 @@ def _timeline(found: Estimate, costs: Costs, measured: Measured | None) -> Timel
         )
         for step in found.steps
     )
+
+
+def _timeline(found: Estimate, costs: Costs, measured: Measured | None) -> Timeline:
     return Timeline(
-        spans=spans,
+        spans=_spans(found),
         phases=tuple((name, start, end) for name, (start, end) in found.phases.items()),
         seconds=found.seconds,
         compute_seconds=found.total("compute"),
         communication_seconds=found.communication,
         exposed_seconds=found.total("exposed"),
         critical_seconds=sum(step.seconds for step in found.critical if step.kind != "compute"),
-        assumptions=f"Estimated for {costs.profile.title} (profile {costs.profile.hash[:12]}, network "
-        f"{costs.network}), whatever this program ran on: a roofline of each kernel, latency and bandwidth of each "
-        "collective. Optimizer not included.",
+        assumptions=f"Estimated for {costs.profile.title}, network {costs.network}, whatever this program ran on: a "
+        "roofline of each kernel, latency and bandwidth of each collective. Optimizer not included.",
         measured=measured,
     )
 
@@ -321,15 +473,3 @@ def _detail(step: Step, found: Estimate) -> str:
         delays = list(found.delays.get(step.event, {}).items())[:_DELAYS]
         return "\n".join([reason, *(f"{format_seconds(seconds)} less without {name}" for name, seconds in delays)])
     return format_bytes(step.num_bytes) if step.num_bytes else ""
-
-
-def trace_event(name: str, kind: str, process: int, track: int, start: float, seconds: float) -> dict[str, Any]:
-    """Return a complete event of the Trace Event Format; events of one track must not overlap."""
-    name = f"wait {name}" if kind == "exposed" else name
-    time = {"ts": start * 1e6, "dur": seconds * 1e6}
-    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": track, **time}
-
-
-def trace_name(what: str, track: int, name: str, process: int = 1) -> dict[str, Any]:
-    """Return the event that names a process ("process_name") or a track ("thread_name")."""
-    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}

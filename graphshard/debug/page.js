@@ -70,7 +70,16 @@ function sortBy(header) {
   const sign = order === "ascending" ? 1 : -1;
   const rows = [...table.tBodies[0].rows].map((row) => [cellValue(row, header.cellIndex), row]);
   rows.sort((left, right) => sign * compareValues(left[0], right[0]));
-  table.tBodies[0].append(...rows.map((pair) => pair[1]));
+  const sorted = rows.map((pair) => pair[1]);
+  // Members of a group stay below its head.
+  const within = Map.groupBy(sorted, (row) => row.dataset.group);
+  table.tBodies[0].append(...(within.get(undefined) ?? []).flatMap((row) => [row, ...(within.get(row.dataset.head) ?? [])]));
+}
+
+/** Show the rows of a group of alike buckets, or hide them. */
+function expandGroup(head, expanded) {
+  head.querySelector("button").setAttribute("aria-expanded", String(expanded));
+  for (const row of head.parentElement.querySelectorAll(`[data-group="${head.dataset.head}"]`)) row.hidden = !expanded;
 }
 
 for (const button of document.querySelectorAll("thead button")) {
@@ -83,9 +92,16 @@ for (const input of document.querySelectorAll("[data-filters]")) {
   const all = output.textContent;
   input.addEventListener("input", () => {
     const words = input.value.toLowerCase().split(/\s+/);
-    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    const shown = rows.filter((row) => !row.hidden).length;
-    output.textContent = shown === rows.length ? all : `${shown} of ${all}`;
+    const has = (row) => words.every((word) => row.textContent.toLowerCase().includes(word));
+    const members = rows.filter((row) => !row.dataset.head);
+    for (const row of members) row.hidden = !has(row);
+    const shown = members.filter((row) => !row.hidden).length;
+    const heads = rows.filter((row) => row.dataset.head);
+    for (const head of heads) {
+      head.hidden = shown < members.length;
+      if (shown === members.length) expandGroup(head, false);
+    }
+    output.textContent = shown === members.length ? all : `${shown} of ${all}`;
   });
 }
 
@@ -103,7 +119,10 @@ document.addEventListener("bucket", (event) => {
     const chosen = name === event.detail;
     row.classList.toggle("selected", chosen);
     row.querySelector("button").setAttribute("aria-pressed", String(chosen));
-    if (chosen) scrollInBox(row);
+    if (!chosen) continue;
+    const head = row.parentElement.querySelector(`[data-head="${row.dataset.group}"]`);
+    if (row.hidden && head) expandGroup(head, true);
+    scrollInBox(row);
   }
 });
 
@@ -119,5 +138,6 @@ function scrollInBox(row) {
 byId("buckets-table")?.tBodies[0].addEventListener("click", (event) => {
   const row = event.target.closest("tr");
   if (event.target.closest("details") || getSelection().toString()) return;
+  if (row.dataset.head) return expandGroup(row, row.querySelector("button").ariaExpanded !== "true");
   selectBucket(row.classList.contains("selected") ? null : row.dataset.bucket);
 });

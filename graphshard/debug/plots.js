@@ -10,33 +10,43 @@ const AXIS = 22; // height of the row of times
 
 const memory = data.memory;
 const timeline = data.timeline ?? { spans: [], phases: [], seconds: memory.points.at(-1)?.time ?? 0 };
-const measured = (timeline.measured?.spans ?? []).map((span) => ({ ...span, measured: true }));
-const whole = Math.max(timeline.seconds, ...[...timeline.spans, ...measured].map((span) => span.end), 1e-9);
+const end = (spans) => spans.reduce((last, span) => Math.max(last, span.end), 0);
+const predicted = Math.max(timeline.seconds, end(timeline.spans), end(timeline.fsdp2?.spans ?? []), 1e-9);
+const measured = timeline.measured?.spans ?? [];
+// Measured lanes far from the predicted ones have a separate axis: `scale` is a second of theirs on the common one.
+const scale = data.apart && measured.length ? predicted / end(measured) : 1;
+const whole = Math.max(predicted, end(measured) * scale);
 const view = { start: 0, end: whole };
 const plots = [byId("timeline-plot"), byId("memory-plot")].filter(Boolean);
-const lanes = [...layOut(timeline.spans), ...(measured.length ? layOut(measured) : [])];
+const fsdp2 = timeline.fsdp2?.spans.length ? timeline.fsdp2 : null; // none where the plan is the same
+const several = measured.length > 0 || fsdp2 !== null;
+const tracks = [
+  ...(fsdp2 ? [makeTrack("FSDP2's order", fsdp2)] : []),
+  makeTrack(measured.length ? "predicted" : "this plan", timeline),
+  ...(measured.length ? [makeTrack(`measured on rank ${timeline.measured.rank}`, { spans: measured }, scale)] : []),
+];
+const lanes = tracks.flatMap((track) => track.lanes);
 const spans = lanes.flatMap((lane) => lane.spans); // in order of lane and start
 let chosen = null; // the selected span
 let width = 800;
 
-/** Lanes, compute first. Spans of a lane that overlap are put in rows below each other. */
-function layOut(all) {
+/** One schedule of the step: its phases, and lanes, compute first. Spans that overlap are put in rows below each other. */
+function makeTrack(title, { spans: all, phases = [] }, factor = 1) {
+  const plan = all === timeline.spans;
+  const made = all.map((span) => ({ ...span, plan, measured: all === measured, from: span.start * factor, to: span.end * factor }));
   const names = [...new Set(["compute", ...all.map((span) => span.lane)])];
-  return names.map((name) => {
-    const own = all.filter((span) => span.lane === name).sort((left, right) => left.start - right.start);
+  const found = names.map((name) => {
+    const own = made.filter((span) => span.lane === name).sort((left, right) => left.start - right.start);
     const ends = [];
     for (const span of own) {
       const free = ends.findIndex((end) => end <= span.start + 1e-12);
       span.row = free < 0 ? ends.length : free;
       ends[span.row] = span.end;
+      span.laneName = several ? `${name}, ${title}` : name;
     }
-    return { name: laneName(name, all === measured), spans: own, rows: Math.max(1, ends.length) };
+    return { name: several ? `${name}, ${title}` : name, spans: own, rows: Math.max(1, ends.length) };
   });
-}
-
-function laneName(name, isMeasured) {
-  if (!timeline.measured) return name;
-  return isMeasured ? `${name}, measured on rank ${timeline.measured.rank}` : `${name}, predicted`;
+  return { title, phases, lanes: found, scale: factor };
 }
 
 /** An SVG element. */
@@ -67,35 +77,45 @@ function drawPlots() {
 }
 
 function drawTimeline(plot) {
-  const parts = phaseBands();
-  let top = PHASE + GAP;
-  for (const lane of lanes) {
-    parts.push(shape("text", { x: 8, y: top + NAME - 6, class: "lane" }, lane.name), ...laneShapes(lane, top + NAME));
-    top += NAME + lane.rows * HIGH + GAP;
+  const parts = [];
+  let top = 0;
+  for (const track of tracks) {
+    const began = top;
+    if (track.phases.length) parts.push(...phaseBands(track, top));
+    top += (track.phases.length ? PHASE : 0) + GAP;
+    for (const lane of track.lanes) {
+      parts.push(shape("text", { x: 8, y: top + NAME - 6, class: "lane" }, lane.name), ...laneShapes(lane, top + NAME));
+      top += NAME + lane.rows * HIGH + GAP;
+    }
+    if (track.scale !== 1 || track === tracks.at(-1) || tracks.at(-1).scale !== 1 && track === tracks.at(-2)) {
+      parts.unshift(...timeTicks(top, track.scale === 1 ? 0 : began, track.scale));
+      top += AXIS;
+    }
   }
-  parts.unshift(...timeTicks(top));
-  plot.style.height = `${top + AXIS}px`;
+  plot.style.height = `${top}px`;
   plot.replaceChildren(...parts);
 }
 
-function phaseBands() {
+function phaseBands(track, top) {
   const inView = ([, start, end]) => end > view.start && start < view.end;
-  return timeline.phases.filter(inView).flatMap(([name, start, end]) => {
+  return track.phases.filter(inView).flatMap(([name, start, end]) => {
     const [left, right] = [Math.max(GUTTER, atPixel(start)), Math.min(width, atPixel(end))];
-    const band = shape("rect", { x: left, y: 0, width: Math.max(0, right - left - 1), height: PHASE, class: "band" });
-    const label = fitting([timeline.measured ? `${name}, predicted` : name, name], right - left - 10);
-    return [band, shape("text", { x: left + 6, y: 14 }, label)];
+    const band = shape("rect", { x: left, y: top, width: Math.max(0, right - left - 1), height: PHASE, class: "band" });
+    const label = fitting([several ? `${name}, ${track.title}` : name, name], right - left - 10);
+    return [band, shape("text", { x: left + 6, y: top + 14 }, label)];
   });
 }
 
-function timeTicks(bottom) {
-  const step = niceStep((view.end - view.start) / Math.max(2, (width - GUTTER) / 110), 10);
+/** Lines and labels of times; `factor` is a second of them on the common axis. */
+function timeTicks(bottom, top = 0, factor = 1) {
+  const [first, last] = [view.start / factor, view.end / factor];
+  const step = niceStep((last - first) / Math.max(2, (width - GUTTER) / 110), 10);
   const parts = [];
   let free = 0; // where the next label may begin
-  for (let n = Math.ceil(view.start / step); n * step <= view.end; n++) {
-    const x = atPixel(n * step);
-    parts.push(shape("line", { x1: x, x2: x, y1: 0, y2: bottom, class: "tick" }));
-    const label = tickLabel(n * step, step);
+  for (let n = Math.ceil(first / step); n * step <= last; n++) {
+    const x = atPixel(n * step * factor);
+    parts.push(shape("line", { x1: x, x2: x, y1: top, y2: bottom, class: "tick" }));
+    const label = tickLabel(n * step, step, last);
     const left = Math.min(x - textWidth(label) / 2, width - textWidth(label) - 2);
     if (left < free) continue;
     free = left + textWidth(label) + 8;
@@ -112,8 +132,8 @@ function niceStep(size, base) {
 }
 
 /** A time with the digits that tell it from its neighbours. */
-function tickLabel(time, step) {
-  const [factor, unit] = view.end < 1e-3 ? [1e6, "us"] : view.end < 1 ? [1e3, "ms"] : [1, "s"];
+function tickLabel(time, step, last) {
+  const [factor, unit] = last < 1e-3 ? [1e6, "us"] : last < 1 ? [1e3, "ms"] : [1, "s"];
   const digits = Math.max(0, -Math.floor(Math.log10(step * factor * 1.001)));
   return `${(time * factor).toFixed(digits)} ${unit}`;
 }
@@ -122,8 +142,8 @@ function laneShapes(lane, top) {
   const groups = [];
   const open = new Map(); // kind and row -> the group that short spans may still join
   for (const span of lane.spans) {
-    if (span.end < view.start || span.start > view.end) continue;
-    const [left, right] = [Math.max(GUTTER, atPixel(span.start)), Math.min(width, atPixel(span.end))];
+    if (span.to < view.start || span.from > view.end) continue;
+    const [left, right] = [Math.max(GUTTER, atPixel(span.from)), Math.min(width, atPixel(span.to))];
     const key = `${span.kind} ${span.row}`;
     const last = open.get(key);
     const short = right - left < 1.5 && !isMarked(span);
@@ -193,10 +213,11 @@ function drawMemory(plot) {
     if (bytes) parts.push(shape("text", { x: GUTTER - 8, y: y + 4, "text-anchor": "end" }, formatBytes(bytes)));
   }
   if (chosen) {
-    const [left, right] = [chosen.start, chosen.end].map((time) => Math.min(width, Math.max(GUTTER, atPixel(time))));
+    const [left, right] = [chosen.from, chosen.to].map((time) => Math.min(width, Math.max(GUTTER, atPixel(time))));
     parts.push(shape("rect", { x: left, y: 0, width: Math.max(right - left, 1), height: bottom, class: "mark" }));
   }
-  parts.push(shape("path", { d: curve(atByte, bottom), class: "curve" }));
+  parts.push(...stackedGroups(atByte, bottom));
+  parts.push(shape("path", { d: curve(atByte, bottom), class: memory.groups.length ? "curve over" : "curve" }));
   const [x, y] = [atPixel(memory.peak_time), atByte(memory.peak_bytes)];
   if (x >= GUTTER && x <= width) {
     const label = `peak ${formatBytes(memory.peak_bytes)} at ${formatSeconds(memory.peak_time)}`;
@@ -208,6 +229,41 @@ function drawMemory(plot) {
     if (anchor === "start" || x - room > GUTTER) parts.push(shape("text", place, label));
   }
   plot.replaceChildren(...parts);
+}
+
+/** Areas of the groups in view, stacked; of the changes within a pixel, the one with the most bytes is drawn. */
+function stackedGroups(atByte, bottom) {
+  const { groups } = memory;
+  const times = memory.points.map((point) => point.time);
+  const next = groups.map(() => 0);
+  const now = groups.map(() => 0);
+  const columns = []; // [pixel, the upper borders of all groups]
+  for (const [index, time] of times.entries()) {
+    groups.forEach((group, i) => {
+      while (next[i] < group.points.length && group.points[next[i]][0] <= time) now[i] = group.points[next[i]++][1];
+    });
+    const following = times[index + 1] ?? Infinity;
+    if (following < view.start || time > view.end) continue;
+    let total = 0;
+    const borders = now.map((bytes) => (total += bytes));
+    const pixel = Math.round(Math.max(GUTTER, atPixel(time)));
+    const last = columns.at(-1);
+    if (last && last[0] === pixel && last[1].at(-1) >= total) continue;
+    if (last && last[0] === pixel) columns.pop();
+    columns.push([pixel, borders]);
+  }
+  const right = Math.max(GUTTER, Math.min(width, atPixel(timeline.seconds || whole)));
+  return groups.map((group, i) => {
+    let upper = "";
+    let lower = "";
+    columns.forEach(([pixel, borders], n) => {
+      const until = columns[n + 1]?.[0] ?? right;
+      const [high, low] = [atByte(borders[i]), i ? atByte(borders[i - 1]) : bottom].map((y) => y.toFixed(1));
+      upper += `${n ? "L" : "M"}${pixel} ${high}H${until}`;
+      lower = `L${until} ${low}H${pixel}${lower}`;
+    });
+    return shape("path", { d: columns.length ? `${upper}${lower}Z` : "", class: `group m${group.color}`, "data-group": group.name });
+  });
 }
 
 /** The step curve in view, closed along the bottom. */

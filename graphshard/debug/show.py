@@ -1,4 +1,7 @@
-"""`graphshard show`, `diff` and `repro`: stages of dumps, summaries of dumps, lists of dumps, and one pass alone.
+"""`graphshard show` and `diff`: stages of dumps, summaries of dumps, and lists of dumps.
+
+Nothing here imports torch before a program has to be made again (`--full`, a .json, a .pt2): these commands answer at
+once.
 
 A stage has two files: `NN-name.txt`, its folded text, and `NN-name.json`, from which the program is made again.
 """
@@ -15,23 +18,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from graphshard.codec.program_format import next_pass_of, plan_of, program_from_json
-from graphshard.debug.dump import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
-from graphshard.errors import ArgumentError, PassError
-from graphshard.exported.exported_program import read_program
+from graphshard.codec.stage_format import plan_of
+from graphshard.debug._dump_summary import EXPORTED, EXPORTED_TEXT, SUMMARY, DumpSummary, read_summary
+from graphshard.errors import ArgumentError
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
-from graphshard.ir.printer import print_program
-from graphshard.ir.program import Program
-from graphshard.passes import Pass
-from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.pipeline import DEFAULT_PASSES, run_pass
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief, new_table, say, styled
+
+if TYPE_CHECKING:
+    from graphshard.ir.program import Program
 
 _SUFFIXES = (".txt", ".json")
 # A stage of a large model has some megabytes.
@@ -86,6 +87,8 @@ class StageFile:
 
     def program(self) -> Program:
         """Make the program of this stage again."""
+        from graphshard.codec.program_format import program_from_json
+
         text = self.json()
         try:
             return program_from_json(text)
@@ -101,6 +104,8 @@ class StageFile:
 
     def printed(self, program: Program) -> str:
         """Return the text of a program that was made again."""
+        from graphshard.ir.printer import print_program
+
         try:
             return print_program(program)
         except Exception as error:  # a forged graph may fail anywhere
@@ -207,6 +212,8 @@ def show_path(path: Path, *, full: bool) -> None:
     # Off a terminal, wide enough for any table.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     if found.suffix == ".pt2":
+        from graphshard.exported.exported_program import read_program
+
         say(str(read_program(found)))
     elif not found.is_dir():
         say(StageFile.at(found).text(full=full), end="")
@@ -293,91 +300,3 @@ def _dumps_below(directory: Path) -> Iterator[Path]:
             inside.clear()
         if SUMMARY in files and (Path(where) / SUMMARY).is_file():
             yield Path(where) / SUMMARY
-
-
-def run_repro(args: argparse.Namespace) -> int:
-    """Run `graphshard repro STAGE`: run one pass, print what it changed, and return the exit status."""
-    import_all(args.imports)
-    stage = StageFile.at(args.stage)
-    program = stage.program()
-    step, origin = _choose(stage, args.step)
-    before = stage.printed(program)
-    observer = Observer(args.verify)
-    try:
-        _check_stage(program, stage, observer)
-        run_pass(step, program, observer)
-    except PassError as error:
-        say(f"{step.name} on {stage.path}: failed\n{error}")
-        return 1
-    done, shown = program.history[-1], str if args.full else fold
-    say(f"{step.name} ({origin}) on {stage.path}: {done.rewrites} rewrites in {done.seconds:.2f} s")
-    say("rules: not checked" if args.verify != "each" else "rules: all hold, before and after the pass")
-    say(_comparison(stage, step, program))
-    print_diff(shown(before), shown(done.text), stage.path.stem, f"after {step.name}")
-    return 0
-
-
-def _check_stage(program: Program, stage: StageFile, observer: Observer) -> None:
-    """Verify the stage itself, so that the pass is not blamed for a rule that its input breaks."""
-    try:
-        observer.after(program, stage.name or stage.path.stem, 0, 0.0)
-    except PassError as error:
-        raise PassError(f"the stage itself breaks a rule, before the pass runs: {error}") from error
-    except Exception as error:
-        raise PassError(f"the stage cannot be checked: {type(error).__name__}: {error}") from error
-
-
-def _choose(stage: StageFile, wanted: str | None) -> tuple[Pass, str]:
-    """Return the pass to run, and its origin in words."""
-    recorded = next_pass_of(stage.json())
-    if wanted is not None and ":" in wanted:
-        return _imported(wanted), "given"
-    default = {step.name: step for step in DEFAULT_PASSES}
-    if recorded is not None and wanted in (None, recorded.name):
-        if recorded.step is not None:
-            return recorded.step, "as it ran"
-        if wanted is None:
-            raise ArgumentError(
-                f"{stage.path}: the next pass, {recorded.name!r}, cannot be made again: {recorded.problem}. "
-                f"Give --pass {recorded.class_name}, or one of {', '.join(default)}."
-            )
-    if wanted is None:
-        names = ("capture", *default)
-        if stage.name not in names[:-1]:
-            raise ArgumentError(
-                f"{stage.path}: no pass follows {stage.name or 'this stage'!r}. "
-                f"Give --pass, one of {', '.join(default)}, or package.module:ClassName."
-            )
-        wanted = names[names.index(stage.name) + 1]
-    if wanted not in default:
-        close = difflib.get_close_matches(wanted[:100], default, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ArgumentError(f"--pass: the default pipeline has no {brief(wanted)}, it has {', '.join(default)}.{hint}")
-    return default[wanted], "with default options"
-
-
-def _imported(name: str) -> Pass:
-    module_name, _, class_name = name.partition(":")
-    found: object = import_module(module_name, "--pass")
-    for attribute in class_name.split("."):
-        found = getattr(found, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Pass)):
-        raise ArgumentError(
-            f"--pass: {module_name} has no pass {brief(class_name)}; a pass derives from graphshard.Pass."
-        )
-    try:
-        return found()
-    except Exception as error:
-        raise ArgumentError(f"--pass: {name} cannot be made without arguments: {error}") from None
-
-
-def _comparison(stage: StageFile, step: Pass, program: Program) -> str:
-    """Compare the result with the dump's next stage: the text, and the plan, which the text does not show."""
-    following = stage.neighbor(1)
-    if following is None or following.name != step.name:
-        return f"the dump holds no stage of {step.name} to compare with"
-    if following.text().strip() != fold(program.history[-1].text).strip():
-        return f"{following.path}: another text than the pass made here"
-    if following.path.with_suffix(".json").exists() and plan_of(following.json()) != program.plan:
-        return f"{following.path}: the same text, but another plan than the pass made here"
-    return f"{following.path}: the same"

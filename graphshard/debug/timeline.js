@@ -13,8 +13,8 @@ function setView(start, length) {
 
 function zoom(factor, around) {
   const length = view.end - view.start;
-  const center = chosen && chosen.end > view.start && chosen.start < view.end ? chosen : view;
-  around ??= (center.start + center.end) / 2;
+  const inView = chosen && chosen.to > view.start && chosen.from < view.end;
+  around ??= inView ? (chosen.from + chosen.to) / 2 : (view.start + view.end) / 2;
   const next = Math.min(Math.max(length * factor, whole * 1e-6), whole);
   setView(around - ((around - view.start) / length) * next, next);
 }
@@ -26,12 +26,12 @@ function pan(share) {
 
 /** Make a span visible, and wide enough to be seen. */
 function bringIntoView(span) {
-  const duration = span.end - span.start;
+  const duration = span.to - span.from;
   let length = view.end - view.start;
   if ((duration / length) * (width - GUTTER) < 4) length = Math.max(duration, whole * 1e-6) * 40;
-  if (length !== view.end - view.start || span.start < view.start || span.end > view.end) {
+  if (length !== view.end - view.start || span.from < view.start || span.to > view.end) {
     length = Math.max(length, duration);
-    setView((span.start + span.end - length) / 2, length);
+    setView((span.from + span.to - length) / 2, length);
   }
 }
 
@@ -50,10 +50,10 @@ function detailOf(span) {
 }
 
 function factsOf(span) {
-  const facts = { Kind: span.kind, Lane: laneName(span.lane, span.measured), Start: formatSeconds(span.start) };
+  const facts = { Kind: span.kind, Lane: span.laneName, Start: formatSeconds(span.start) };
   facts.Duration = formatSeconds(span.end - span.start);
   if (span.slack !== null) facts.Slack = formatSeconds(span.slack);
-  if (memory && !span.measured) facts["Memory at start"] = formatBytes(memory.points[pointAt(span.start)]?.num_bytes ?? 0);
+  if (memory && span.plan) facts["Memory at start"] = formatBytes(memory.points[pointAt(span.start)]?.num_bytes ?? 0);
   const list = element("dl", "");
   for (const [name, value] of Object.entries(facts)) list.append(element("dt", "", name), element("dd", "", value));
   return list;
@@ -71,7 +71,7 @@ document.addEventListener("bucket", (event) => {
     return;
   }
   if (chosen?.name === event.detail) return;
-  const span = spans.find((other) => other.name === event.detail && other.lane !== "compute");
+  const span = spans.find((other) => other.plan && other.name === event.detail && other.lane !== "compute");
   choose(span ?? null);
   if (span) bringIntoView(span);
 });
@@ -80,21 +80,21 @@ document.addEventListener("bucket", (event) => {
 function stepSpan(step) {
   const lane = lanes.find((other) => other.spans.includes(chosen)) ?? lanes[0];
   const index = lane.spans.indexOf(chosen);
-  return index < 0 ? lane.spans.find((span) => span.end > view.start) : lane.spans[index + step];
+  return index < 0 ? lane.spans.find((span) => span.to > view.start) : lane.spans[index + step];
 }
 
 /** The span of the next lane above or below that is nearest in time. */
 function stepLane(step) {
   const index = lanes.findIndex((lane) => lane.spans.includes(chosen));
   const lane = lanes[index < 0 ? 0 : index + step];
-  const middle = chosen ? (chosen.start + chosen.end) / 2 : view.start;
-  const distance = (span) => Math.max(span.start - middle, middle - span.end, 0);
+  const middle = chosen ? (chosen.from + chosen.to) / 2 : view.start;
+  const distance = (span) => Math.max(span.from - middle, middle - span.to, 0);
   return lane?.spans.reduce((best, span) => (best && distance(best) <= distance(span) ? best : span), null);
 }
 
 function nextExposed() {
-  const all = spans.filter((span) => span.kind === "exposed");
-  return all.find((span) => span.start > (chosen?.start ?? -1)) ?? all[0];
+  const all = spans.filter((span) => span.kind === "exposed" && (span.plan || chosen?.laneName === span.laneName));
+  return all.find((span) => span.from > (chosen?.from ?? -1)) ?? all[0];
 }
 
 const KEYS = {
@@ -158,7 +158,10 @@ function tipFor(event) {
   const pixel = event.clientX - event.currentTarget.getBoundingClientRect().left;
   if (event.currentTarget.id !== "memory-plot" || pixel < GUTTER) return "";
   const time = atTime(pixel);
-  return `${formatBytes(memory.points[pointAt(time)]?.num_bytes ?? 0)}\nat ${formatSeconds(time)}`;
+  const group = event.target.dataset.group;
+  const held = memory.groups.find((other) => other.name === group)?.points.findLast(([at]) => at <= time)?.[1];
+  const total = `${formatBytes(memory.points[pointAt(time)]?.num_bytes ?? 0)}\nat ${formatSeconds(time)}`;
+  return held === undefined ? total : `${group}: ${formatBytes(held)} of ${total}`;
 }
 
 // Events.
@@ -201,7 +204,7 @@ for (const plot of plots) {
   plot.addEventListener("pointerup", () => {
     const own = drag && !drag.moved ? drag.target.closest(".span")?.spans : null;
     if (own?.length === 1) pick(own[0] === chosen ? null : own[0]);
-    else if (own) setView(own[0].start, own.at(-1).end - own[0].start);
+    else if (own) setView(own[0].from, own.at(-1).to - own[0].from);
     drag = null;
   });
   plot.addEventListener("pointercancel", () => (drag = null));

@@ -15,6 +15,7 @@ from graphshard.ir.graph import (
     aten,
     base_of,
     fake,
+    is_alias,
     is_collective,
     is_communication,
     is_part,
@@ -26,7 +27,7 @@ from graphshard.ir.graph import (
 from graphshard.ir.operators import OWN_CHUNK
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import CollectiveKind
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import Phase, Program, Region
 
 # Operators that move data to a reduce-scatter or from an all-gather without computing.
 _MOVEMENT = frozenset(
@@ -63,6 +64,13 @@ class Collective:
     def axis(self) -> str:
         """Name of its mesh axis."""
         return str(self.node.args[-1])
+
+
+def moves_data(region: Region) -> bool:
+    """Return whether a region only casts, copies, scales or sums for collectives, and computes nothing of the model."""
+    known = _REDUCTION_PROLOGUE | {aten.add.Tensor, aten.mul.Tensor}
+    calls = (node for node in region.module.graph.nodes if node.op == "call_function")
+    return all(node.target in known or is_alias(node) for node in calls)
 
 
 def is_scalar(program: Program, collective: Collective) -> bool:

@@ -295,6 +295,7 @@ class Program:
         regions: distinct regions by key; empty until lowered.
         region_calls: keys of the region calls of a step, in order.
         lowering_seconds: time to compile regions and write executors.
+        region_seconds: by key of a region that was compiled for the program, how long lowering waited for it.
         history: earlier stages.
         established: names of the rules of `graphshard.pipeline.rules` that hold since a pass established them.
         differentiated: names of the parameters whose gradient it computes.
@@ -332,6 +333,7 @@ class Program:
     regions: dict[str, Region] = field(default_factory=dict)
     region_calls: list[str] = field(default_factory=list)
     lowering_seconds: float = 0.0
+    region_seconds: dict[str, float] = field(default_factory=dict)
     history: list[Stage] = field(default_factory=list)
     established: set[str] = field(default_factory=set)
     differentiated: frozenset[str] = frozenset()

@@ -114,10 +114,13 @@ def lower(
     known = {key for key, call in compiled.items() if call.within in (None, within)}
     new = {names[key]: region for key, region in program.regions.items() if key not in known}
     with contextlib.closing(compiler(new, show)) as made:  # a compiler may hold locks, and have others run
+        before = time.perf_counter()
         for name, fn in made:
             check_cancelled()
             is_dynamic = bool(size_inputs(new[name].module.graph))
             compiled[new[name].key] = RegionCall(fn, within if is_dynamic else None)
+            now = time.perf_counter()
+            program.region_seconds[new[name].key], before = now - before, now
     with collector_paused():
         for phase in program.phases.values():
             phase.module = executor(phase.module.graph, {name: compiled[key] for key, name in names.items()})

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -33,6 +34,7 @@ from graphshard.lower.regions import RegionCall
 from graphshard.passes import Pass
 from graphshard.pipeline.rules import Made, verify, verify_lowered
 from graphshard.torch_compat.aot_autograd import run_and_save_rng_state
+from graphshard.torch_compat.dynamo import CompileContext, compile_context
 from graphshard.torch_compat.torch_ops import OpOverload, trace_structured
 from graphshard.utils.files import BestEffort
 
@@ -140,10 +142,15 @@ class Observer:
 
 
 def trace_stage(program: Program, stage: Stage) -> None:
-    """Add the stage's folded text to torch's structured trace (`TORCH_TRACE=dir`), for tlparse."""
+    """Add the stage's folded text to torch's structured trace (`TORCH_TRACE=dir`), for tlparse.
+
+    It has the compile id of the Dynamo trace that the program is of.
+    """
     name = f"graphshard_{program.title}_{len(program.history) - 1:02d}_{stage.name}"
     metadata = {"name": name, "encoding": "string"}
-    _aid(lambda: trace_structured("artifact", lambda: metadata, payload_fn=lambda: stage.folded))
+    traced = getattr(getattr(program.trace, "graph", None), "meta", {}).get("dynamo_compile_id")
+    with contextlib.nullcontext() if traced is None else compile_context(CompileContext(traced)):
+        _aid(lambda: trace_structured("artifact", lambda: metadata, payload_fn=lambda: stage.folded))
 
 
 def trace_recapture(label: str, number: int, reason: str) -> None:

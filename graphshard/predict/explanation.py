@@ -15,11 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from graphshard.cost.costs import Costs
-from graphshard.debug.html_report import LANES, render, report_of, trace_event, trace_name
+from graphshard.debug.html_report import LANES, Card, render, report_of
+from graphshard.debug.trace_events import trace_counter, trace_event, trace_flow, trace_name
 from graphshard.ir.program import Program
 from graphshard.predict._symbolic_cost import Formulas
 from graphshard.predict.training_config import Training, TrainingCost
-from graphshard.schedule.timeline import Estimate, MemoryTimeline
+from graphshard.schedule.clock import TimedWait
+from graphshard.schedule.memory_timeline import MemoryTimeline
+from graphshard.schedule.timeline import Estimate
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.json_dataclasses import write
 from graphshard.utils.text import format_bytes, format_seconds, plain_table
@@ -145,12 +148,17 @@ class PipelineCost:
 
 @dataclass(frozen=True)
 class Inside:
-    """The program that a prediction is for, and its timeline and memory."""
+    """The program that a prediction is for, its timeline, and its memory without and with the optimizer's update.
+
+    `fsdp2` predicts the same program in FSDP2's order.
+    """
 
     program: Program
     costs: Costs
     timeline: Estimate
     memory: MemoryTimeline
+    whole_memory: MemoryTimeline
+    fsdp2: Callable[[], Estimate | None]
 
 
 @dataclass(frozen=True)
@@ -316,9 +324,9 @@ class Explanation:
         speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_per_gpu:,.0f} per GPU"
         stopped = ", as the search for a shorter plan ended at its budget" if self.search_stopped else ""
         memory = ", ".join(f"{name} {size(count)}" for name, count in self.memory.items())
-        yield "model", f"{self.model}{f' ({self.label})' if self.label else ''}, {self.tokens} tokens per rank"
+        yield "model", f"{self.model}{f' ({self.label})' if self.label else ''}, {self.tokens:,} tokens per rank"
         yield "mesh", shown_mesh(self.mesh)
-        yield "hardware", f"{self.hardware}, network {self.network}, profile {self.profile_hash[:12]}"
+        yield "hardware", f"{self.hardware}, network {self.network}"
         yield "step", f"{seconds(self.step_time_s)}{between}, {speed}, MFU {self.mfu:.1%}"
         yield "compute", f"{seconds(self.compute_s)}, optimizer {seconds(self.optimizer_s)}"
         yield "communication", f"{seconds(self.communication_s)}, {exposed}"
@@ -348,7 +356,27 @@ class Explanation:
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
-        write_given("path", path, render(report_of(self._program, costs=self._costs, files=False)))
+        inside = self._inside
+        report = report_of(
+            inside.program, costs=inside.costs, files=False, memory=inside.whole_memory, fsdp2=inside.fsdp2()
+        )
+        write_given("path", path, render(replace(report, cards=tuple(self._cards()), advice=self.advice)))
+
+    def _cards(self) -> Iterator[Card]:
+        """Yield the main numbers of the report; memory and times are those of `str(self)`."""
+        seconds = format_seconds
+        speed, fits = self.tokens_per_second_per_gpu, self.peak_memory_bytes <= self.memory_capacity_bytes
+        room = f"of {format_bytes(self.memory_capacity_bytes)}{'' if fits else ': it does not fit'}, with "
+        yield Card("Step", seconds(self.step_time_s), self.range_in_words or "forward, backward and optimizer")
+        yield Card("Tokens/s", f"{self.tokens_per_second:,.0f}", f"{speed:,.0f} per GPU")
+        yield Card("MFU", f"{self.mfu:.1%}", f"of the data sheet's peak of {self.hardware}")
+        included = f"{room}{format_bytes(self.memory.get('optimizer state', 0))} of optimizer state"
+        yield Card("Memory of a GPU", format_bytes(self.peak_memory_bytes), included, warn=not fits)
+        share = f"{self.exposed_comm_s / self.step_time_s:.1%} of the step; head {seconds(self.head_s)}, "
+        exposed = seconds(self.exposed_comm_s)
+        yield Card("Exposed", exposed, f"{share}tail {seconds(self.tail_s)}", warn=self.exposed_comm_s > 0)
+        stopped = ", the search ended at its budget" if self.search_stopped else ""
+        yield Card("Gap to the bound", f"{self.gap:.1%}", f"no schedule beats {seconds(self.lower_bound_s)}{stopped}")
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON)."""
@@ -365,9 +393,17 @@ class Explanation:
             name = step.name if step.kind == "exposed" else f"{step.name} {step.where}".strip()
             event = trace_event(name, step.kind, 1, tracks[step.link], step.start, step.seconds)
             events.append({**event, "args": arguments})
-        for point in self._memory.points:
-            value = {"bytes": point.num_bytes}
-            events.append({"ph": "C", "name": "memory", "pid": 1, "ts": point.time * 1e6, "args": value})
+        launches = {step.event: step for step in self._timeline.steps if step.link}
+        for number, step in enumerate(step for step in self._timeline.steps if step.kind == "exposed"):
+            waited = self._timeline.events[step.event]
+            assert isinstance(waited, TimedWait)
+            sent = launches[waited.launch]
+            launch, wait = (tracks[sent.link], sent.start), (tracks[""], step.start)
+            events += trace_flow(step.name, number, 1, launch, wait)
+        memory = self._inside.whole_memory
+        events += [trace_counter("memory", 1, point.time, {"bytes": point.num_bytes}) for point in memory.points]
+        for what, points in memory.groups.items():
+            events += [trace_counter(f"memory: {what}", 1, point.time, {"bytes": point.num_bytes}) for point in points]
         write_given("path", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def to_dict(self) -> dict[str, Any]:

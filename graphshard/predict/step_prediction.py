@@ -1,15 +1,13 @@
 """From a lowered program and costs to an `Explanation`, with advice read off the critical path.
 
-In advice, F and B are the compute of forward and backward; A, A' and R the gathers of forward, the gathers of backward
-and the reductions. The gain of a change is exact for the same schedule: the longest path through the timeline's graph
-with other lengths.
+The gain of a change is exact for the same schedule: the longest path through the timeline's graph with other lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,8 +25,9 @@ from graphshard.schedule.axis_links import axes_of, on_one_link
 from graphshard.schedule.bounds import lower_bound
 from graphshard.schedule.build_problem import PhaseMap, Settings, build
 from graphshard.schedule.clock import HOST_LINKS, TimedCall, TimedWait, run
+from graphshard.schedule.memory_timeline import memory_of
 from graphshard.schedule.problem import Chain
-from graphshard.schedule.timeline import Estimate, Step, estimate, memory_of, timed_events
+from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
 from graphshard.utils.text import format_bytes, format_seconds
 
 # Up to this share of communication on the critical path, compute is what limits a step.
@@ -104,6 +103,7 @@ def explained(
     label: str = "",
     mesh: Mapping[str, int] | None = None,
     microbatches: int = 1,
+    fsdp2: Callable[[], Estimate | None] = lambda: None,
 ) -> Explanation:
     """Predict the step of a lowered program.
 
@@ -111,27 +111,29 @@ def explained(
         flop: of the model, by dtype.
         tokens: of one rank, in a microbatch.
         mesh: sizes by axis, where the program has several axes merged into one.
+        fsdp2: predicts the same program in FSDP2's order, for reports.
     """
     profile = costs.profile
     prediction = program.plan.prediction if program.plan else None
     timeline = estimate(program, costs)
-    memory = memory_of(program, timeline)
     trained = program.params.trained_bytes
+    lasting = {OPTIMIZER_STATE: 0, EARLIER_GRADIENTS: 0}
+    if not program.offloaded:
+        lasting = {
+            OPTIMIZER_STATE: training.optimizer_states * trained,
+            EARLIER_GRADIENTS: trained if microbatches > 1 else 0,
+        }
+    memory = whole = memory_of(program, timeline, lasting)
     optimizer = training.update_seconds(costs, program.mesh, trained)
     adding = (microbatches - 1) * costs.addition(trained)
     step = microbatches * timeline.seconds + adding + optimizer
 
-    alive = memory.by_kind()
     if not program.offloaded:
-        alive[OPTIMIZER_STATE] = training.optimizer_states * trained
-        if microbatches > 1:
-            alive[EARLIER_GRADIENTS] = trained
+        update = {"shards": memory.by_kind()["shards"], "gradients": trained, OPTIMIZER_STATE: lasting[OPTIMIZER_STATE]}
         temporary = training.temporary_bytes(trained)
-        update = {"shards": alive["shards"], "gradients": trained, OPTIMIZER_STATE: alive[OPTIMIZER_STATE]}
-        if temporary and sum(update.values()) + temporary > alive.total():
-            alive = Counter({**update, OPTIMIZER_TEMPORARIES: temporary})
-    else:
-        alive[OPTIMIZER_STATE] = 0
+        whole = memory.then(timeline.seconds, {**update, **({OPTIMIZER_TEMPORARIES: temporary} if temporary else {})})
+    alive = whole.by_kind()
+    alive[OPTIMIZER_STATE] = lasting[OPTIMIZER_STATE]
     held, peak = dict(alive.most_common()), alive.total()
 
     # Schedules are no shorter than the bound, minus the compute that regions save compared with its items.
@@ -187,7 +189,7 @@ def explained(
         slack=_slack(timeline),
         busy={name: microbatches * seconds / step for name, seconds in links.items()},
         regions=_regions(program, costs, timeline),
-        _make=lambda: Inside(program, costs, timeline, memory),
+        _make=lambda: Inside(program, costs, timeline, memory, whole, fsdp2),
     )
     return replace(found, cost=training_cost(training, found))
 
@@ -284,9 +286,9 @@ def advise(
         multiplying = sum(count / speeds[dtype] for dtype, count in flop.items())
         hidden = tokens * communication / max(multiplying, 1e-12)
         yield (
-            f"communication takes {format_seconds(communication)} (A + A' + R) and compute {format_seconds(compute)} "
-            f"(F + B) at {tokens} tokens per rank: it hides from about {hidden:,.0f} tokens per rank, "
-            "where the multiplications alone take as long"
+            f"communication takes {format_seconds(communication)} and compute {format_seconds(compute)} at "
+            f"{tokens:,} tokens per rank: it hides from about {hidden:,.0f} tokens per rank, where the multiplications "
+            "alone take as long"
         )
     elif limit == "link":
         worst = max(parts["link"], key=lambda step: (gains.get(step.event, 0.0), step.seconds))
@@ -331,15 +333,15 @@ def _fewer_bytes(program: Program, timeline: Estimate) -> Iterator[str]:
         kept = sum(row.sent_bytes("gather") for row in program.params if row.reshard and row.num_shards > 1)
         gain = timeline.seconds - timeline.dag.step({step.event: 0.0 for step in again})
         yield (
-            f"reshard_after_forward=False drops A' = {format_seconds(_seconds(again))} of gathers in backward and "
+            f"reshard_after_forward=False drops the gathers of backward, {format_seconds(_seconds(again))}, and "
             f"keeps {format_bytes(kept)} of parameters; {_shorter(gain)} with the rest of this schedule"
         )
     if any(row.trainable and row.reduce_dtype == torch.float32 for row in program.params):
         reductions = [step for step in timeline.steps if step.kind == "reduce"]
         gain = timeline.seconds - timeline.dag.step({step.event: step.seconds / 2 for step in reductions})
         yield (
-            f"reducing in bfloat16 instead of float32 halves R = {format_seconds(_seconds(reductions))}, and rounds "
-            f"gradients; {_shorter(gain)} with the rest of this schedule"
+            f"reducing in bfloat16 instead of float32 halves the reductions, {format_seconds(_seconds(reductions))}, "
+            f"and rounds gradients; {_shorter(gain)} with the rest of this schedule"
         )
 
 

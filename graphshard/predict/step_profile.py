@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from graphshard.cost.costs import MODEL_KINDS, Costs
-from graphshard.debug.html_report import (
-    COLORS,
-    Measured,
-    Span,
-    Spread,
-    Spreads,
-    render,
-    report_of,
-    trace_event,
-    trace_name,
-)
+from graphshard.debug.html_report import COLORS, Measured, RankBar, Span, Spread, Spreads, render, report_of
+from graphshard.debug.trace_events import trace_counter, trace_event, trace_flow, trace_name
 from graphshard.errors import ArgumentError, visible
+from graphshard.ir.collective_regions import moves_data
 from graphshard.ir.program import Program
 from graphshard.lower.executor import CallLine, Start, WaitLine
 from graphshard.runtime.collective_launches import as_planned
 from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
-from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate, memory_of
+from graphshard.schedule.memory_timeline import memory_of
+from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table
 
@@ -109,13 +103,12 @@ class RankStep:
             found[span.key] += span.seconds
         return found
 
-    @property
-    def ends(self) -> Ends:
-        """Waits at the ends of the step."""
+    def ends(self, casts: Collection[tuple[str, ...]]) -> Ends:
+        """Return the waits at the ends of the step; `casts` are the keys of regions that only move data."""
         order = [span for span in self.spans if span.kind in ("compute", "exposed")]
         sent = [span for span in self.spans if span.kind not in ("compute", "exposed")]
-        kinds = {span._replace(kind="").key: span.kind for span in sent}
-        return ends_of([(kinds.get(span._replace(kind="").key, "compute"), span.seconds) for span in order])
+        kinds = {span._replace(kind="exposed").key: span.kind for span in sent} | dict.fromkeys(casts, "cast")
+        return ends_of([(kinds.get(span.key, "compute"), span.seconds) for span in order])
 
 
 def _predict(runs: Sequence[PhaseRun], costs: Costs) -> RankStep:
@@ -223,8 +216,9 @@ class StepProfile:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON).
 
-        Each rank is a process with the lanes "compute" and "communication", and so is the prediction. A rank's time
-        counts from when it left the barrier before the step.
+        Each rank is a process with the lanes "compute" and "communication", and so is the prediction. An arrow leads
+        from a collective's launch to the wait of compute for it, and a counter has the collectives in flight. A rank's
+        time counts from when it left the barrier before the step.
 
         Raises:
             ArgumentError: the file cannot be written.
@@ -235,6 +229,8 @@ class StepProfile:
         for process, (title, spans) in enumerate(processes):
             events.append(trace_name("process_name", 0, title, process))
             ends: dict[str, list[float]] = {lane: [] for lane in _LANES}
+            launched: dict[str, tuple[int, float]] = {}
+            changes: list[tuple[float, int]] = []
             for span in map(_shown, spans):
                 rows = ends[span.lane]
                 row = next((row for row, end in enumerate(rows) if end <= span.start), len(rows))
@@ -245,6 +241,13 @@ class StepProfile:
                     events.append(trace_name("thread_name", track, span.lane, process))
                 rows[row] = span.end
                 events.append(trace_event(span.name, span.kind, process, track, span.start, span.end - span.start))
+                if span.lane != "compute":
+                    launched[span.name] = track, span.start
+                    changes += (span.start, 1), (span.end, -1)
+                elif span.kind == "exposed" and span.name in launched:
+                    events += trace_flow(span.name, len(events), process, launched[span.name], (track, span.start))
+            flying = itertools.accumulate(sorted(changes), lambda before, change: (change[0], before[1] + change[1]))
+            events += [trace_counter("collectives in flight", process, time, {"count": n}) for time, n in flying]
         write_given("path", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def save_report(self, path: str | os.PathLike[str], program: str | None = None) -> None:
@@ -290,7 +293,8 @@ class StepProfile:
             # Of a region in both phases the sum, whose bounds are no wider.
             known, new = spreads.get(key, Spread(0.0, 0.0, 0.0)), timing.measured
             spreads[key] = Spread(known.least + new.least, known.median + new.median, known.most + new.most)
-        return Measured(middle.rank, len(self.ranks), tuple(spans), *sums, memory), spreads
+        bars = tuple(RankBar(step.rank, *_parts(step)) for step in self.ranks)
+        return Measured(middle.rank, len(self.ranks), tuple(spans), *sums, memory, bars), spreads
 
 
 def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], costs: Costs) -> StepProfile:
@@ -299,9 +303,14 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
     programs: dict[str, Program] = {}
     for run in runs:
         programs.setdefault(run.program.title, run.program)  # the first has a forward
-    compute, exposed = ([step.total(kind) for step in ranks] for kind in ("compute", "exposed"))
-    ends = [step.ends for step in ranks]
-    rest = [step.seconds - busy - waited for step, busy, waited in zip(ranks, compute, exposed)]
+    compute, exposed, rest = zip(*map(_parts, ranks))
+    casts = {
+        (run.program.title, run.name, "compute", name)
+        for run in runs
+        for name, key in run.program.region_names.items()
+        if moves_data(run.program.regions[key])
+    }
+    ends, foretold = [step.ends(casts) for step in ranks], prediction.ends(casts)
     peaks = [step.peak_bytes for step in ranks if step.peak_bytes is not None]
     timings = sorted(_timings(ranks, prediction), key=lambda timing: -timing.measured.median)
     return StepProfile(
@@ -310,8 +319,8 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
         step=Timing("step", prediction.seconds, Spread.of(step.seconds for step in ranks)),
         compute=Timing("compute", prediction.total("compute"), Spread.of(compute)),
         exposed=Timing("exposed", prediction.total("exposed"), Spread.of(exposed)),
-        head=Timing("head", prediction.ends.head, Spread.of(found.head for found in ends)),
-        tail=Timing("tail", prediction.ends.tail, Spread.of(found.tail for found in ends)),
+        head=Timing("head", foretold.head, Spread.of(found.head for found in ends)),
+        tail=Timing("tail", foretold.tail, Spread.of(found.tail for found in ends)),
         other=Timing("other", None, Spread.of(rest)),
         memory=Timing("memory", prediction.peak_bytes, Spread.of(peaks)) if len(peaks) == len(ranks) else None,
         regions=tuple(t for t in timings if t.kind == "compute"),
@@ -323,6 +332,12 @@ def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], 
         _others=frozenset((r.program.title, r.name) for r in runs if programs[r.program.title] is not r.program),
         _costs=costs,
     )
+
+
+def _parts(step: RankStep) -> tuple[float, float, float]:
+    """Return the seconds of compute, of its waits, and of the rest."""
+    busy, waited = step.total("compute"), step.total("exposed")
+    return busy, waited, step.seconds - busy - waited
 
 
 def _timings(ranks: Sequence[RankStep], prediction: RankStep) -> Iterator[Timing]:

@@ -29,7 +29,7 @@ from graphshard.ir.gpus import USUAL, Capability, capability_of
 from graphshard.ir.graph import is_alias, is_part
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks, match_blocks
 from graphshard.ir.mesh import Axis, Mesh, MeshLike
-from graphshard.ir.program import Program, Region
+from graphshard.ir.program import Planner, Program, Region
 from graphshard.ir.repeats import BlocksDifferError, captured_params
 from graphshard.ir.units import find_units, precision_of
 from graphshard.lower.backends import compiler_for
@@ -61,7 +61,9 @@ from graphshard.predict.explanation import Explanation
 from graphshard.predict.step_prediction import bound_of, explained
 from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.graph_facts import Known, while_unchanged
+from graphshard.schedule.timeline import Estimate, estimate
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused
@@ -203,19 +205,14 @@ class Study:
         planning = replace(costs, measured={})
         program = self._lowered(key, before_plan, planning)
         show = self._showing(program.mesh, costs.profile.name)
-        kernels: dict[str, tuple[Work, ...]] = {}
-        # Formulas need rules, which take symbols.
-        if device_given(self.device).type != "cpu" and self.options.backend != "eager" and not self.symbols:
-            regions = {key: region for key, region in program.regions.items() if key not in costs.measured}
-            kernels = schedule_regions(regions, costs.profile, self._kernels, show)
+        costs = self._fused_costs(program, costs, show)
         show("predict")
         limit, states = self.options.memory_limit, self.training.optimizer_states
         with while_unchanged(self._known):
             bound = bound_of(before_plan, planning, program.plan, limit=limit, states=states)
         return explained(
             program,
-            # Plans, and so programs, are the same for all backends.
-            replace(costs, scheduled=kernels, fused=self.options.backend != "eager"),
+            costs,
             flop,
             bound,
             tokens=count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs))),
@@ -223,7 +220,27 @@ class Study:
             label=self.label,
             mesh=mesh,
             microbatches=microbatches,
+            fsdp2=lambda: self._in_fsdp2_order(key, before_plan, costs),
         )
+
+    def _fused_costs(self, program: Program, costs: Costs, show: Callable[[str], None]) -> Costs:
+        """Return the costs of the backend's kernels. Plans, and so programs, are the same for all backends."""
+        kernels: dict[str, tuple[Work, ...]] = {}
+        # Formulas need rules, which take symbols.
+        if device_given(self.device).type != "cpu" and self.options.backend != "eager" and not self.symbols:
+            regions = {key: region for key, region in program.regions.items() if key not in costs.measured}
+            kernels = schedule_regions(regions, costs.profile, self._kernels, show)
+        return replace(costs, scheduled=kernels, fused=self.options.backend != "eager")
+
+    def _in_fsdp2_order(self, key: Hashable, before_plan: Program, costs: Costs) -> Estimate | None:
+        """Return the step of the same program in FSDP2's order; None if it cannot be planned so."""
+        with standing_in(device_given(self.device)):
+            try:
+                program = self._lowered(key, before_plan, replace(costs, measured={}, scheduled={}), PlanByUnit())
+            except GraphshardError as error:
+                log.info("FSDP2's order: %s", error)
+                return None
+            return estimate(program, self._fused_costs(program, costs, lambda _: None))
 
     def _in_stages(
         self, place: Place, axis: Axis, sizes: dict[str, int], microbatches: int, costs: Costs
@@ -310,7 +327,7 @@ class Study:
             run_pass(step, program, observer)
         return program
 
-    def _lowered(self, key: Hashable, before_plan: Program, costs: Costs) -> Program:
+    def _lowered(self, key: Hashable, before_plan: Program, costs: Costs, planner: Planner | None = None) -> Program:
         """Plan and lower a program; machines with the same schedule share the lowered one."""
         planned, mesh = replace(before_plan, plan=None), before_plan.mesh
         planned.history = list(planned.history)
@@ -318,7 +335,8 @@ class Study:
         begin = next((i for i, step in enumerate(passes) if isinstance(step, MakePlan)), len(passes))
         if begin < len(passes):
             with while_unchanged(self._known):  # a plan does not change the graphs
-                run_pass(passes[begin], planned, self._observer(mesh, costs.profile.name))
+                plan = passes[begin] if planner is None else MakePlan(planner)
+                run_pass(plan, planned, self._observer(mesh, costs.profile.name))
         schedule = replace(planned.plan, prediction=None).hash if planned.plan else ""
         kept = key, self._machine(costs), schedule
         if kept not in self._scheduled:

@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from graphshard.cost.costs import Costs, ModelCollective, ModelKind, model_collective
 from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
+from graphshard.ir.collective_regions import moves_data
 from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, MODEL_WAIT, RELOAD, UPLOADS
@@ -52,6 +53,7 @@ class TimedCall(TimedEvent):
     where: str  # the modules that it computes
     seconds: Scalar  # that it takes
     alone: bool  # the seconds are measured without collectives next to it
+    moves: bool = False  # it only casts or copies for collectives
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
     `costs` are on the program's own mesh, which says what link a collective takes.
     """
     measured = {name for name, key in program.region_names.items() if key in costs.measured}
+    moving = {name for name, key in program.region_names.items() if moves_data(program.regions[key])}
     axes = {axis.name for axis in program.mesh.every_axis}  # one that is installed names process groups instead
     events: list[TimedEvent] = []
     for name, phase in program.phases.items():
@@ -117,7 +120,8 @@ def events_of(program: Program, costs: Costs, sizes: Sizes) -> list[TimedEvent]:
             elif node.op == "call_module":
                 region = str(node.target)
                 seconds, alone = sizes.region[region], region not in measured
-                events.append(TimedCall(region, name, order, node, module_of(node), seconds, alone))
+                where, moves = module_of(node), region in moving
+                events.append(TimedCall(region, name, order, node, where, seconds, alone, moves))
                 order += 1
         # Saved values are waited for where they are copied back.
         saved = {node for node, slot in zip(phase.results, phase.outputs) if slot.kind == "saved"}

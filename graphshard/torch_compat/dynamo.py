@@ -34,7 +34,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable, DebuggingVariable
-from torch._guards import ChainedSource, Guard, GuardsSet, Source
+from torch._guards import ChainedSource, CompileContext, Guard, GuardsSet, Source, compile_context
 from torch.export.dynamic_shapes import _combine_args as combine_args
 from torch.export.dynamic_shapes import _process_dynamic_shapes as process_dynamic_shapes
 from torch.utils._ordered_set import OrderedSet

@@ -17,7 +17,7 @@ import pytest
 import graphshard
 from graphshard.cli.main import BACKENDS, SCHEDULES, main
 from graphshard.codec.program_format import program_from_json
-from graphshard.debug.dump import DumpSummary
+from graphshard.debug._dump_summary import DumpSummary
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.printer import print_program
 from graphshard.lower.backends import Backend
@@ -289,3 +289,13 @@ def test_as_a_module_with_a_reader_that_stops(dump: Path):
     command = f"{sys.executable} -m graphshard show {dump / '08'} --full | head -1"
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("forward:\n", "")
+
+
+def test_show_and_diff_do_not_import_torch(dump: Path):
+    """They read text; only a program that is made again needs torch."""
+    commands = [["show", str(dump)], ["show", str(dump.parent)], ["show", str(dump / "09")]]
+    commands.append(["diff", str(dump / "10-reorder.txt"), "--previous"])
+    run = f"[main(args) for args in {commands}]; print('torch' in sys.modules)"
+    code = f"import sys; from graphshard.cli.main import main; {run}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")

@@ -20,7 +20,8 @@ from torch.fx import Node
 
 from examples.llama import Llama, LlamaConfig
 from graphshard.codec.converter import UnknownOutput, decode_structure
-from graphshard.codec.program_format import next_pass_of, plan_of, program_from_json, program_to_json
+from graphshard.codec.program_format import next_pass_of, program_from_json, program_to_json
+from graphshard.codec.stage_format import plan_of
 from graphshard.errors import ArgumentError, ArtifactError
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.printer import print_program

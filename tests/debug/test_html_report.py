@@ -19,7 +19,7 @@ from graphshard.debug.html_report import (
     render,
     report_of,
 )
-from graphshard.schedule.timeline import Alive
+from graphshard.schedule.memory_timeline import Alive
 from graphshard.utils.text import format_count
 from tests.helpers import Blocks
 from tests.reports import HOSTILE, StageView, small_report

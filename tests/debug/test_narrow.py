@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphshard.debug.html_report import Span
-from graphshard.schedule.timeline import Alive
+from graphshard.schedule.memory_timeline import Alive
 from tests.browser import Page, Show, texts
 from tests.debug.test_page import CONTRAST, compare, lines
 from tests.reports import measured_report, small_report

@@ -17,7 +17,7 @@ from graphshard.codec.converter import PASSES
 from graphshard.codec.program_format import program_to_json
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
-from graphshard.debug.dump import DumpSummary, StageSummary
+from graphshard.debug._dump_summary import DumpSummary, StageSummary
 from graphshard.debug.show import StageFile
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.mesh import Mesh

@@ -74,6 +74,7 @@ def test_tlparse(tmp_path: Path) -> None:
         (name,) = [name for name in found if name.startswith(f"graphshard_Sequential-0_{index:02d}_{stage}")]
         assert name in (tmp_path / "out" / "index.html").read_text()
         assert found[name].read_text().startswith(("joint:", "forward:"))
+        assert found[name].parent.name == "-_0_0_0", "with the compile id of the Dynamo trace"
 
 
 def _ranges(model: nn.Module, batch: torch.Tensor) -> list[str]:

@@ -25,7 +25,7 @@ from graphshard.schedule.clock import Launch, TimedCall, TimedWait, run
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.planner import PlanByCost
 from graphshard.schedule.timeline import ends_of, steps_of
-from graphshard.utils.text import format_seconds
+from graphshard.utils.text import format_bytes, format_seconds
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -100,16 +100,17 @@ def test_parts_add_up_to_the_step(found):
     assert found.peak_memory_bytes == sum(found.memory.values())
     assert found.communication_s >= found.exposed_comm_s
     ends = {(wait.phase, wait.why): wait.seconds for wait in found.waits}
-    assert found.head_s == pytest.approx(ends["forward", "head"])
-    assert found.tail_s == pytest.approx(ends["backward", "tail"])
+    assert found.head_s >= ends["forward", "head"] * (1 - 1e-9)
+    assert found.tail_s >= ends["backward", "tail"] * (1 - 1e-9)
     assert f"head {format_seconds(found.head_s)}, tail {format_seconds(found.tail_s)}" in str(found)
 
 
 def test_ends_of_a_step():
-    """Casts may be before the first gather and after the last reduction; other waits are not ends."""
-    order = [("compute", 1.0), ("gather", 2.0), ("gather", 3.0), ("compute", 4.0), ("gather", 5.0), ("compute", 6.0)]
+    """Casts before, between and after the collectives at an end do not end it; other waits are not ends."""
+    order = [("cast", 1.0), ("gather", 2.0), ("gather", 3.0), ("compute", 4.0), ("gather", 5.0), ("compute", 6.0)]
     assert ends_of(order) == (5.0, 0.0)  # a forward alone reduces nothing
-    assert ends_of([*order, ("reduce", 7.0), ("all_reduce", 8.0), ("compute", 9.0)]) == (5.0, 15.0)
+    reduced = [("reduce", 7.0), ("cast", 1.0), ("all_reduce", 8.0), ("cast", 9.0)]
+    assert ends_of([*order, *reduced]) == (5.0, 15.0)
     assert ends_of([]) == ends_of([("compute", 1.0)]) == (0.0, 0.0)
 
 
@@ -148,7 +149,7 @@ def test_state_is_sharded(study, found):
 def test_table(found):
     """The table for users."""
     text = str(found)
-    for part in ("Net, 256 tokens per rank", "shard 8", "network isolated", found.profile_hash[:12], "tokens/s", "MFU"):
+    for part in ("Net, 256 tokens per rank", "shard 8", "network isolated", "tokens/s", "MFU"):
         assert part in text
     assert f"limited by     {found.limit}" in text
     assert all(f"* {line}" in text for line in found.advice)
@@ -308,7 +309,12 @@ def test_html(found, tmp_path):
     found.save_html(tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()
     assert "NVIDIA H100 SXM" in text
-    assert found.profile_hash[:12] in text
+    assert found.profile_hash[:12] not in text, "a headline has no hashes"
+    for number in (format_bytes(found.peak_memory_bytes), format_seconds(found.step_time_s), f"{found.mfu:.1%}"):
+        assert number in text
+        assert number in str(found)
+    assert found._inside.whole_memory.peak_bytes == found.peak_memory_bytes, "of the curve, too"
+    assert "The plan is" in text, "compared with FSDP2's order"
     assert "gather layers.1 in forward" in text
 
 
@@ -317,6 +323,7 @@ def test_trace(found, tmp_path):
     found.save_trace(tmp_path / "x.json")
     trace = json.loads((tmp_path / "x.json").read_text())
     fields = {"X": {"ts", "dur", "tid", "cat"}, "C": {"ts", "args"}, "M": {"args"}}
+    fields |= {arrow: {"ts", "tid", "id"} for arrow in "sf"}
     for event in trace["traceEvents"]:
         assert {"ph", "name", "pid"} | fields[event["ph"]] <= event.keys()
     tracks: dict[int, list] = {}
@@ -332,8 +339,12 @@ def test_trace(found, tmp_path):
     assert waits == pytest.approx(found.exposed_comm_s * 1e6)
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert {"compute", "communication"} <= names
-    peak = max(e["args"]["bytes"] for e in trace["traceEvents"] if e["ph"] == "C")
-    assert peak == found.peak_memory_bytes - found.memory["optimizer state"]
+    peak = max(e["args"]["bytes"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == "memory")
+    assert peak == found.peak_memory_bytes
+    arrows = {kind: [e for e in trace["traceEvents"] if e["ph"] == kind] for kind in "sf"}
+    assert [e["id"] for e in arrows["s"]] == [e["id"] for e in arrows["f"]] == list(range(len(found.waits)))
+    assert all(start["ts"] <= end["ts"] + 1e-6 for start, end in zip(arrows["s"], arrows["f"]))
+    assert {e["tid"] for e in arrows["f"]} == {1}, "an arrow ends at the wait on the lane of compute"
 
 
 @pytest.mark.slow
@@ -387,7 +398,7 @@ def test_gain_of_the_advice(study):
     events = found._timeline.events
     for text, factor, phases, kind in (
         ("reshard_after_forward=False", 0.0, ("backward",), "gather"),
-        ("halves R", 0.5, ("forward", "backward"), "reduce"),
+        ("halves the reductions", 0.5, ("forward", "backward"), "reduce"),
     ):
         (line,) = (line for line in found.advice if text in line)
         other = [
@@ -455,7 +466,7 @@ def test_advice_is_right(study):
     tokens = int(line.split("from about ")[1].split(" tokens")[0].replace(",", ""))
     speed = h100.rate("bfloat16").peak * h100.sustained
     assert tokens == pytest.approx(link.communication_s / (link.flop / 256 / speed), rel=0.01)
-    assert any("reshard_after_forward=False drops A'" in line for line in link.advice)
+    assert any("reshard_after_forward=False drops the gathers of backward" in line for line in link.advice)
     assert any("halves R" in line for line in link.advice)
 
     def at(count: int) -> graphshard.Explanation:

@@ -12,7 +12,8 @@ import graphshard
 from graphshard.cost.costs import Costs
 from graphshard.ir.graph import WAIT, kind_of, launch_of
 from graphshard.ir.program import Program
-from graphshard.schedule.timeline import MemoryTimeline, estimate, memory_of, tensors
+from graphshard.schedule.memory_timeline import MemoryTimeline, memory_of, tensors
+from graphshard.schedule.timeline import estimate
 from tests.predict.test_explain import BF16, TOKENS, meta_net
 
 
@@ -86,7 +87,7 @@ def test_gradients_are_alive_until_their_reduction_is_waited_for() -> None:
     """A reduction by exchange needs only the gradients and its result."""
     net = {"example_inputs": (TOKENS,), "mp_policy": BF16}
     found = graphshard.explain(meta_net(), (8,), **net)  # wide enough that gradients are not packed
-    ends = {tensor.name.split()[0]: tensor.end for tensor in tensors(found._program, found._timeline)}
+    ends = {tensor.name.split()[-1]: tensor.end for tensor in tensors(found._program, found._timeline)}
     held = 0
     for node in found._program.phases["backward"].module.graph.nodes:
         if node.target is WAIT and kind_of(launch_of(node)) == "reduce":

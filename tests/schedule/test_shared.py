@@ -16,7 +16,7 @@ from graphshard.ir.collective_regions import CollectiveRegions
 from graphshard.ir.program import Program
 from graphshard.pipeline.instrumentation import saved_by_unit
 from graphshard.schedule._program_memory import base_bytes, owners, saved_memory
-from graphshard.schedule.timeline import tensors
+from graphshard.schedule.memory_timeline import tensors
 from tests.helpers import captured, through
 
 
