@@ -13,6 +13,8 @@ torch does on CUDA devices:
 * `wait_tensor` makes the compute stream wait for the collective, with all tensors of a coalesced one.
 * Freed memory is reused at once by the stream that allocated it, or, after `record_stream`, once the recorded streams
   have finished the work launched so far. One of these streams must be ordered after every other stream that used it.
+* The host is far ahead of the device: it never sees that recorded streams have finished, so that `Machine.blocks`, what
+  the allocator asks the device for, is the most that it may be.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Buffer:
 
     def __del__(self) -> None:
         self.machine.freed(self)
+        if self.recorded <= {self.home}:
+            self.machine.free[self.home] += 1
 
 
 @dataclass(eq=False)
@@ -134,10 +138,14 @@ class Machine:
     Attributes:
         holds: whether works keep their inputs alive.
         problems: unordered accesses, in program order.
+        blocks: that the allocator has asked the device for, by stream.
+        free: blocks that a stream may use again.
     """
 
     holds: bool = True
     problems: list[str] = field(default_factory=list)
+    blocks: Counter[str] = field(default_factory=Counter)
+    free: Counter[str] = field(default_factory=Counter)
     current: str = COMPUTE
     _clocks: dict[str, Counter[str]] = field(default_factory=dict)
     _work_of: weakref.WeakKeyDictionary[Buffer, Work] = field(default_factory=weakref.WeakKeyDictionary)
@@ -147,7 +155,9 @@ class Machine:
     def made(self, name: str, home: str | None = None) -> Value:
         """Allocate a buffer on the current stream."""
         self._numbers[name] += 1
-        return Value(Buffer(self, f"{name} {self._numbers[name]}", home or self.current))
+        home = home or self.current
+        (self.free if self.free[home] else self.blocks)[home] += -1 if self.free[home] else 1
+        return Value(Buffer(self, f"{name} {self._numbers[name]}", home))
 
     def reads(self, value: Value, stream: str) -> None:
         """Record a read by a stream, which must be ordered after the last write."""
@@ -242,8 +252,9 @@ class Machine:
             finally:
                 self.current = before
 
-        def empty_like(like: Value, device: str = "", dtype: Any = None, pin_memory: bool = False) -> Value:
-            return self.made("host", HOST if device == "cpu" or not (device or like.is_cuda) else None)
+        def empty_like(like: Value, device: Any = "", dtype: Any = None, pin_memory: bool = False) -> Value:
+            on_host = str(device) == "cpu" or not (device or like.is_cuda)
+            return self.made("host" if on_host else "copy", HOST if on_host else None)
 
         numbers = iter(range(1000))
         cuda = types.SimpleNamespace(
@@ -271,7 +282,7 @@ class Machine:
         if operator is ARRIVED:
             return operators._arrived(args[0])
         if operator is DOWNLOAD:
-            return operators._download(args[0])
+            return operators._download(*args)
         if operator is MODEL_WAIT:
             self.waited(args[0])
             return Value(args[0].buffer)
@@ -357,7 +368,12 @@ class _Regions:
         return run
 
 
-def problems(
+def problems(lines: Sequence[Line], inputs: Sequence[str], **given: Any) -> list[str]:
+    """Return the unordered accesses in the code of some lines; arguments are those of `run`."""
+    return run(lines, inputs, **given).problems
+
+
+def run(
     lines: Sequence[Line],
     inputs: Sequence[str],
     *,
@@ -367,8 +383,8 @@ def problems(
     updates: Mapping[int, Sequence[int]] | None = None,
     finishes: bool = True,
     unread: Collection[int] = (),
-) -> list[str]:
-    """Return the unordered accesses in the code of some lines.
+) -> Machine:
+    """Run the code of some lines, and return the machine with what it found.
 
     Args:
         inputs: where each input was allocated: COMPUTE or HOST, prefixed with KEPT if the caller keeps a reference.
@@ -400,6 +416,8 @@ def problems(
         results = made["forward"](_Regions(machine, counts), given)
         if offloaded and finishes:
             operators.finish_copies(CUDA)
+        elif not offloaded:
+            operators._copies(CUDA).release()  # as backward does, which reloads
         for place, value in kept.items():  # the user may load a checkpoint now
             if HOST in inputs[place]:
                 machine.writes(value, HOST)
@@ -409,4 +427,4 @@ def problems(
     machine.end()
     del results
     kept.clear()
-    return machine.problems
+    return machine

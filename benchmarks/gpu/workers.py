@@ -155,7 +155,7 @@ class _Variant:
         torch.cuda.reset_peak_memory_stats()
         self._step()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
+        return int(torch.cuda.memory_stats()["active_bytes.all.peak"])
 
     def _kernels(self) -> int:
         """Count kernels, without copies and fills by the driver."""

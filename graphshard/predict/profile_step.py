@@ -264,7 +264,8 @@ def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.dev
     clock.finish()
     spans, seconds = tuple(measured_spans(record, began)), clock.seconds(began, ended)
     runs = list(record.runs)
-    peak = torch.cuda.max_memory_allocated(device) if on_cuda else _peak_on_host(step)
+    # What is freed while another stream uses it is no longer allocated, and still active.
+    peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"] if on_cuda else _peak_on_host(step)
     record.runs[:] = runs  # without the step that measures memory
     return RankStep(dist.get_rank(), seconds, spans, peak)
 

@@ -27,6 +27,7 @@ from graphshard.runtime.collective_launches import (
     UserCollectives,
     exchange_reductions,
     gather_into_buffers,
+    group_downloads,
     reduce_in_place,
 )
 from graphshard.runtime.cuda_graphs import ModelGraphs
@@ -82,6 +83,7 @@ class BoundProgram:
             self._sent[phase.module] = f"{name} of {self.program.model} ({kinds})", "\n".join(sent)
         bind_groups(phase.module.graph, self.groups)
         self.collectives.bind(phase, Mesh.of(self.mesh))
+        group_downloads(phase, program.params)
         reduce_in_place(phase)  # before gloo's rewrite: it recognizes the results of reductions
         exchange_reductions(phase)
         if on_gloo(self.mesh.get_group(0), self.mesh.device_type):

@@ -55,6 +55,8 @@ from graphshard.ir.graph import (
     launch_of,
 )
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.operators import DOWNLOAD
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.torch_compat.dtensor import all_gather_into, process_group, rank_in_group, started
@@ -185,6 +187,27 @@ IN_PLACE = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
     c10d.all_reduce_coalesced.default: c10d.all_reduce_coalesced_.default,
 }
+
+
+def group_downloads(phase: Phase, params: ParamTable) -> None:
+    """Mark the first download of each group, the gradients of a unit or the values that are saved at the same place.
+
+    Compute waits there for the group before, which has had a unit's compute to travel.
+    """
+    units: dict[object, object] = {
+        node: params[slot.name].unit
+        for node, slot in zip(phase.results, phase.outputs)
+        if slot.kind == "grad" and slot.of == "param"
+    }
+    before = place = None
+    for node in phase.module.graph.nodes:
+        if node.target is not DOWNLOAD:
+            place = node
+            continue
+        group = units.get(node, place)
+        if group != before:
+            node.args = (node.args[0], True)
+        before = group
 
 
 def reduce_in_place(phase: Phase) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import graphshard
+from graphshard.passes import OffloadActivations
 from tests.gpu.test_cuda import BF16, model, nccl, train  # noqa: F401
 
 pytestmark = pytest.mark.gpu
@@ -24,3 +25,23 @@ def test_offloaded_training_equals_fsdp2(nccl):  # noqa: F811
         assert a.device.type == "cpu"
         assert a.to_local().is_pinned()
         assert torch.equal(a.to_local(), b.to_local())
+
+
+def test_memory_is_bounded_while_the_host_is_far_ahead(nccl):  # noqa: F811
+    """Shards and saved values come and go in the order of compute: `_sleep` delays it until all is launched."""
+    net = model(layers=12)
+    passes = graphshard.Pipeline().insert(OffloadActivations(least=1), before="plan")
+    options = {"backend": "eager", "mp_policy": BF16, "offload_policy": CPUOffloadPolicy(), "passes": passes}
+    graphshard.compile(net, nccl, **options)
+    tokens = torch.randint(0, 256, (16, 64), device="cuda")
+    peaks = []
+    for cycles in (0, 0, 10**9):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if cycles:
+            torch.cuda._sleep(cycles)
+        net(tokens, tokens.roll(-1, 1)).backward()
+        net.zero_grad()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.memory_stats()["active_bytes.all.peak"])
+    assert peaks[2] < 1.1 * peaks[1], peaks

@@ -28,7 +28,7 @@ from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import BF16, FP32
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
-from tests.streams import COMPUTE, CUDA, HOST, KEPT, Event, Machine, Value, problems
+from tests.streams import COMPUTE, CUDA, HOST, KEPT, Event, Machine, problems, run
 
 COSTS = Costs(load_profile("h100"), mesh=Mesh.of_shape(2))
 PLANNERS = {
@@ -63,9 +63,12 @@ class Bound:
         return KEPT + home if kind in ("param", "part", "buffer", "input") else home
 
     def problems(self, change: Callable[[str], str] = lambda code: code, **given: Any) -> list[str]:
+        return self.run(change, **given).problems
+
+    def run(self, change: Callable[[str], str] = lambda code: code, **given: Any) -> Machine:
         outputs, away = self.phase.outputs, self.program.on_host
         given["unread"] = [place for place, s in enumerate(outputs) if s.kind == "saved" and s.name in away]
-        return problems(self.lines, self.inputs, change=change, offloaded=self.program.offloaded, **given)
+        return run(self.lines, self.inputs, change=change, offloaded=self.program.offloaded, **given)
 
 
 def bound(
@@ -77,6 +80,7 @@ def bound(
     cast_on_host: bool = False,
     saved_on_host: bool = False,
     setting: Callable[[Any, bool], None] | None = None,
+    units: int = 4,
     **options: Any,
 ) -> list[Bound]:
     """Return all phases of three steps, or of three microbatches with a setting."""
@@ -88,7 +92,7 @@ def bound(
         passes = passes.insert(OffloadActivations(least=1), before="plan")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     options = {"backend": "eager", "hardware": "h100", **options}
-    model = graphshard.compile(Blocks(4, 8, bias=True), mesh, passes=passes, **options)
+    model = graphshard.compile(Blocks(units, 8, bias=True), mesh, passes=passes, **options)
     for number in range(3):
         if setting is not None:
             setting(model, number == 2)
@@ -168,6 +172,7 @@ def test_saved_values_are_complete_before_they_are_copied_back(reload: Callable[
         del value
         copy = operators._arrived(reload(host, "cuda"))
         machine.reads(copy, COMPUTE)  # type: ignore[arg-type]
+        operators._copies(CUDA).release()
     assert [text.split(" while ")[0] for text in machine.problems] == (
         [] if reload is operators._reload else ["copies 0 reads host 1"]
     )
@@ -347,11 +352,41 @@ def _waits_for(one: WaitLine, other: WaitLine) -> str:
     return f"[{given} and torch.ops._c10d_functional.wait_tensor.default({given}), {other.args[0]}][1]"
 
 
-def test_detects_unrecorded_copies(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    phases = bound(fake_world, offload=True)
-    monkeypatch.setattr(Value, "record_stream", lambda self, stream: None)
-    for phase in phases:
-        assert any("is freed while" in text for text in phase.problems())
+def test_detects_values_that_are_not_held_while_they_are_copied(
+    fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the host; a shard that is copied to the device has a reader."""
+    _, backward = bound(fake_world, offload=True)
+    held = property(lambda self: [], lambda self, value: None)
+    monkeypatch.setattr(operators._Copies, "held", held, raising=False)
+    assert any("is freed while copies" in text for text in backward.problems())
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["saved values", "shards and saved values"])
+def test_memory_of_copies_is_bounded_however_far_ahead_the_host_is(fake_world: FakeWorld, offload: bool) -> None:
+    """Two more units need memory for their shards in forward, and for their gradients in backward, and for no more."""
+
+    def blocks(units: int) -> list[int]:
+        phases = bound(fake_world, units=units, offload=offload, saved_on_host=True, mp_policy=BF16)
+        return [phase.run().blocks.total() - phase.run().blocks[HOST] for phase in phases[:2]]
+
+    parameters = 0 if offload else 2 * 2
+    assert [many - few for few, many in zip(blocks(6), blocks(8))] == [parameters, parameters]
+
+
+def test_uploads_do_not_wait_for_downloads() -> None:
+    """They have streams of their own; downloads of an earlier group are waited for by compute."""
+    machine = Machine()
+    with machine.copies():
+        copies = operators._copies(CUDA)
+        for first in (True, False, True):
+            value = machine.made("gradient")
+            machine.writes(value, COMPUTE)
+            operators._download(value, first)  # type: ignore[arg-type]
+        downloads = machine._clock(copies.down.name)[copies.down.name]  # type: ignore[attr-defined]
+        operators._upload(machine.made("shard", HOST), "cuda")  # type: ignore[arg-type]
+        seen = {name: machine._clock(name)[copies.down.name] for name in (copies.up.name, COMPUTE)}  # type: ignore[attr-defined]
+    assert seen == {copies.up.name: downloads - 2, COMPUTE: downloads - 2}  # type: ignore[attr-defined]
 
 
 def test_detects_missing_waits_for_copies(fake_world: FakeWorld) -> None:
