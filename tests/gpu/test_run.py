@@ -179,7 +179,7 @@ def test_the_way_to_several_ranks_on_one_gpu(monkeypatch) -> None:
     assert (rows[-1].failed, len(ran)) == (True, 2)
 
 
-def test_ranks_of_nccl_on_one_gpu_have_hosts_of_their_own(monkeypatch) -> None:
+def test_ranks_of_nccl_on_one_gpu_have_different_hosts(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv(WAY, raising=False)
     for count, alone in ((1, True), (2, False)):

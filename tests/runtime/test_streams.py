@@ -375,7 +375,7 @@ def test_memory_of_copies_is_bounded_however_far_ahead_the_host_is(fake_world: F
 
 
 def test_uploads_do_not_wait_for_downloads() -> None:
-    """They have streams of their own; downloads of an earlier group are waited for by compute."""
+    """They have separate streams; compute waits for the downloads of an earlier group."""
     machine = Machine()
     with machine.copies():
         copies = operators._copies(CUDA)
