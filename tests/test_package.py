@@ -8,6 +8,7 @@ import inspect
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,35 @@ def test_passes_is_a_relative_symlink():
     link = ROOT / "graphshard" / "passes"
     assert link.is_symlink()
     assert os.readlink(link) == os.path.join("..", "passes")
+
+
+def test_packages_of_a_checkout_without_links(tmp_path: Path) -> None:
+    """As on Windows, where `graphshard/passes` is a text file."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    python_only = shutil.ignore_patterns("__pycache__", "*.json")
+    shutil.copytree(ROOT / "graphshard", tmp_path / "graphshard", symlinks=True, ignore=python_only)
+    shutil.copytree(ROOT / "passes", tmp_path / "passes", ignore=python_only)
+    (tmp_path / "graphshard" / "passes").unlink()
+    (tmp_path / "graphshard" / "passes").write_text("../passes")
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", "built"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    built = tmp_path / "built" / "graphshard" / "passes"
+    assert {path.relative_to(built) for path in built.rglob("*.py")} == {
+        path.relative_to(ROOT / "passes") for path in (ROOT / "passes").rglob("*.py")
+    }
+
+
+def test_one_version_and_one_list_of_dependencies() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    recipe = (ROOT / "packaging" / "conda" / "meta.yaml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert f'version: "{version}"' in recipe
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+    listed = re.findall(r"    - ([\w-]+) ?([<>=.,\d]*)\n", recipe.partition("  run:\n")[2].partition("test:")[0])
+    wanted = re.findall(r'^    "([\w-]+)(.*)",$', project.partition("\ndependencies = [")[2].partition("\n]")[0], re.M)
+    assert [("torch" if name == "pytorch" else name, limits) for name, limits in listed[1:]] == wanted
 
 
 def test_import_has_no_side_effects():
