@@ -33,12 +33,12 @@ MEMORY_LIMIT = 70 * 10**9  # bytes, of an H100's 80 GB
 WIDTH, LEFT, RIGHT = 960, 90, 16  # pixels; the lanes' names are at the left
 LANE, GAP = 26, 34  # height of a lane, and space above a schedule for its title
 STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328 }
+.page { fill: #ffffff } text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .title { font-weight: 600 }
 .axis { stroke: #8c959f }
 .compute { fill: #6e7781 } .gather { fill: #0969da } .reduce { fill: #bf6a02 } .exposed { fill: #ff818266 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 }
+  .page { fill: #0d1117 } text { fill: #e6edf3 }
   .compute { fill: #9198a1 } .gather { fill: #4493f8 } .reduce { fill: #db8b28 } .exposed { fill: #f8514966 }
 }
 """
@@ -88,6 +88,7 @@ def drawn(schedules: Sequence[Lanes], description: str) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
             f"<title>{escape(description)}</title>",
             f"<style>{STYLE}</style>",
+            f'<rect class="page" width="{WIDTH}" height="{height}"/>',
             *_shapes(schedules, scale),
             *_axis(last, scale, height - 42),
             "</svg>\n",
@@ -112,7 +113,7 @@ def _shapes(schedules: Sequence[Lanes], scale: float) -> Iterator[str]:
 
 def _axis(last: float, scale: float, top: float) -> Iterator[str]:
     yield f'<path class="axis" d="M{LEFT} {top}H{WIDTH - RIGHT}"/>'
-    for ms in range(0, int(last * 1e3) - 20, 50):
+    for ms in range(0, int(last * 1e3) - 12, 50):
         yield f'<text x="{LEFT + ms / 1e3 * scale:.1f}" y="{top + 16}">{ms}{" ms" if ms == 0 else ""}</text>'
     x = LEFT
     for kind, text in (

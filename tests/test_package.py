@@ -63,6 +63,7 @@ def test_one_version_and_one_list_of_dependencies() -> None:
     (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
     assert f'version: "{version}"' in recipe
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\ncopyright: graphshard {version}, " in (ROOT / "mkdocs.yml").read_text()
     assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
     listed = re.findall(r"    - ([\w-]+) ?([<>=.,\d]*)\n", recipe.partition("  run:\n")[2].partition("test:")[0])
     wanted = re.findall(r'^    "([\w-]+)(.*)",$', project.partition("\ndependencies = [")[2].partition("\n]")[0], re.M)

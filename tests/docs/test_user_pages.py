@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmarks import diagrams
 from tests.docs.test_pages import PAGES, ROOT
 
 EVIDENCE = "docs/evidence/"
@@ -66,6 +68,12 @@ def test_words_that_people_search_for_are_in_a_heading(words: str, page: str) ->
     """Headings count most in the search of the site, which `test_site.py` tries in a browser."""
     assert words.lower() in headings(f"docs/{page}").lower()
     assert (ROOT / "docs" / page).is_file()
+
+
+@pytest.mark.parametrize("draw", [diagrams.pipeline, diagrams.unit, diagrams.hsdp], ids=lambda draw: draw.__name__)
+def test_diagrams_are_current(draw: Callable[[], str]) -> None:
+    """`python -m benchmarks.diagrams` writes them."""
+    assert (ROOT / "docs/images" / f"{draw.__name__}.svg").read_text() == draw()
 
 
 def test_every_page_is_in_the_navigation() -> None:
