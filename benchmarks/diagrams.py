@@ -123,13 +123,17 @@ def unit() -> str:
         for x, text in ((5.1, "free"), (9.7, "free"), (12, "free")):
             yield _text(left + x * scale - 14, 122, text, "small")
         yield f'<rect class="cursor head" x="{left}" y="4" width="2" height="240"/>'
-        yield _text(left + 6 * scale, 264, "time: the next block's all-gather overlaps with this block's compute", "small")
+        yield _text(
+            left + 6 * scale, 264, "time: the next block's all-gather overlaps with this block's compute", "small"
+        )
 
     style = (
         f".cursor {{ animation: move 8s linear infinite }} @keyframes move {{ to {{ transform: translateX("
         f"{12 * scale:g}px) }} }}\n@media (prefers-reduced-motion: reduce) {{ .cursor {{ animation: none }} }}\n"
     )
-    return svg(722, 274, "One block: gather, compute and free its parameters, in forward and in backward", shapes(), style)
+    return svg(
+        722, 274, "One block: gather, compute and free its parameters, in forward and in backward", shapes(), style
+    )
 
 
 def hsdp() -> str:
@@ -152,7 +156,9 @@ def hsdp() -> str:
         yield _text(2, 127, "all-reduce", "left small")
         yield _text(412, 250, "within a node: all-gather of parameters, reduce-scatter of gradients", "small")
 
-    return svg(722, 262, "HSDP: shards within a node, replicas over nodes, gradients all-reduced between replicas", shapes())
+    return svg(
+        722, 262, "HSDP: shards within a node, replicas over nodes, gradients all-reduced between replicas", shapes()
+    )
 
 
 def main() -> None:
