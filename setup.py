@@ -1,8 +1,8 @@
 """Packages of a checkout with and without symbolic links; everything else is in pyproject.toml.
 
-`graphshard/passes` is a link to `passes/`. With {"": "."}, an editable install is a .pth file with this directory, which
-type checkers and editors such as Pylance follow. A checkout without links, as on Windows, has a text file there:
-setuptools then finds the passes by `package_dir`, and its editable install is an import hook, which editors do not see.
+`graphshard/passes` is a link to `passes/`. With {"": "."}, an editable install is a .pth file with this directory,
+which type checkers and editors such as Pylance follow. A checkout without links, as on Windows, has a text file there:
+setuptools then finds the passes by `package_dir`, and its editable install is an import hook, unknown to editors.
 """
 
 from pathlib import Path
