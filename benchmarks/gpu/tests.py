@@ -28,6 +28,7 @@ FILES = (
     "test_models.py",
     "test_cache.py",
 )
+NCCL_FILES = ("test_two_ranks.py", "test_faults.py")
 # Seconds until ranks have started and met.
 _LONGEST_START = 60.0
 
@@ -71,7 +72,7 @@ def measure_nccl(emit: Emit, *, dry: bool) -> None:
         emit(Row("nccl", "2 ranks", backend, failed=True, note="; ".join(failed)))
         return
     if not dry:
-        _run("nccl", emit, ["-m", "gpu", "-k", "nccl", str(ROOT / "tests/gpu/test_two_ranks.py")])
+        _run("nccl", emit, ["-m", "gpu", "-k", "nccl", *(str(ROOT / "tests/gpu" / name) for name in NCCL_FILES)])
 
 
 def _sum(rank: int, world_size: int, backend: str) -> int:

@@ -20,7 +20,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from graphshard.errors import DivergenceError, PeerError
+from graphshard.runtime._end_collectives import end_collectives, has_closed_connection, raise_in_main_thread
 from graphshard.torch_compat.dtensor import process_group, rendezvous_store
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,11 @@ RUNS, MAKES = "runs", "makes a program"
 # Seconds that the thread sleeps; all ranks together look at most 2,000 times a second, with three requests each.
 _SHORTEST_SLEEP, _STORE_LOOKS_A_SECOND = 0.25, 2000
 _SILENCE = 60.0
-# Nothing is ever sent under this tag.
-_TAG = 0x6753
 _REMEMBERED_STEPS = 8
+# Steps that the host has launched before the device has completed them. More may be: all complete in order.
+_MOST_LAUNCHED = 64
+# Seconds for a step to complete in which a rank that has died or ended has taken part.
+_COMPLETES_AFTER = 2.0
 
 # Frames of files in these folders are not the user's program.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
@@ -200,6 +203,7 @@ class HealthMonitor:
         number: steps that it has begun.
         doing: "" while the user's program runs.
         meeting: name of the rendezvous at which it waits.
+        aborted: its process groups cannot be used any more.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: dist.Store, patience: float = PATIENT) -> None:
@@ -208,6 +212,10 @@ class HealthMonitor:
         self.number = 0
         self.doing = self.meeting = ""
         self.finding: Finding | None = None
+        self.aborted = self._reported = False
+        self._found_at = 0.0
+        # Steps with when they began, and whether the device has completed them.
+        self._launched: deque[tuple[StepRecord, float, Callable[[], bool]]] = deque(maxlen=_MOST_LAUNCHED)
         self._store = store
         self.process = ProcessIdentity.this()
         self._steps: deque[StepRecord] = deque(maxlen=_REMEMBERED_STEPS)
@@ -237,6 +245,12 @@ class HealthMonitor:
         self.number += 1
         self._steps.append(StepRecord(self.number, digest, label))
         self.doing, self._began = f"{RUNS} {label}", time.monotonic()
+
+    def end(self, is_done: Callable[[], bool] | None) -> None:
+        """End the host's part of a step; it runs until `is_done`, or is over."""
+        self.doing = ""
+        if is_done is not None and self._steps:
+            self._launched.append((self._steps[-1], self._began, is_done))
 
     @property
     def digest(self) -> int:
@@ -270,9 +284,25 @@ class HealthMonitor:
         """Make the error that this rank raises because of a finding."""
         if finding.how == "differs":
             return DivergenceError(finding.message)
+        return PeerError(self._message(finding), rank=finding.rank)
+
+    def _message(self, finding: Finding) -> str:
+        """Say what a finding is, and what this rank does: its step, and the step's collectives."""
+        launched = None if self.doing else self._running()
+        if launched is not None:
+            return f"{finding.message} Rank {self.rank} {RUNS} {launched[0].label}, in step {launched[0].number}."
         step = max(self.number, finding.step)
-        message = f"{finding.message} Rank {self.rank} {self.doing or 'goes on'}, in step {step}."
-        return PeerError(message, rank=finding.rank)
+        return f"{finding.message} Rank {self.rank} {self.doing or 'goes on'}, in step {step}."
+
+    def _running(self) -> tuple[StepRecord, float] | None:
+        """Return the first step that the host has launched and the device has not completed, and when it began."""
+        with contextlib.suppress(IndexError):  # the other thread has taken it
+            while self._launched:
+                step, began, is_done = self._launched[0]
+                if not is_done():
+                    return step, began
+                self._launched.popleft()
+        return None
 
     # --- in the thread -------------------------------------------------------------------------------------------
 
@@ -331,35 +361,49 @@ class HealthMonitor:
         return Finding("differs", waits.rank, step.number, text)
 
     def warn_if_late(self, other: RankStatus | None) -> None:
-        """Log a warning once if this rank has waited for a while for the next one; later give up at a rendezvous."""
-        waited, meeting = time.monotonic() - self._began, self.meeting
+        """Log an error once if this rank has waited for a while for the next one; later give up at a rendezvous."""
+        began, meeting, number, doing = self._began, self.meeting, self.number, self.doing
         if meeting:
-            late = other is None or (other.meeting != meeting and other.number <= self.number)
+            late = other is None or (other.meeting != meeting and other.number <= number)
         else:
-            late = self.doing.startswith(RUNS) and other is not None and other.number < self.number
+            if not doing and (launched := self._running()) is not None:
+                (number, _, label), began = launched
+                doing = f"{RUNS} {label}"
+            late = doing.startswith(RUNS) and other is not None and other.number < number
         if not late:
             return
-        doing = f"{self.doing}{'' if meeting else f' in step {self.number}'}"
+        waited = time.monotonic() - began
+        doing = f"{doing}{'' if meeting else f' in step {number}'}"
         text = f"rank {self.rank} {doing} and has waited {waited:.0f} s for rank {self._next}: "
         text += f"{other or f'rank {self._next} has not compiled a model for these ranks'}."
         compiles = other is not None and other.doing.startswith(MAKES)
         if meeting and waited > (max(PATIENT, self._patience) if compiles else self._patience):
             failed = json.dumps([self._next, f"{text} {SAME_CALLS}"])
             self._store.set(f"{meeting.rpartition('.')[0]} failed", failed)
-        elif waited > WARNS_AFTER and self._warned_at != self._began:
-            self._warned_at = self._began
-            log.warning("%s", text)
+        elif waited > WARNS_AFTER and self._warned_at != began:
+            self._warned_at = began
+            log.error("%s", text)
 
     def _found(self, finding: Finding) -> None:
         """Keep a finding; if this rank waits in a collective that cannot complete, end it."""
         if self.finding is None:
-            self.finding = finding
-            if finding.how == "differs":
-                log.error("%s", finding.message)
-        if self.doing and not self.meeting and self._ends_step(finding):
-            for name in self.groups:
-                close_connections(process_group(name))
-            self.groups.clear()
+            self.finding, self._found_at = finding, time.monotonic()
+        launched = None if self.doing else self._running()
+        waits = bool(self.doing) and self._ends_step(finding)
+        if not self._reported and (waits or launched is not None or finding.how != "ended"):
+            self._reported = True
+            log.error("%s", self._message(finding))
+        if launched is not None:
+            slow = time.monotonic() - self._found_at > _COMPLETES_AFTER
+            waits = finding.step <= launched[0].number or slow
+        if not waits or self.meeting or self.aborted:
+            return
+        self.aborted = True
+        if launched is not None and not self.doing:  # before the host goes on with garbage
+            raise_in_main_thread(self.error(finding))
+        for name in self.groups:
+            end_collectives(process_group(name))
+        self.groups.clear()
 
     def leave(self, why: str) -> None:
         """Publish that this rank makes no more steps."""
@@ -402,35 +446,3 @@ def _leave_at_exit(known: weakref.ref[HealthMonitor]) -> None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     monitor.leave("has ended" if error is None else f"has ended with {error_text(error)}")
-
-
-# Gloo has no call to ask for or close connections, but receiving does both: gloo refuses to receive from a rank that
-# has closed its connection, and when a receive times out, gloo closes all connections of the group. A rank that waits
-# for a collective on them, here or elsewhere, gets an error at once, and so does the destructor of the group, which
-# waits for what is under way.
-
-
-def has_closed_connection(rank: int) -> bool:
-    """Return whether a rank of the default group has closed its connection to this one, as a process that ends does."""
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        group.recv([torch.zeros(1)], rank, _TAG)
-    except RuntimeError as error:
-        return any(word in str(error) for word in ("onnection closed", "onnection reset", "roken pipe"))
-    return False
-
-
-def close_connections(group: dist.ProcessGroup) -> None:
-    """End what is under way in a group of gloo's; it cannot be used any more."""
-    if "gloo" not in str(dist.get_backend(group)):
-        return
-    for rank in range(group.size()):
-        if rank != group.rank():
-            try:
-                work = group.recv([torch.zeros(1)], rank, _TAG)
-            except RuntimeError:  # closed by that rank; gloo asks only this one, and the others may be open
-                continue
-            with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
-            return

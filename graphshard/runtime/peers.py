@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.errors import ArgumentError, DivergenceError, PeerError
+from graphshard.runtime._end_collectives import completion_on
 from graphshard.runtime.health_monitor import PATIENT, HealthMonitor, differ_text, error_text
 from graphshard.runtime.process_groups import is_fake, on_gloo, ranks_of
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
@@ -39,7 +40,7 @@ _ASKS_EVERY, _ASK_A_SECOND = 0.5, 500
 # Seconds that it goes on then, as it may be about to fail in the same way: its own error says more.
 _FAILS_ALIKE = 2.5
 
-_OF_A_COLLECTIVE = re.compile("gloo|nccl|connection|socket|pair closure|broken pipe", re.IGNORECASE)
+_OF_A_COLLECTIVE = re.compile("aborted|gloo|nccl|connection|socket|pair closure|broken pipe", re.IGNORECASE)
 
 # A look for a key takes 25 us. All ranks together ask the store's only thread at most this often in a second.
 _LOOKS_A_SECOND = 8000
@@ -169,7 +170,8 @@ def peers_of(mesh: DeviceMesh, groups: Iterable[str]) -> Peers | None:
     if ranks not in known:
         groups_of_axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         gloo = [str(group.group_name) for group in groups_of_axes if on_gloo(group, mesh.device_type)]
-        known[ranks] = Peers(ranks, rendezvous_store(), *settings, gloo)
+        launches = mesh.device_type if len(gloo) < len(groups_of_axes) else ""
+        known[ranks] = Peers(ranks, rendezvous_store(), *settings, gloo, launches)
     known[ranks].monitor.groups.update(groups)
     return known[ranks]
 
@@ -179,13 +181,20 @@ class Peers:
 
     Args:
         gloo: names of the process groups of the mesh's axes, if they are gloo's.
+        launches_on: kind of device whose collectives run after the host has launched them; "" if they do not.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], store: dist.Store, checks_steps: bool, patience: float, gloo: Sequence[str] = ()
+        self,
+        ranks: tuple[int, ...],
+        store: dist.Store,
+        checks_steps: bool,
+        patience: float,
+        gloo: Sequence[str] = (),
+        launches_on: str = "",
     ) -> None:
         self.ranks, self.rank = ranks, dist.get_rank()
-        self._checks_steps, self._gloo = checks_steps, gloo
+        self._checks_steps, self._gloo, self._launches_on = checks_steps, gloo, launches_on
         name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         # A store may outlive a process group.
         prefix = f"graphshard/{name}-{store.add(f'graphshard/{name}/{self.rank}', 1)}"
@@ -352,7 +361,10 @@ class Peers:
 
     def _finish(self, error: BaseException | None) -> None:
         """End a step, with the error of a collective replaced by the finding that explains it."""
-        doing, self.monitor.doing = self.monitor.doing, ""
+        doing = self.monitor.doing
+        self.monitor.end(completion_on(self._launches_on) if self._launches_on and error is None else None)
+        if error is None and self.monitor.aborted and self._launches_on:  # the results are garbage
+            error = RuntimeError("the collectives of this step were aborted")
         if not isinstance(error, RuntimeError) or not _OF_A_COLLECTIVE.search(str(error)):
             return
         deadline = time.monotonic() + _UNTIL_FOUND

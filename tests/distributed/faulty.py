@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -29,7 +30,9 @@ import graphshard
 from graphshard.errors import CaptureError, PassError
 from graphshard.ir.program import Program
 from graphshard.passes import Pass
-from tests.ranks import ENVIRONMENT
+from graphshard.runtime import peers
+from tests.distributed.launching import NAME, LaunchingGroup, join
+from tests.ranks import ENVIRONMENT, nccl_environment
 
 RANKS = 3
 ODD = 1
@@ -71,6 +74,8 @@ class Job:
 
     rank: int
     store: dist.Store
+    group: LaunchingGroup | None = None
+    device: str = "cpu"
 
     @property
     def odd(self) -> bool:
@@ -78,12 +83,12 @@ class Job:
 
     def model(self, width: int = 8, **options: Any) -> Any:
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (RANKS,))
-        return graphshard.compile(Net(width), mesh, backend="eager", **options)
+        mesh = init_device_mesh(self.device, (RANKS,))
+        return graphshard.compile(Net(width).to(self.device), mesh, backend="eager", **options)
 
     def steps(self, model: Any, number: int, rows: int = 2) -> None:
         for _ in range(number):
-            model(torch.ones(rows, 4)).backward()
+            model(torch.ones(rows, 4, device=self.device)).backward()
 
     def trained(self, **options: Any) -> Any:
         """Train a model for two steps on all ranks, before the fault."""
@@ -197,6 +202,31 @@ def ends_early(job: Job) -> None:
     job.steps(model, 1)
 
 
+def stands_still(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        time.sleep(6)
+    else:
+        job.steps(model, 1)
+
+
+def out_of_memory(job: Job) -> None:
+    model = job.trained()
+    job.fault()
+    if job.odd:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    job.steps(model, 1)
+
+
+def cannot_abort(job: Job) -> None:
+    """Kill a rank in a job whose process group raises when it is aborted."""
+    assert job.group is not None
+    with mock.patch.object(job.group, "abort", side_effect=RuntimeError("no such call")):
+        killed(job)
+        job.group.synchronize()
+
+
 def users_error(job: Job) -> None:
     model = job.trained()
     job.fault()
@@ -242,6 +272,9 @@ CASES: dict[str, Callable[[Job], None]] = {
         extra_call,
         extra_call_of_many,
         ends_early,
+        stands_still,
+        out_of_memory,
+        cannot_abort,
         users_error,
         killed,
         killed_before_a_new_program,
@@ -251,22 +284,47 @@ CASES: dict[str, Callable[[Job], None]] = {
 
 
 def run(name: str, rank: int, port: int) -> None:
-    """Run one rank of a case and print its outcome."""
-    case, _, check = name.partition(":")
+    """Run one rank of a case and print its outcome.
+
+    The name ends with ":steps" to check each step, with ":nccl" to run on GPUs, or with ":launching" for collectives
+    on CPUs that behave as NCCL's.
+    """
+    case, _, how = name.partition(":")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     own = dist.PrefixStore(name, store)
-    with mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": check}):
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=RANKS, timeout=timedelta(seconds=LIMIT))
+    launches, lines = how in (NAME, "nccl"), list[tuple[float, str]]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append((time.time(), record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("graphshard").addHandler(handler)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": "" if launches else how}))
+        group, device, synchronize = None, "cpu", lambda: None
+        if how == NAME:
+            group = join(own, rank, RANKS)
+            synchronize = group.synchronize
+            stack.enter_context(mock.patch.object(peers, "completion_on", group.completion))
+        else:
+            if how == "nccl":
+                os.environ.update(nccl_environment(rank, RANKS))
+                torch.cuda.set_device(rank % torch.cuda.device_count())
+                device, synchronize = "cuda", torch.cuda.synchronize
+            backend = "nccl" if how == "nccl" else "gloo"
+            dist.init_process_group(backend, store=own, rank=rank, world_size=RANKS, timeout=timedelta(seconds=LIMIT))
         found, message = "", ""
         try:
-            CASES[case](Job(rank, dist.PrefixStore("job", own)))
+            CASES[case](Job(rank, dist.PrefixStore("job", own), group, device))
+            synchronize()
         except Exception as error:
             found, message = type(error).__name__, str(error)
             raise
         finally:
-            since = time.time() - float(dist.PrefixStore("job", own).get("fault"))
-            row = {"case": name, "rank": rank, "error": found, "message": message, "seconds": round(since, 2)}
+            fault = float(dist.PrefixStore("job", own).get("fault"))
+            row: dict[str, Any] = {"case": name, "rank": rank, "error": found, "message": message}
+            row |= {"seconds": round(time.time() - fault, 2)}
+            if launches:
+                row["lines"] = [(round(at - fault, 2), line) for at, line in lines]
+                row["aborted"] = group is not None and group.ended.wait(2.0)
             os.write(1, f"{json.dumps(row)}\n".encode())  # one write, because other processes write, too
 
 

@@ -28,6 +28,8 @@ class End:
     error: str
     message: str
     seconds: float
+    aborted: bool = False
+    lines: tuple[tuple[float, str], ...] = ()
 
 
 def ends(case: str) -> dict[int, End]:
@@ -35,7 +37,7 @@ def ends(case: str) -> dict[int, End]:
     command = [sys.executable, "-m", "tests.distributed.faulty", case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    found = {row["rank"]: End(row["error"], row["message"], row["seconds"]) for row in rows}
+    found = {row.pop("rank"): End(**{name: row[name] for name in row.keys() - {"case"}}) for row in rows}
     assert set(found) >= set(OTHERS), done.stderr[-5000:]
     return found
 
@@ -155,3 +157,56 @@ def test_killed(case: str) -> None:
 def test_never_compiles() -> None:
     """The other ranks know only the connection of a rank that has never called compile."""
     assert_all_say(ends("never_compiles"), "PeerError", "rank 1 has ended. Rank ", "makes a program of Net", but=(ODD,))
+
+
+# --- collectives that run after the host has launched them -----------------------------------------------------------
+
+# By case: the finding, and the error that the others raise where the host waits.
+LAUNCHED = {
+    "killed": ("rank 1 has died without a word", "PeerError"),
+    "ends_early": ("rank 1 has ended, after 4 steps.", "PeerError"),
+    "users_error": ("rank 1 has ended with ValueError: a bad batch, after 4 steps.", "PeerError"),
+    "out_of_memory": ("rank 1 has ended with OutOfMemoryError: CUDA out of memory, after 4 steps.", "PeerError"),
+    "known_accumulation": ("ranks do not run the same in step 14: rank ", "DivergenceError"),
+}
+
+
+def check_launched(case: str, how: str) -> None:
+    """Check that an error line names rank, step and collective, and that the host raises where it waits."""
+    text, error = LAUNCHED[case]
+    for rank, end in ends(f"{case}:{how}").items():
+        if rank == ODD:
+            continue
+        assert end.error == error
+        assert text in end.message
+        (seconds, line), *_ = end.lines
+        assert text in line
+        assert f"Rank {rank} runs forward of Net (gather: 2), in step " in line
+        assert seconds < MOST_SECONDS
+        assert end.aborted or how == "nccl"
+
+
+def check_standing_still(how: str) -> None:
+    """Check that a rank that may go on is named, and that nothing is aborted until it has ended."""
+    found = ends(f"stands_still:{how}")
+    (seconds, line), *_ = found[0].lines
+    assert 4 < seconds < 6
+    assert "rank 0 runs forward of Net (gather: 2) in step 5 and has waited 4 s for rank 1: rank 1 is in the" in line
+    assert "faulty.py" in line
+    assert {found[rank].error for rank in OTHERS} == {"PeerError"}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_launched_collectives_are_aborted(case: str) -> None:
+    check_launched(case, "launching")
+
+
+def test_a_rank_that_stands_still_is_named() -> None:
+    check_standing_still("launching")
+
+
+def test_a_group_that_cannot_be_aborted() -> None:
+    found = ends("cannot_abort:launching")
+    for rank in OTHERS:
+        assert found[rank].error == "PeerError"
+        assert "process group 0 (launching) cannot be aborted: no such call. End the job." in found[rank].lines[-1][1]

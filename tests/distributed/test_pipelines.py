@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.errors import UnsupportedError
-from graphshard.runtime.health_monitor import close_connections
+from graphshard.runtime._end_collectives import end_collectives
 from tests.distributed.twins import BF16, FP32, CountLaunches, assert_same, fsdp2, grads_of, groups_of, params_of
 from tests.ranks import Ranks
 
@@ -226,7 +226,7 @@ def _zero_bubble(rank: int, world_size: int) -> str:
     pipeline = Pipeline(_ours, "zero bubble", FP32)
     with pytest.raises((UnsupportedError, RuntimeError)) as caught:
         pipeline.step(torch.randn(8, 8), torch.randn(8, 8))
-    close_connections(pipeline.group)
+    end_collectives(pipeline.group)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
-from graphshard.runtime.health_monitor import WARNS_AFTER, HealthMonitor, ProcessIdentity, RankStatus
+from graphshard.errors import PeerError
+from graphshard.runtime.health_monitor import WARNS_AFTER, Finding, HealthMonitor, ProcessIdentity, RankStatus
 
 # The first registered function runs last at exit.
 START = """
@@ -80,3 +83,48 @@ def test_following_ranks_do_not_warn(monitor: HealthMonitor, caplog: pytest.LogC
         monitor.doing = "compares programs"
         monitor.warn_if_late(RankStatus(1, ProcessIdentity.this()))
     assert not caplog.messages
+
+
+def _start_and_wait(thread: threading.Thread) -> None:
+    thread.start()
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_launched_step_runs_until_the_device_has_completed_it(
+    monitor: HealthMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then a finding about a later step says nothing; before, the main thread gets the error where it waits."""
+    done = threading.Event()
+    ended = Finding("ended", 1, 2, "rank 1 has ended, after 1 steps.")
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        monitor.begin("forward of Net (gather: 2)", "")
+        monitor.end(lambda: True)
+        monitor._found(ended)
+        assert not caplog.messages
+        monitor.end(done.is_set)
+        monitor._found(ended)
+        assert not monitor.aborted, "rank 1 has launched it, too"
+        monitor._found_at -= 10
+        thread = threading.Thread(target=monitor._found, args=(ended,))
+        with pytest.raises(PeerError, match=r"rank 1 has ended, .* Rank 0 runs forward of Net .*, in step 1"):
+            _start_and_wait(thread)
+        thread.join()
+    assert monitor.aborted
+    (line,) = caplog.messages
+    assert "Rank 0 runs forward of Net (gather: 2), in step 1." in line
+
+
+def test_a_rank_that_stands_still_is_an_error_while_the_host_waits(
+    monitor: HealthMonitor, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = RankStatus(1, ProcessIdentity.this())
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        monitor.begin("forward of Net (gather: 2)", "")
+        monitor._began -= WARNS_AFTER + 1
+        monitor.end(lambda: False)
+        monitor.warn_if_late(other)
+        monitor.warn_if_late(other)
+    (line,) = caplog.messages
+    assert line.startswith("rank 0 runs forward of Net (gather: 2) in step 1 and has waited 5 s for rank 1: rank 1 is")
