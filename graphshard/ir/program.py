@@ -355,8 +355,9 @@ class Program:
     eager: EagerForward | None = None
 
     def take_trace(self, traced: Program, digest: str) -> None:
-        """Take the guards and the traced forward of an equal program, which was not loaded."""
+        """Take guards, traced forward and structure of outputs of an equal program, which was not loaded."""
         self.trace, self.taken, self.digest, self.eager = traced.trace, traced.taken, digest, traced.eager
+        self.out_spec = traced.out_spec
 
     def keep_captured(self, captured: Callable[[], Any]) -> None:
         """Set the function that rebuilds the captured program as an `ExportedProgram`."""

@@ -27,8 +27,9 @@ _WHOLE, _RAISED, _BROKEN = range(3)
 class Agreement:
     """Agreement of the ranks that run one runner; all of them ask in the same order.
 
-    All ranks make their first program in the same call. Later ones may be made by a rank alone, as its inputs have
-    other shapes: it does not ask then, and the program must communicate as an earlier one does.
+    All ranks make a program that gathers or reduces other parameters than earlier ones, such as the first one, in the
+    same call. A rank may make another one alone, as its inputs have other shapes: it does not ask then, and the program
+    must communicate as an earlier one does.
 
     Attributes:
         peers: the other ranks that have the same pieces of parameters; None while exporting.
@@ -38,12 +39,16 @@ class Agreement:
     peers: Peers | None
     everyone: Peers | None = None
     _known: set[str] = field(default_factory=set)
+    # What known programs send, in any order.
+    _sent: list[frozenset[tuple[str, ...]]] = field(default_factory=list)
+    # This rank has not found a program in the cache, and has not told the others, who may have found it.
+    _untold: bool = False
     _pipeline: Pipeline | None = None
 
     @contextlib.contextmanager
     def together(self, label: str, reason: str) -> Iterator[None]:
         """Make an error while a program of `label` is made one of all ranks that make it."""
-        doing = f"{MAKES} of {label} ({reason})"
+        doing, self._untold = f"{MAKES} of {label} ({reason})", False
         with contextlib.ExitStack() as stack:
             for ranks in (self._others, self.peers):
                 if ranks is not None:
@@ -67,6 +72,7 @@ class Agreement:
             return passes
 
         def planning() -> Peers:
+            self._tell_missing()
             return cast(Peers, self._others or self.peers)
 
         def share(program: Program, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -88,33 +94,54 @@ class Agreement:
         text, everyone = agreed_text(program), self._others
         if (self.peers is None and everyone is None) or text in self._known:
             return False
+        self._tell_missing()
         if self.peers is not None:
             self.peers.agree(text, functools.partial(difference, self.peers.rank))
         if everyone is not None:  # ranks that have other pieces gather other parameters, among themselves
             shared = [line for line in program.communication if " as " not in line]
             everyone.agree(json.dumps([{}, shared]), functools.partial(difference, everyone.rank))
-        self._known.add(text)
+        self._know(program, text)
         return True
 
-    def all_have(self, program: Program | None) -> bool:
-        """Return whether a cached program may be run: every rank has found one, and all communicate alike."""
-        text = agreed_text(program) if program is not None else ""
-        if self.peers is None or self._known:
-            return program is not None and (self.peers is None or text in self._known)
-        if not self.peers.unanimous(text) or program is None:
-            return False
+    def why_not_found(self, program: Program | None) -> str:
+        """Return why a program that was found in the cache, or None, may not be run; "" if it may.
+
+        A rank that has found none says so when it first needs the others, in the planner or in `check`: only then it
+        knows that they make a program, too.
+        """
+        if program is None:
+            self._untold = self.peers is not None
+            return "it was not found"
+        text = agreed_text(program)
+        if self.peers is None or text in self._known:
+            return ""
+        if _sent_by(program) in self._sent:
+            return "it gathers and reduces in another order than a program of this launch with the same parameters"
+        if not self.peers.unanimous(text):
+            return "another rank has not found it, or another one"
+        self._know(program, text)
+        return ""
+
+    def _tell_missing(self) -> None:
+        """Tell the ranks that have found a program that this one has not, if it has not told them yet."""
+        if self._untold and self.peers is not None:
+            self._untold = False
+            self.peers.unanimous("")
+
+    def _know(self, program: Program, text: str) -> None:
         self._known.add(text)
-        return True
+        self._sent.append(_sent_by(program))
 
     def all_load(self, program: Program | None) -> bool:
         """Return whether a program of a file may be run: in the first call, every rank has found the same one.
 
         Later ones may be run by a rank alone: ranks have compared the programs of the file when they read it.
         """
-        if self.peers is not None and not self._known:
-            return self.all_have(program)
+        text = agreed_text(program) if program is not None else ""
+        if self.peers is not None and not self._known and not self.peers.unanimous(text):
+            return False
         if program is not None:
-            self._known.add(agreed_text(program))
+            self._know(program, text)
         return program is not None
 
     def compiled(self) -> None:
@@ -146,6 +173,12 @@ class Agreement:
         if most > _RAISED:
             error.raised = ""
         raise error
+
+
+def _sent_by(program: Program) -> frozenset[tuple[str, ...]]:
+    """Return what the planned collectives of a program send, however they are ordered and packed."""
+    buckets = program.plan.buckets if program.plan is not None else ()
+    return frozenset((b.phase, b.kind, str(b.axis), member) for b in buckets for member in b.members)
 
 
 def agreed_text(program: Program) -> str:

@@ -37,6 +37,7 @@ from graphshard.torch_compat.torch_ops import forget_sources, pytree
 from graphshard.utils.progress import progress
 
 log = logging.getLogger(__name__)
+cache_log = logging.getLogger("graphshard.cache")
 
 
 class LoweredProgram(NamedTuple):
@@ -170,8 +171,10 @@ class ProgramCompiler:
                     search = self.cache.search(self, call.module, signature, tensors, traced)
                     show("look for it in the cache")
                 cached = search.find() if search is not None else None
-                if self.agreement.all_have(cached.program if cached is not None else None):
-                    assert cached is not None
+                refused = self.agreement.why_not_found(None if cached is None else cached.program)
+                if cached is not None and refused:
+                    cache_log.info("cache: %s is compiled, although it was found: %s", tracer.label, refused)
+                elif cached is not None:
                     found = cached.program
                     found.model, found.reason, found.capture = tracer.label, reason.text, number
                     found.take_trace(traced, digest)

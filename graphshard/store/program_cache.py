@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from graphshard.store.cache_directory import (
 )
 from graphshard.store.fingerprint import describe_options, environment, key_facts, model_facts, why_not_cached
 from graphshard.store.program_library import StoredProgram, read_region
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch
 
 log = logging.getLogger("graphshard.cache")
@@ -183,7 +184,8 @@ class CacheLookup:
 
     def _write(self, program: Program, partitioned: Partitioned | None) -> bool:
         path, tracer = self.path, self.maker.tracer
-        data = encode_lowered(program, self.module)
+        # The structure of the outputs is the trace's: its classes need not say how they are stored.
+        data = encode_lowered(replace(program, out_spec=pytree.tree_structure(())), self.module)
         start = None if partitioned is None else encode_partitioned(partitioned, program)
         # Another rank has written it, or does: a thousand of them would, on a file system of all machines.
         if path.exists() or is_being_written(path):

@@ -27,9 +27,14 @@ from tests.ranks import RankPool, Ranks
 
 
 def _train(
-    rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3
+    rank: int, world_size: int, cache: str, backend: str, *, without: int = -1, steps: int = 3, evaluates: bool = False
 ) -> tuple[list[Tensor], int, list[str]]:
-    """Train the example; return losses, the number of compilations, and the cache's messages."""
+    """Train the example; return losses, the number of compilations, and the cache's messages.
+
+    Args:
+        without: rank without a cache.
+        evaluates: after each step.
+    """
     llama = load_example("llama")
     torch.manual_seed(0)
     model = llama.Llama(llama.LlamaConfig(layers=2, dim=32, heads=2, seq=16))
@@ -53,6 +58,10 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach())
+                if evaluates:
+                    with torch.no_grad():
+                        losses.append(model.eval()(tokens, tokens))
+                    model.train()
     finally:
         logger.removeHandler(handler)
     return losses, passes.call_count, said
@@ -71,6 +80,22 @@ def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
     second = ranks(2).run(_train, cache, "eager")
     assert [each[1] for each in second] == [0, 0]
     assert _same(first, second)
+
+
+def test_an_evaluation_program_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    """It gathers in another order than the training program, and reduces nothing: ranks agree on it, too."""
+    cache = str(tmp_path / "cache")
+    first = ranks(2).run(_train_and_evaluate, cache, -1)
+    assert [each[1] for each in first] == [2, 2]
+    for without, captures in ((-1, 0), (1, 2)):
+        second = ranks(2).run(_train_and_evaluate, cache, without)
+        assert [each[1] for each in second] == [captures, captures], second
+        assert _same(first, second)
+    assert "is compiled, although it was found: another rank has not found it" in second[0][2][1]
+
+
+def _train_and_evaluate(rank: int, world_size: int, cache: str, without: int) -> Any:
+    return _train(rank, world_size, cache, "eager", without=without, steps=1, evaluates=True)
 
 
 @pytest.mark.slow
