@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import diagrams
+from graphshard.cli.main import _parser
 from tests.docs.test_pages import PAGES, ROOT
 
 EVIDENCE = "docs/evidence/"
@@ -74,6 +76,16 @@ def test_words_that_people_search_for_are_in_a_heading(words: str, page: str) ->
 def test_diagrams_are_current(draw: Callable[[], str]) -> None:
     """`python -m benchmarks.diagrams` writes them."""
     assert (ROOT / "docs/images" / f"{draw.__name__}.svg").read_text() == draw()
+
+
+def test_every_command_and_option_is_on_a_page() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        _, _, section = page.partition(f"\n## {name}\n")
+        section = section.partition("\n## ")[0]
+        flags = [flag for action in command._actions for flag in action.option_strings if flag not in ("-h", "--help")]
+        assert not [flag for flag in flags if flag not in section], name
 
 
 def test_every_page_is_in_the_navigation() -> None:
