@@ -5,7 +5,7 @@ print(profile)
 """
 
 from graphshard.cost.profile import Profile, load_profile
-from graphshard.predict.profile_step import load_measured, measure_regions, profile_step, save_measured
+from graphshard.predict.profile_step import load_measured, measure_regions, metrics, profile_step, save_measured
 from graphshard.predict.step_profile import StepProfile
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "load_measured",
     "load_profile",
     "measure_regions",
+    "metrics",
     "profile_step",
     "save_measured",
 ]

@@ -59,7 +59,9 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     Training(**training)  # report errors before the model is made
     symbols = dict(_symbol(text) for text in args.symbols)
     show("make the model")
-    model, given = _made(args.factory)
+    if (args.factory is None) == (args.hf is None):
+        raise ArgumentError("give what makes the model, as module:factory or file.py:factory, or --hf config.json")
+    model, given = _made(args.factory) if args.hf is None else (_of_config(args.hf), None)
     common: dict[str, Any] = {
         "show": show,
         "every_block": args.every_block,
@@ -144,6 +146,38 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
         "memory_limit": args.memory_limit,
         "dynamic_shapes": tuple(dict.fromkeys(args.dynamic, Dim.AUTO) for _ in inputs) if args.dynamic else None,
     }
+
+
+def _of_config(path: str) -> nn.Module:
+    """Return a causal language model of a Hugging Face config file, on the meta device; nothing is downloaded."""
+    file = path_of("--hf", path, "a config.json of a model of Hugging Face")
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ArgumentError(f"--hf: there is no file {brief(str(file))}. Give the config.json of a model.")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ArgumentError("--hf needs transformers, which is not installed: pip install transformers") from None
+    try:
+        config = AutoConfig.from_pretrained(file)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return type(type(model).__name__, (_WithLoss,), {})(model)
+    except Exception as error:  # of the library, for whatever the file holds
+        raise ArgumentError(f"--hf: {file} makes no causal language model: {failure(error)}") from error
+
+
+class _WithLoss(nn.Module):
+    """A causal language model that is called with its tokens alone and returns their loss, as training does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
 
 
 def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:

@@ -204,7 +204,8 @@ def _add_explain(command: _AddCommand) -> None:
         "tensors of the shapes that --batch gives.",
     )
     several, flag = {"nargs": "+", "default": []}, {"action": "store_true"}
-    add("factory", "what makes the model", "MODULE:FACTORY")
+    add("factory", "what makes the model", "MODULE:FACTORY", nargs="?")
+    add("--hf", "config.json of a causal language model of Hugging Face, instead of a factory", "FILE")
     add(
         "--mesh",
         "ranks, such as 8, shard=8, or 4,8 (replicate, shard); several for a table; by names pp=4,dp=16, and with "

@@ -16,7 +16,7 @@ from typing import Literal
 
 from graphshard.errors import ArgumentError
 from graphshard.utils.json_dataclasses import read, write
-from graphshard.utils.text import brief
+from graphshard.utils.text import brief, format_bytes, format_seconds, html_table, new_table, styled
 
 CollectiveKind = Literal["gather", "reduce", "all_reduce"]
 
@@ -131,6 +131,20 @@ class Plan:
             return read(data, Plan)
         except ArgumentError as error:
             raise ArgumentError(f"not a plan that Plan.to_json wrote, {brief(text)}: {error}") from None
+
+    def _repr_html_(self) -> str:
+        """Return the buckets as a table, for notebooks."""
+        table = new_table(("bucket", "axis"), ("parameters", "size", "start", "wait"))
+        at = {(event.action, event.bucket): str(event.at) for of in self.events.values() for event in of}
+        for bucket in self.buckets:
+            places = (at.get((action, bucket.name), "") for action in ("start", "wait"))
+            numbers = str(len(bucket.members)), format_bytes(bucket.num_bytes)
+            table.add_row(styled(bucket.name), styled(bucket.axis), *numbers, *places)
+        lines = [f"kept gathered: {len(self.kept)} parameters"] if self.kept else []
+        if (found := self.prediction) is not None:
+            seconds, bound = format_seconds(found.step_seconds), format_seconds(found.lower_bound)
+            lines.append(f"predicted for {found.profile}: {seconds}, no schedule beats {bound}")
+        return html_table(f"Plan of {len(self.buckets)} buckets", table, lines)
 
     @property
     def hash(self) -> str:

@@ -18,6 +18,7 @@ from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Plan
 from graphshard.ir.repeats import RepeatedBlocks
 from graphshard.torch_compat.torch_ops import assert_async, pytree, uncompiled
+from graphshard.utils.text import format_seconds, html_table, new_table, styled
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,17 @@ class Program:
         """The backward graph; None for a program without gradients."""
         phase = self.phases.get("backward")
         return phase.module if phase else None
+
+    def _repr_html_(self) -> str:
+        """Return the passes as a table, for notebooks; `plan` shows the buckets."""
+        table = new_table(("stage", "pass"), ("rewrites", "nodes", "time"))
+        for index, stage in enumerate(self.history):
+            numbers = str(stage.rewrites), f"{stage.num_nodes:,}", format_seconds(stage.seconds)
+            table.add_row(str(index), styled(stage.name), *numbers)
+        lines = [f"mesh: {self.mesh}", f"{self.num_regions} calls of {self.num_distinct_regions} regions"]
+        if self.plan is not None:
+            lines.append(f"{len(self.plan.buckets)} buckets")
+        return html_table(": ".join(filter(None, (self.title, self.reason))), table, lines)
 
     def saved_table(self) -> str:
         """Return saved and recomputed values as a table with a line for each unit."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_type_hints
 
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +25,7 @@ from graphshard.schedule.memory_timeline import MemoryTimeline
 from graphshard.schedule.timeline import Estimate
 from graphshard.utils.argument_validation import write_given
 from graphshard.utils.json_dataclasses import write
-from graphshard.utils.text import format_bytes, format_seconds, plain_table
+from graphshard.utils.text import format_bytes, format_seconds, html_table, plain_table
 
 # How many waits, and how many collectives of the critical path, the table names.
 _SHOWN = 3
@@ -196,6 +196,7 @@ class Explanation:
             contention.
         busy: share of the step in which compute, and each link ("node", "network"), is busy.
         regions: distinct regions, the most expensive first.
+        notes: what limits the prediction: the call has no loss, fewer GPUs would be as fast, what it was compared with.
         pipeline: on a mesh with a pipeline axis, the stages. Seconds are then of the rank that is busy longest, and
             memory of the one that needs the most. Numbers of one microbatch are of that rank's last one.
     """
@@ -237,6 +238,7 @@ class Explanation:
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     cost: TrainingCost | None = None
     pipeline: PipelineCost | None = None
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def _inside(self) -> Inside:
@@ -311,10 +313,26 @@ class Explanation:
         return f"{format_seconds(low)} to {format_seconds(high)}" if low < high else ""
 
     def __str__(self) -> str:
+        lines = [f"* {line}" for line in (*self.advice, *self.notes)]
+        return "\n".join([plain_table(self._table()), *lines, *self._formula_lines()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for notebooks; `save_html` writes the whole report."""
+        return html_table(f"{self.model}, predicted", self._table(), (*self.advice, *self.notes))
+
+    def _table(self) -> Table:
         table = Table(box=None, show_header=False)
         for name, value in self._facts():
             table.add_row(name, Text(value))
-        return "\n".join([plain_table(table), *(f"* {line}" for line in self.advice), *self._formula_lines()])
+        return table
+
+    def metrics(self) -> dict[str, float]:
+        """Return the main numbers for a logger of experiments: seconds, bytes, shares and tokens per second."""
+        names = [name for name, kind in get_type_hints(type(self)).items() if kind in (int, float)]
+        found = {name: float(getattr(self, name)) for name in names}
+        found |= {f"memory_{what.replace(' ', '_')}_bytes": float(size) for what, size in self.memory.items()}
+        speeds = ("tokens_per_second", "tokens_per_second_per_gpu")
+        return {**found, **{name: float(getattr(self, name)) for name in speeds}}
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         seconds, size = format_seconds, format_bytes
@@ -360,7 +378,8 @@ class Explanation:
         report = report_of(
             inside.program, costs=inside.costs, files=False, memory=inside.whole_memory, fsdp2=inside.fsdp2()
         )
-        write_given("path", path, render(replace(report, cards=tuple(self._cards()), advice=self.advice)))
+        found = replace(report, cards=tuple(self._cards()), advice=(*self.advice, *self.notes))
+        write_given("path", path, render(found))
 
     def _cards(self) -> Iterator[Card]:
         """Yield the main numbers of the report; memory and times are those of `str(self)`."""

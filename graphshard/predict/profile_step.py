@@ -24,13 +24,17 @@ from graphshard.cost.profile import Hardware, load_profile
 from graphshard.errors import ArgumentError
 from graphshard.ir.graph import fake
 from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.module.runner import Runner
 from graphshard.options.resolve import profile_here
 from graphshard.options.validate import check_examples
 from graphshard.predict._calibrate import seconds_of
 from graphshard.predict.step_profile import RankStep, StepProfile, measured_spans, profile_of
 from graphshard.runtime.bound_program import profiling
+from graphshard.runtime.collective_launches import as_planned
 from graphshard.runtime.process_groups import is_fake
 from graphshard.runtime.step_recorder import Recording, clock_of, recording
+from graphshard.schedule.memory_timeline import memory_of
+from graphshard.schedule.timeline import estimate
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import (
     answer_of,
@@ -120,6 +124,54 @@ def load_measured(path: str | os.PathLike[str]) -> dict[str, float]:
     return {key: float(value) for key, value in data.items()}
 
 
+def metrics(model: nn.Module, *, hardware: Hardware | None = None) -> dict[str, float]:
+    """Return numbers of a compiled model for a logger of experiments; nothing runs, and a second call takes no time.
+
+    `captures`, `programs`, `regions` and `compile_s` grow where calls are captured again. `predicted_step_s` (forward
+    and backward), `predicted_exposed_s` and `predicted_peak_bytes` are of the newest program. On CUDA,
+    `allocated_bytes` and `peak_allocated_bytes` are of PyTorch's allocator.
+
+    Args:
+        model: compiled.
+        hardware: the profile of the prediction, as for `profile_step`.
+
+    Raises:
+        ArgumentError: the model was not compiled.
+    """
+    runner = compiled_module(model)._graphshard
+    programs, device = list(runner.programs), runner.tracer.spec.device
+    regions = {key for program in programs for key in program.regions}
+    seconds = sum(stage.seconds for program in programs for stage in program.history)
+    found = {
+        "captures": float(max((program.capture + 1 for program in programs), default=0)),
+        "programs": float(len(programs)),
+        "regions": float(len(regions)),
+        "compile_s": float(seconds),
+    }
+    if programs and runner.library is None:
+        costs = _costs(runner, hardware)
+        known = programs[-1].__dict__.setdefault("_metrics", {})
+        if costs.profile.hash not in known:
+            planned = as_planned(programs[-1])
+            step = estimate(planned, costs)
+            numbers = (step.seconds, step.total("exposed"), memory_of(planned, step).peak_bytes)
+            known[costs.profile.hash] = [float(number) for number in numbers]
+        names = ("predicted_step_s", "predicted_exposed_s", "predicted_peak_bytes")
+        found |= dict(zip(names, known[costs.profile.hash]))
+    if device.type == "cuda" and torch.cuda.is_available():
+        found["allocated_bytes"] = float(torch.cuda.memory_allocated(device))
+        found["peak_allocated_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    return found
+
+
+def _costs(runner: Runner, hardware: Hardware | None) -> Costs:
+    """Return the costs of a prediction: of the given profile, the one that `compile` planned with, or an H100."""
+    options, spec = runner.tracer.options, runner.tracer.spec
+    found = load_profile(hardware) if hardware is not None else profile_here(spec.device, options.hardware)
+    profile = found if found is not None else load_profile(_ANY_HARDWARE)
+    return Costs(profile, mesh=spec.mesh, fused=options.backend != "eager")
+
+
 # The prediction's hardware where no profile is known, as in the report of a dump.
 _ANY_HARDWARE = "h100"
 _MOST_WARMUPS = 1000
@@ -167,9 +219,7 @@ def profile_step(
         check_function("loss", loss, "lambda output: output.loss")
     check_count("warmup", warmup, most=_MOST_WARMUPS)
     runner = model._graphshard
-    options, device = runner.tracer.options, runner.tracer.spec.device
-    found = load_profile(hardware) if hardware is not None else profile_here(device, options.hardware)
-    profile = found if found is not None else load_profile(_ANY_HARDWARE)
+    device, costs = runner.tracer.spec.device, _costs(runner, hardware)
     name = users_class(model).__name__
     if runner.library is not None:
         raise ArgumentError(
@@ -182,7 +232,6 @@ def profile_step(
             f"model: {name} has parameters that were gathered by hand ({brief(by_hand[0])}), which a backward would "
             "free. Call model.reshard() first."
         )
-    costs = Costs(profile, mesh=runner.tracer.spec.mesh, fused=options.backend != "eager")
     step = _Step(model, tuple(args), dict(kwargs or {}), loss)
     with _restored(model, step.tensors), recording(clock_of(device)) as record:
         for _ in range(warmup):

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.fx import Node
 
 from graphshard.cost.costs import MODEL_KINDS, Costs
 from graphshard.cost.profile import sampled
 from graphshard.cost.scalars import Scalar
 from graphshard.ir.plan import Plan
-from graphshard.ir.program import Program
+from graphshard.ir.program import Phase, Program
 from graphshard.predict.explanation import Explanation, ExposedWait, Inside, RegionCost, training_cost
 from graphshard.predict.training_config import Training
 from graphshard.schedule.axis_links import axes_of, on_one_link
@@ -191,7 +192,53 @@ def explained(
         regions=_regions(program, costs, timeline),
         _make=lambda: Inside(program, costs, timeline, memory, whole, fsdp2),
     )
-    return replace(found, cost=training_cost(training, found))
+    notes = tuple(_notes(program, costs, found, training, trained))
+    return replace(found, cost=training_cost(training, found), notes=notes)
+
+
+def _notes(program: Program, costs: Costs, found: Explanation, training: Training, trained: int) -> Iterator[str]:
+    """Yield what a reader has to know of the prediction: no loss, fewer GPUs, and what it was compared with."""
+    forward = program.phases.get("forward")
+    mesh = program.mesh
+    if "backward" in program.phases and forward is not None and mesh.pipeline is None and not _has_loss(forward):
+        yield (
+            "the call returns no loss: backward starts from gradients of its outputs, and the time and memory of the "
+            "loss are missing. Let forward return the loss, or give the inputs that make it, such as labels"
+        )
+    only_shards = len(mesh.every_axis) == 1 and mesh.experts is None and not program.sizes
+    if only_shards and training.global_batch is None:
+        yield from _fewer_ranks(program, costs, found, training, trained)
+    if costs.profile.device != "cpu" and found.num_ranks > 1:
+        yield "predicted, not measured: predictions were never compared with several GPUs of ours"
+
+
+def _has_loss(forward: Phase) -> bool:
+    pairs = zip(forward.results, forward.outputs)
+    values = (node.meta.get("val") for node, slot in pairs if slot.kind == "output" and isinstance(node, Node))
+    floats = (value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+    return any(all(isinstance(size, int) and size == 1 for size in value.shape) for value in floats)
+
+
+def _fewer_ranks(program: Program, costs: Costs, found: Explanation, training: Training, trained: int) -> Iterator[str]:
+    """Yield that fewer ranks have at least the same throughput, with the same plan and the same inputs of each rank."""
+    ranks = program.mesh.shard.size
+    state = found.memory.get("shards", 0) + found.memory.get(OPTIMIZER_STATE, 0)
+    best = 0, 0.0
+    halves = {ranks >> bits for bits in range(1, ranks.bit_length() - 1)}
+    for fewer in sorted(halves | {count for count in (costs.profile.ranks_per_node,) if 1 < count < ranks}):
+        mesh, ratio = program.mesh.resized("shard", fewer), ranks / fewer
+        fits = found.peak_memory_bytes + (ratio - 1) * state <= found.memory_capacity_bytes
+        there = replace(costs, mesh=mesh)
+        events = timed_events(replace(program, mesh=mesh), there, there)
+        step = found.microbatches * run(events, there.profile.contention).step(events)
+        step += training.update_seconds(there, mesh, int(trained * ratio))
+        if fits:
+            best = max(best, (fewer, found.tokens * fewer / step), key=lambda each: each[1])
+    if best[1] >= found.tokens_per_second:
+        yield (
+            f"{best[0]} GPUs would be as fast with the same inputs of each: {best[1]:,.0f} tokens/s, and "
+            f"{found.tokens_per_second:,.0f} with {ranks}"
+        )
 
 
 def _slack(timeline: Estimate) -> dict[str, float]:

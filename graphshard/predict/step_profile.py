@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rich.table import Table
 from rich.text import Text
 
 from graphshard.cost.costs import MODEL_KINDS, Costs
@@ -24,7 +25,7 @@ from graphshard.runtime.step_recorder import PhaseRun, Recording, Stamp
 from graphshard.schedule.memory_timeline import memory_of
 from graphshard.schedule.timeline import Ends, Estimate, ends_of, estimate
 from graphshard.utils.argument_validation import write_given
-from graphshard.utils.text import brief, format_bytes, format_seconds, new_table, plain_table
+from graphshard.utils.text import brief, format_bytes, format_seconds, html_table, new_table, plain_table
 
 # How many regions, collectives and waits a table has.
 _SHOWN = 8
@@ -195,6 +196,27 @@ class StepProfile:
     _costs: Costs = field(repr=False, compare=False)
 
     def __str__(self) -> str:
+        return f"{plain_table(self._table())}\npredicted for {visible(self.hardware, lines=False)}"
+
+    def _repr_html_(self) -> str:
+        """Return the table for notebooks; `save_report` writes the whole report."""
+        return html_table(f"A measured step of {self.model}", self._table(), [f"predicted for {self.hardware}"])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the main numbers for a logger of experiments: seconds, bytes of memory, and the skew of ranks.
+
+        Of each there is the median over ranks, and the prediction as "predicted_...".
+        """
+        sums = (self.step, self.compute, self.exposed, self.head, self.tail, self.other)
+        timings = {f"{timing.kind}_s": timing for timing in sums}
+        timings |= {} if self.memory is None else {"peak_memory_bytes": self.memory}
+        found = {name: float(timing.measured.median) for name, timing in timings.items()}
+        known = {name: timing.predicted for name, timing in timings.items() if timing.predicted is not None}
+        step = self.step.measured
+        found["skew"] = (step.most - step.least) / step.median if step.median else 0.0
+        return {**found, **{f"predicted_{name}": float(value) for name, value in known.items()}}
+
+    def _table(self) -> Table:
         numbers = ("calls", "predicted", "median", "least", "most")
         table = new_table([f"{self.model} on {len(self.ranks)} ranks"], numbers)
         for timing in (self.step, self.compute, self.exposed, self.head, self.tail, self.other):
@@ -211,7 +233,7 @@ class StepProfile:
                 table.add_row(Text(name), str(timing.calls), *timing.cells())
             if len(timings) > _SHOWN:
                 table.add_row(f"  {len(timings) - _SHOWN} more")
-        return f"{plain_table(table)}\npredicted for {visible(self.hardware, lines=False)}"
+        return table
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write all ranks for ui.perfetto.dev or chrome://tracing (Trace Event Format, JSON).

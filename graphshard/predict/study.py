@@ -8,6 +8,7 @@ A model that communicates along axes of the mesh itself is captured on each mesh
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -234,9 +235,11 @@ class Study:
 
     def _in_fsdp2_order(self, key: Hashable, before_plan: Program, costs: Costs) -> Estimate | None:
         """Return the step of the same program in FSDP2's order; None if it cannot be planned so."""
+        quiet = copy.copy(self)  # shares what is known
+        quiet.show = lambda _: None
         with standing_in(device_given(self.device)):
             try:
-                program = self._lowered(key, before_plan, replace(costs, measured={}, scheduled={}), PlanByUnit())
+                program = quiet._lowered(key, before_plan, replace(costs, measured={}, scheduled={}), PlanByUnit())
             except GraphshardError as error:
                 log.info("FSDP2's order: %s", error)
                 return None

@@ -91,7 +91,7 @@ class MemoryTimeline:
 
 
 def memory_of(program: Program, found: Estimate, lasting: Mapping[str, int] = MappingProxyType({})) -> MemoryTimeline:
-    """Return the memory curve of a step, and what is alive at its peak; `lasting` has bytes held throughout, by group."""
+    """Return the memory curve of a step, and what is alive at its peak; `lasting` bytes are held throughout."""
     seconds = found.seconds
     held = tensors(program, found)
     held += [Tensor(f"all {what}", what, size, 0.0, seconds) for what, size in lasting.items() if size]

@@ -125,6 +125,20 @@ def new_table(headings: Iterable[str], numbers: Iterable[str] = ()) -> Table:
     return table
 
 
+def html_table(title: str, table: Table, lines: Iterable[str] = ()) -> str:
+    """Return a titled table, and a list of lines below it, as HTML for notebooks."""
+    from markupsafe import Markup  # jinja2 depends on it
+
+    def row(tag: str, cells: Iterable[object]) -> Markup:
+        return Markup("<tr>{}</tr>").format(Markup("").join(Markup(f"<{tag}>{{}}</{tag}>").format(c) for c in cells))
+
+    head = row("th", (column.header for column in table.columns)) if table.show_header else Markup("")
+    body = Markup("").join(row("td", cells) for cells in zip(*(column.cells for column in table.columns)))
+    items = Markup("").join(Markup("<li>{}</li>").format(visible(line)) for line in lines)
+    below = Markup("<ul>{}</ul>").format(items) if items else Markup("")
+    return str(Markup("<p><b>{}</b></p><table>{}{}</table>{}").format(visible(title), head, body, below))
+
+
 def plain_table(table: Table) -> str:
     """Return a table as text, as wide as it needs to be and without colors, so that it reads the same in a file."""
     from rich.console import Console
