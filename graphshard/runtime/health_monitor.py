@@ -34,8 +34,8 @@ from graphshard.torch_compat.dtensor import process_group, rendezvous_store
 
 log = logging.getLogger(__name__)
 
-# Seconds after which a rank that waits names the rank that it waits for.
-WARNS_AFTER = 4.0
+# Seconds after which a rank that waits names the rank that it waits for; the second if both compile the same program.
+WARNS_AFTER, WARNS_WHILE_COMPILING = 4.0, 120.0
 # Seconds that ranks wait at a rendezvous for one that lives and does something else: it may load data, or save a
 # checkpoint. They wait as long for one that compiles, even if they are less patient.
 PATIENT = 600.0
@@ -51,7 +51,11 @@ _MOST_LAUNCHED = 64
 _COMPLETES_AFTER = 2.0
 
 # Frames of files in these folders are not the user's program.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
+_LIBRARIES = (
+    *(str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
+    # Torch's partitioner and its sizes call these.
+    *(str(Path(torch.__file__).parents[1] / name) for name in ("networkx", "sympy", "mpmath")),
+)
 
 USERS_PROGRAM = "is in the user's program"
 SAME_CALLS = (
@@ -380,7 +384,9 @@ class HealthMonitor:
         if meeting and waited > (max(PATIENT, self._patience) if compiles else self._patience):
             failed = json.dumps([self._next, f"{text} {SAME_CALLS}"])
             self._store.set(f"{meeting.rpartition('.')[0]} failed", failed)
-        elif waited > WARNS_AFTER and self._warned_at != began:
+            return
+        patient = WARNS_WHILE_COMPILING if meeting and compiles else WARNS_AFTER
+        if waited > patient and self._warned_at != began:
             self._warned_at = began
             log.error("%s", text)
 

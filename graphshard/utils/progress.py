@@ -24,6 +24,8 @@ from graphshard.errors import visible
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("graphshard_cancellation_check", default=None)
 # Seconds between lines about one phase.
 _BEAT = 30.0
+# Seconds of silence in functions: a phase that takes longer has a line when they are over, and one at its end.
+_SILENT = 5.0
 # Name of the thread that shows the phase.
 _THREAD = "graphshard-progress"
 
@@ -66,38 +68,43 @@ def other_threads() -> list[threading.Thread]:
 def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that starts a phase, given its name; only rank 0 prints.
 
+    A terminal has a spinner. Elsewhere, as in log files and notebooks, there is a line per phase of more than 5 s.
+
     Args:
-        title: name of the whole work.
-        lines: write a line per phase if stderr is not a terminal.
+        lines: write a line for each phase, however short, if stderr is not a terminal.
     """
     console = Console(stderr=True)
-    phases = _Phases(title, console)
+    phases = _Phases(title, console, 0.0 if lines else _SILENT)
     if os.environ.get("RANK", "0") != "0":
         yield phases.begin
-    elif console.is_terminal:
+    elif console.is_terminal and not console.is_jupyter:
         before = set(threading.enumerate())
         with Status(phases, console=console):  # rich renders `phases` for each frame
             for thread in set(threading.enumerate()) - before:
                 thread.name = _THREAD
             yield phases.begin
-    elif lines:
+    else:
         with _beating(phases):
             yield phases.begin_line
-        phases.write()
-        phases.now = "in all", phases.begun
-        phases.write()
-    else:
-        yield phases.begin
+        phases.end()
 
 
 @dataclass
 class _Phases:
-    """The current phase and its start."""
+    """The current phase and its start.
+
+    Steps of a phase, such as "compile region_3, 4 of 14", are one phase: their first word is the same.
+
+    Attributes:
+        silent: phases that take fewer seconds have no line.
+    """
 
     title: str
     console: Console
+    silent: float = 0.0
     begun: float = field(default_factory=time.monotonic)
     now: tuple[str, float] | None = None
+    _is_told: bool = False
 
     def begin(self, phase: str) -> None:
         """Start a phase, which ends the one before."""
@@ -105,12 +112,27 @@ class _Phases:
 
     def begin_line(self, phase: str) -> None:
         """Write a line about the phase before, and start one."""
-        self.write()
+        if self.silent and self.now is not None and self.now[0].split()[:1] == phase.split()[:1]:
+            self.now = phase, self.now[1]
+            return
+        self._end_phase()
         self.begin(phase)
+
+    def end(self) -> None:
+        """Write a line about the last phase, and one about all of them if any had one."""
+        self._end_phase()
+        if self._is_told:
+            self.now = "in all", self.begun
+            self.write()
+
+    def _end_phase(self) -> None:
+        if self.now is not None and time.monotonic() - self.now[1] >= self.silent:
+            self.write()
 
     def write(self, more: str = "") -> None:
         """Write a line about the phase."""
         if self.now is not None:
+            self._is_told = True
             phase, begun = self.now
             text = f"{self.title}: {time.monotonic() - begun:8.1f} s  {phase}{more}"
             with contextlib.suppress(OSError):  # a full disk does not end the work
@@ -128,12 +150,23 @@ class _Phases:
 
 @contextlib.contextmanager
 def _beating(phases: _Phases) -> Iterator[None]:
-    """Write a line every `_BEAT` seconds, from a thread: the phase occupies the main one."""
+    """Write a line when a phase has been silent for long and every `_BEAT` seconds, from a thread.
+
+    The phase occupies the main one.
+    """
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(_BEAT):
-            phases.write(", under way")
+        phase, next_line = None, 0.0
+        while not done.wait(min(_BEAT, _SILENT, 1.0)):
+            now = phases.now
+            if now is None:
+                continue
+            if now[1] != phase:
+                phase, next_line = now[1], now[1] + (phases.silent or _BEAT)
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + _BEAT
+                phases.write(", under way")
 
     thread = threading.Thread(target=beat, name=_THREAD, daemon=True)
     thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +101,38 @@ def test_an_error_ends_a_phase_without_a_line(capsys: Capture) -> None:
     with pytest.raises(ValueError, match="wrong"):
         fail()
     assert capsys.readouterr().err == ""
+
+
+def test_functions_report_long_phases_and_their_sum(capsys: Capture) -> None:
+    """Short phases are silent; regions that are compiled one after the other are one phase."""
+    said = ""
+    with mock.patch.object(module, "_SILENT", 0.2), progress("graphshard: Llama") as show:
+        show("capture")
+        for region in ("region_0, 1 of 2", "region_1, 2 of 2"):
+            show(f"compile {region}")
+            time.sleep(0.15)
+        deadline = time.monotonic() + 30
+        while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        show("keep")
+    assert without_seconds(said) == ["graphshard: Llama: N s  compile region_1, 2 of 2, under way"]
+    assert without_seconds(capsys.readouterr().err) == [
+        "graphshard: Llama: N s  compile region_1, 2 of 2",
+        "graphshard: Llama: N s  in all",
+    ]
+
+
+def test_notebooks_have_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ipywidgets, rich has no spinner there."""
+    shown = mock.MagicMock()
+    console = Console(force_jupyter=True, force_terminal=True)
+    monkeypatch.setitem(sys.modules, "IPython", shown)
+    monkeypatch.setitem(sys.modules, "IPython.display", shown.display)
+    monkeypatch.setattr(module, "_SILENT", 0.01)
+    with mock.patch.object(module, "Console", return_value=console), progress("graphshard: Llama") as show:
+        show("capture")
+        time.sleep(0.02)
+    assert shown.display.display.called
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", False), ("1", True)])

@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from graphshard.runtime.health_monitor import users_line
 
 # Collections let the main thread return from functions while another thread reads their frames.
 ASKED = """
@@ -39,6 +43,13 @@ for threshold in (3, 11, 50):
 assert gc.isenabled()
 print(*files)
 """
+
+
+def test_a_rank_is_not_said_to_be_in_a_library() -> None:
+    library = Path(torch.__file__).parents[1] / "networkx" / "algorithms" / "flow" / "preflowpush.py"
+    scope: dict[str, Any] = {}
+    exec(compile("def discharge(ask): return ask()", str(library), "exec"), scope)
+    assert scope["discharge"](users_line).startswith(f"{__file__}:")
 
 
 @pytest.mark.slow

@@ -12,7 +12,15 @@ import pytest
 import torch.distributed as dist
 
 from graphshard.errors import PeerError
-from graphshard.runtime.health_monitor import WARNS_AFTER, Finding, HealthMonitor, ProcessIdentity, RankStatus
+from graphshard.runtime.health_monitor import (
+    MAKES,
+    WARNS_AFTER,
+    WARNS_WHILE_COMPILING,
+    Finding,
+    HealthMonitor,
+    ProcessIdentity,
+    RankStatus,
+)
 
 # The first registered function runs last at exit.
 START = """
@@ -74,6 +82,20 @@ def test_a_rank_warns_once_about_a_late_rank(monitor: HealthMonitor, caplog: pyt
         monitor.warn_if_late(other)
     (message,) = caplog.messages
     assert message.startswith(f"rank 0 runs Model in step 1 and has waited {WARNS_AFTER + 5:.0f} s for rank 1: rank 1")
+
+
+def test_a_rank_that_compiles_is_not_late(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks share compilation, so each waits for others at a cold start."""
+    other = RankStatus(1, ProcessIdentity.this(), doing=f"{MAKES} of Model (first call)")
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        monitor.doing = other.doing
+        monitor.wait_at("1.0")
+        monitor._began -= WARNS_AFTER + 5
+        monitor.warn_if_late(other)
+        assert not caplog.messages
+        monitor._began -= WARNS_WHILE_COMPILING
+        monitor.warn_if_late(other)
+    assert "makes a program of Model" in caplog.text
 
 
 def test_following_ranks_do_not_warn(monitor: HealthMonitor, caplog: pytest.LogCaptureFixture) -> None:
