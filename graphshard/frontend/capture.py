@@ -40,7 +40,7 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.frontend.unit_boundaries import boundary_class, unit_boundaries
 from graphshard.guards.value_branches import without_warnings
 from graphshard.ir.gpus import is_pretended
-from graphshard.ir.graph import aten, is_random, place_of
+from graphshard.ir.graph import aten, is_random, module_of, place_of
 from graphshard.ir.kernel_shapes import missing_kernels, new_tracing_mode
 from graphshard.ir.param_table import REPLACED, ParamTable, named_parameters
 from graphshard.ir.program import EagerForward, Program, Size, Slot
@@ -314,9 +314,10 @@ def _check_products(graph: Graph) -> None:
         operands = [arg.meta["val"] for arg in node.args if isinstance(arg, Node)]
         dtypes = dict.fromkeys(operand.dtype for operand in operands if isinstance(operand, torch.Tensor))
         if len(dtypes) > 1:
+            where = place_of(node) or f" in the module {module_of(node)}"
             raise RuntimeError(
                 f"the operands of {node.target} must have the same dtype, but got {' and '.join(map(str, dtypes))}"
-                f"{place_of(node)}. Cast one of them, or use mp_policy=MixedPrecisionPolicy(param_dtype=...)."
+                f"{where}. Cast one of them, or use mp_policy=MixedPrecisionPolicy(param_dtype=...)."
             )
 
 

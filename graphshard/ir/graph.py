@@ -35,7 +35,7 @@ _COLLECTIVE_IDS = frozenset(map(id, _COLLECTIVES))
 OWN = frozenset({MODEL_WAIT}) | COPIES | NAMING_GROUPS
 # Lines of a stack trace, and files between a user's forward and its operators.
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)')
-_BETWEEN = re.compile(r"(^|(site|dist)-packages/)torch/|graphshard/frontend/unit_boundaries\.py$")
+_BETWEEN = re.compile(r"(^|(site|dist)-packages/)torch/|graphshard/frontend/(unit_boundaries|dynamo_capture)\.py$")
 
 
 def emit(graph: Graph, target: Callable[..., Any], *args: Any, like: Node | None = None, **kwargs: Any) -> Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -191,6 +192,33 @@ def install_method(module: nn.Module, path: str) -> None:
     owner.__dict__[method] = EntryPoint(owner, prefix, module._graphshard.call_entry, method)
 
 
+# Prefixes of names that wrappers add, and the wrappers.
+_OF_WRAPPERS = {
+    "module.": "DistributedDataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module.": "checkpoint_wrapper",
+}
+
+
+def _check_prefixes(module: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Raise ArgumentError if names of a state dict are the model's but for the prefix of a wrapper.
+
+    With `strict=False` torch would load nothing, and say so in a result that few look at.
+    """
+    missing = [name for name in places_of(module) if name not in state_dict]
+    for prefix, wrapper in _OF_WRAPPERS.items():
+        added = re.compile(rf"(?:^|(?<=\.)){re.escape(prefix)}")
+        known = {added.sub("", name): name for name in state_dict if prefix in name} if missing else {}
+        found = next((name for name in missing if name in known), None)
+        if found is not None:
+            raise ArgumentError(
+                f"state_dict has {known[found]!r} and not {found!r}: it is of a model within {wrapper}, which adds "
+                f"{prefix!r} to names. Nothing was loaded. Remove it: model.load_state_dict({{name.replace({prefix!r}, "
+                "''): value for name, value in state_dict.items()})."
+            )
+
+
 @torch.no_grad()
 def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace values for sharded parameters by shards of them, before `load_state_dict` copies any.
@@ -200,6 +228,8 @@ def _shard_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     piece is a copy, so that an assigned parameter does not keep the full tensor alive. Other placements are
     redistributed, a collective. A value of another shape is left to torch, which reports all of them.
     """
+    if not prefix:  # before any module has loaded
+        _check_prefixes(module, state_dict)
     for name, param in places_of(module).items():
         key, value = f"{prefix}{name}", state_dict.get(f"{prefix}{name}")
         if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.shape == param.shape):

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphshard.codec.joint_export import to_exported
 from graphshard.codec.program_format import graph_digest
-from graphshard.errors import GraphBreak
+from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
@@ -125,6 +125,11 @@ class ProgramCompiler:
 
     def build_or_break(self, call: ModuleCall, signature: Signature) -> LoweredProgram | GraphBreak | EqualProgram:
         """Trace, shard, schedule and lower a program; return the graph break if all ranks are to split the module."""
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise UnsupportedError(
+                f"torch.jit.trace and torch.export cannot trace {self.tracer.label}, which graphshard has compiled: "
+                "its parameters are shards. Trace the model before compile, or use graphshard.export."
+            )
         of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
         reason = self.executables.reason(of_inputs)
         with self.agreement.together(self.tracer.label, reason.text):
@@ -136,6 +141,13 @@ class ProgramCompiler:
                 if self.library is not None and self.sealed:
                     raise self.library.missing(self, of_inputs, error) from error
                 return error
+            except Exception as error:
+                if hasattr(error, "add_note"):  # from Python 3.11 on
+                    error.add_note(
+                        f"graphshard: {self.tracer.label} has no program for this call, which has not begun: its "
+                        "parameters, buffers and attributes are as before."
+                    )
+                raise
 
     @forget_sources()
     @without_dispatch_modes()

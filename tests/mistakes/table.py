@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
 from tests.distributed.twins import world_mesh
@@ -79,6 +80,16 @@ def compile_after_fsdp2_of_a_part(mesh: DeviceMesh) -> None:
     model = Net()
     fsdp.fully_shard(model.layers[0], mesh=mesh)
     compiled(mesh, model)
+
+
+@mistake("torch.jit.trace and torch.export cannot trace Net")
+def trace_after_compile(mesh: DeviceMesh) -> None:
+    torch.jit.trace(compiled(mesh), (X,))
+
+
+@mistake("Trace the model before compile, or use graphshard.export")
+def export_after_compile(mesh: DeviceMesh) -> None:
+    torch.export.export(compiled(mesh), (X,))
 
 
 @mistake("fully_shard has already been applied")
@@ -301,6 +312,25 @@ def parameter_added(mesh: DeviceMesh) -> None:
     model(X, Y)
 
 
+@mistake("parameter head.weight has shape [4, 9], it had [4, 8]")
+def data_of_another_shape(mesh: DeviceMesh) -> None:
+    model = compiled(mesh)
+    model.head.weight.data = distribute_tensor(torch.zeros(4, 9), mesh, [Shard(0)])
+    model(X)
+
+
+@mistake("it is of a model within DistributedDataParallel, which adds 'module.' to names. Nothing was loaded")
+def state_dict_of_ddp(mesh: DeviceMesh) -> None:
+    compiled(mesh).load_state_dict({f"module.{name}": value for name, value in Net().state_dict().items()})
+
+
+@mistake("state_dict has 'head._orig_mod.weight' and not 'head.weight': it is of a model within torch.compile")
+def state_dict_of_torch_compile(mesh: DeviceMesh) -> None:
+    """Without `strict`, torch loads what fits, and says nothing."""
+    values = {name.replace("head.", "head._orig_mod."): value for name, value in Net().state_dict().items()}
+    compiled(mesh).load_state_dict(values, strict=False)
+
+
 @mistake("mixed torch.Tensor and DTensor")
 def plain_tensor_copied(mesh: DeviceMesh) -> None:
     with torch.no_grad():
@@ -352,6 +382,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "target_out_of_range": ((X, Y + 9), {}, "Target 9 is out of bounds. at "),
     "float_target": ((X, Y.float()), {}, "Long"),  # the text differs between releases of torch
     "inputs_elsewhere": ((X.to("meta"), Y), {}, "args[0] is on meta, the model's mesh is on cpu. Move it there"),
+    "failed_first_call": ((X.double(), Y), {}, "parameters, buffers and attributes are as before"),
     "list_input": (([[1.0] * 8], Y), {}, "must be Tensor, not list"),
 }
 
@@ -361,6 +392,16 @@ def _with_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mistake:
 
 
 MISTAKES |= {name: (_with_call(args, kwargs), text) for name, (args, kwargs, text) in CALLS.items()}
+
+
+@mistake("and torch.bfloat16 in the module 1. Cast one of them")
+def dtypes_between_modules_of_torch(mesh: DeviceMesh) -> None:
+    compiled(mesh, nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)), backend="inductor")(X.bfloat16())
+
+
+@mistake("Linear.forward() missing a required argument: 'input'")
+def missing_argument_of_a_part(mesh: DeviceMesh) -> None:
+    compiled(mesh).head()
 
 
 @mistake("does not require grad and does not have a grad_fn")
@@ -389,5 +430,5 @@ def made(name: str) -> str:
     try:
         function(world_mesh())
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
     return "no error"
