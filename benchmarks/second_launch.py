@@ -92,7 +92,7 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("graphshard.cache").addHandler(handler)
+    logging.getLogger("graphshard").addHandler(handler)
     logging.getLogger("graphshard").setLevel(logging.INFO)
     if args.log and os.environ["RANK"] == "0":
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
@@ -124,8 +124,8 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
     result: dict[str, float] = {phase: times[index + 1] - times[index] for index, phase in enumerate(PHASES)}
     result |= {"seconds": times[-1] - times[0], "cpu": time.process_time() - used}
     result["regions"] = _regions_compiled()
-    result["found"] = sum(" found in " in text for text in said)
-    result["made"] = len(graphshard.programs(model)) - int(result["found"])
+    result["made"] = sum(text.startswith("lowered ") for text in said)
+    result["found"] = len(graphshard.programs(model)) - result["made"]
     dist.barrier()
     dist.destroy_process_group()
     return result

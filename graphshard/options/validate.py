@@ -199,7 +199,8 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         raise ArgumentError(
             "without a mesh, compile shards over all ranks, but there is no process group. Call "
-            "torch.distributed.init_process_group() first, or pass a mesh."
+            "torch.distributed.init_process_group() first, or pass a mesh. Start the script with torchrun, which sets "
+            "what it reads."
         )
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import threading
 import time
@@ -24,8 +25,10 @@ from graphshard.errors import visible
 _CHECK: ContextVar[Callable[[], None] | None] = ContextVar("graphshard_cancellation_check", default=None)
 # Seconds between lines about one phase.
 _BEAT = 30.0
-# Seconds of silence in functions: a phase that takes longer has a line when they are over, and one at its end.
+# Seconds of silence in functions: a line follows them, and a phase that takes as long has one at its end.
 _SILENT = 5.0
+# Work that follows within a second continues the silence of the work before, such as programs of the units of a module.
+_FOLLOWS_WITHIN = 1.0
 # Name of the thread that shows the phase.
 _THREAD = "graphshard-progress"
 
@@ -68,7 +71,8 @@ def other_threads() -> list[threading.Thread]:
 def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that starts a phase, given its name; only rank 0 prints.
 
-    A terminal has a spinner. Elsewhere, as in log files and notebooks, there is a line per phase of more than 5 s.
+    A terminal has a spinner. Elsewhere, as in log files and notebooks, there is a line after 5 s without one, and one
+    for each phase that takes as long.
 
     Args:
         lines: write a line for each phase, however short, if stderr is not a terminal.
@@ -84,9 +88,14 @@ def progress(title: str, *, lines: bool = False) -> Iterator[Callable[[str], Non
                 thread.name = _THREAD
             yield phases.begin
     else:
-        with _beating(phases):
-            yield phases.begin_line
-        phases.end()
+        if not lines and phases.begun - _silence.ended < _FOLLOWS_WITHIN:
+            phases.told = _silence.told
+        try:
+            with _beating(phases):
+                yield phases.begin_line
+            phases.end()
+        finally:
+            _silence.told, _silence.ended = phases.told, time.monotonic()
 
 
 @dataclass
@@ -97,6 +106,7 @@ class _Phases:
 
     Attributes:
         silent: phases that take fewer seconds have no line.
+        told: when the last line was written, or silence began.
     """
 
     title: str
@@ -104,7 +114,8 @@ class _Phases:
     silent: float = 0.0
     begun: float = field(default_factory=time.monotonic)
     now: tuple[str, float] | None = None
-    _is_told: bool = False
+    told: float = field(default_factory=time.monotonic)
+    _has_line: bool = False
 
     def begin(self, phase: str) -> None:
         """Start a phase, which ends the one before."""
@@ -121,18 +132,18 @@ class _Phases:
     def end(self) -> None:
         """Write a line about the last phase, and one about all of them if any had one."""
         self._end_phase()
-        if self._is_told:
+        if self._has_line:
             self.now = "in all", self.begun
             self.write()
 
     def _end_phase(self) -> None:
-        if self.now is not None and time.monotonic() - self.now[1] >= self.silent:
+        if self.now is not None and time.monotonic() - min(self.now[1], self.told) >= self.silent:
             self.write()
 
     def write(self, more: str = "") -> None:
         """Write a line about the phase."""
         if self.now is not None:
-            self._is_told = True
+            self._has_line, self.told = True, time.monotonic()
             phase, begun = self.now
             text = f"{self.title}: {time.monotonic() - begun:8.1f} s  {phase}{more}"
             with contextlib.suppress(OSError):  # a full disk does not end the work
@@ -148,25 +159,30 @@ class _Phases:
         return Text(visible(text), no_wrap=True, overflow="ellipsis")
 
 
+@dataclass
+class _Silence:
+    """Silence of the last work that has ended: since when, and when that was."""
+
+    told: float = 0.0
+    ended: float = -math.inf
+
+
+_silence = _Silence()
+
+
 @contextlib.contextmanager
 def _beating(phases: _Phases) -> Iterator[None]:
-    """Write a line when a phase has been silent for long and every `_BEAT` seconds, from a thread.
-
-    The phase occupies the main one.
-    """
+    """Write a line when there was none for long, from a thread: a phase occupies the main one."""
     done = threading.Event()
 
     def beat() -> None:
-        phase, next_line = None, 0.0
+        phase, pause = None, _BEAT
         while not done.wait(min(_BEAT, _SILENT, 1.0)):
-            now = phases.now
-            if now is None:
-                continue
-            if now[1] != phase:
-                phase, next_line = now[1], now[1] + (phases.silent or _BEAT)
-            if time.monotonic() >= next_line:
-                next_line = time.monotonic() + _BEAT
+            if phases.now is not None and phases.now[1] != phase:
+                phase, pause = phases.now[1], phases.silent or _BEAT
+            if time.monotonic() - phases.told >= pause:
                 phases.write(", under way")
+                pause = _BEAT
 
     thread = threading.Thread(target=beat, name=_THREAD, daemon=True)
     thread.start()

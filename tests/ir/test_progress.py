@@ -122,6 +122,19 @@ def test_functions_report_long_phases_and_their_sum(capsys: Capture) -> None:
     ]
 
 
+def test_silence_of_many_programs_ends(capsys: Capture) -> None:
+    """Units of a module with a graph break have a program each, which takes a second."""
+    said = ""
+    with mock.patch.object(module, "_SILENT", 0.3):
+        deadline = time.monotonic() + 30
+        while not said and time.monotonic() < deadline:
+            with progress("graphshard: Block") as show:
+                show("capture")
+                time.sleep(0.1)
+            said = capsys.readouterr().err
+    assert without_seconds(said)[0] == "graphshard: Block: N s  capture"
+
+
 def test_notebooks_have_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ipywidgets, rich has no spinner there."""
     shown = mock.MagicMock()

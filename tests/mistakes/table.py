@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,18 @@ def number_for_mesh(mesh: DeviceMesh) -> None:
 @mistake("mesh must be a torch.distributed DeviceMesh, got str")
 def device_for_mesh(mesh: DeviceMesh) -> None:
     graphshard.compile(Net(), "cpu")  # type: ignore[arg-type]
+
+
+@mistake("torch.cuda.is_available() is False here. Use a 'cpu' mesh on this machine")
+def gpu_mesh_without_gpu(mesh: DeviceMesh) -> None:
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        compiled(DeviceMesh("cuda", [0, 1], _init_backend=False))
+
+
+@mistake("Start the script with torchrun")
+def no_process_group(mesh: DeviceMesh) -> None:
+    with mock.patch("torch.distributed.is_initialized", return_value=False):
+        graphshard.compile(Net())
 
 
 @mistake("Pass those axes of it, after naming them with mesh_dim_names")

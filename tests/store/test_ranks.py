@@ -71,31 +71,19 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x[0], y[0], strict=True))
 
 
-@pytest.mark.slow
-def test_ranks_find_it_together(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_find_programs_together(ranks: Ranks, tmp_path: Path) -> None:
+    """Evaluation gathers in another order than training, and reduces nothing: ranks agree on its program, too."""
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train, cache, "eager")
-    assert [each[1] for each in first] == [1, 1]
-    assert len(os.listdir(cache)) == 1
-    second = ranks(2).run(_train, cache, "eager")
-    assert [each[1] for each in second] == [0, 0]
+    first = ranks(2).run(_train_and_evaluate, cache)
+    assert [each[1] for each in first] == [2, 2]
+    assert len(os.listdir(cache)) == 2
+    second = ranks(2).run(_train_and_evaluate, cache)
+    assert [each[1] for each in second] == [0, 0], second
     assert _same(first, second)
 
 
-def test_an_evaluation_program_is_found(ranks: Ranks, tmp_path: Path) -> None:
-    """It gathers in another order than the training program, and reduces nothing: ranks agree on it, too."""
-    cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train_and_evaluate, cache, -1)
-    assert [each[1] for each in first] == [2, 2]
-    for without, captures in ((-1, 0), (1, 2)):
-        second = ranks(2).run(_train_and_evaluate, cache, without)
-        assert [each[1] for each in second] == [captures, captures], second
-        assert _same(first, second)
-    assert "is compiled, although it was found: another rank has not found it" in second[0][2][1]
-
-
-def _train_and_evaluate(rank: int, world_size: int, cache: str, without: int) -> Any:
-    return _train(rank, world_size, cache, "eager", without=without, steps=1, evaluates=True)
+def _train_and_evaluate(rank: int, world_size: int, cache: str) -> Any:
+    return _train(rank, world_size, cache, "eager", steps=1, evaluates=True)
 
 
 @pytest.mark.slow
@@ -122,16 +110,17 @@ def _train_late(rank: int, world_size: int, cache: str) -> Any:
 
 
 def test_one_rank_has_no_cached_program(ranks: Ranks, tmp_path: Path) -> None:
-    """All capture: none hangs, and none runs a different program."""
+    """All capture, each program: none hangs, and none runs a different program."""
     cache = str(tmp_path / "cache")
-    first = ranks(2).run(_train, cache, "eager")
+    first = ranks(2).run(_train_and_evaluate, cache)
     second = ranks(2).run(_train_without, cache)
-    assert [each[1] for each in second] == [1, 1]
+    assert [each[1] for each in second] == [2, 2]
     assert _same(first, second)
+    assert "is compiled, although it was found: another rank has not found it" in second[0][2][1]
 
 
 def _train_without(rank: int, world_size: int, cache: str) -> Any:
-    return _train(rank, world_size, cache, "eager", without=1)
+    return _train(rank, world_size, cache, "eager", without=1, steps=1, evaluates=True)
 
 
 @pytest.mark.slow
