@@ -24,7 +24,7 @@ The model's own collectives, as costs see them:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import sympy
@@ -155,7 +155,9 @@ class Costs:
         wave = 2 * area * (gemm.inner / parts) * profile.units / (speed * tile.fraction) + begun
         return ceiling(tiles / profile.units) * wave + (profile.split_seconds if parts > 1 else 0.0)
 
-    def collective(self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis) -> Scalar:
+    def collective(
+        self, kind: str, num_bytes: Scalar, num_tensors: int, axis: Axis, *, averages: bool = False
+    ) -> Scalar:
         """Return the cost of one launch over an axis, by the protocol that is fastest for its bytes and ranks.
 
         Steps and their seconds follow NCCL's model, by which it chooses (`src/graph/tuning.cc`).
@@ -163,10 +165,13 @@ class Costs:
         Args:
             kind: gather, reduce (reduce-scatter), all_reduce or all_to_all.
             num_bytes: of the full tensors, on each rank: the output of all_gather, the input of the others.
+            averages: a reduction of means, which a node's switch cannot compute: it only adds.
         """
         if axis.size == 1:
             return 0.0
         link = self.profile.inside[kind]
+        if averages:
+            link = replace(link, switched=0.0)
         fastest = minimum(*self._by_protocol(kind, num_bytes, link, axis))
         return link.latency + (num_tensors - 1) * link.tensor_seconds + fastest
 

@@ -217,6 +217,11 @@ def is_reduction(node: Node) -> bool:
     return node.target in REDUCES or node.target in ALL_REDUCES
 
 
+def is_average(node: Node) -> bool:
+    """Return whether a node is a reduction of means."""
+    return is_reduction(node) and node.args[1] == "avg"
+
+
 def is_reduced(node: Node) -> bool:
     """Return whether a node waits for a reduce-scatter or all-reduce."""
     return node.target is WAIT and is_reduction(launch_of(node))

@@ -209,8 +209,10 @@ class Division:
 
 
 def division(spec: ParamSpec, axes: tuple[Axis, ...]) -> Division:
-    """Return the scaling by FSDP2's rule: in float32 and bfloat16, whose range suffices, the collective averages.
+    """Return the scaling, with the bits of FSDP2, where float32 and bfloat16, whose range suffices, are averaged.
 
+    A power of two scales exactly, denormal numbers aside. So if the gradient is cast before or after its reduction, the
+    collective sums, which NVLink's switch can do (NVLS) and an average it cannot, and the factor is part of the cast.
     In other dtypes it sums, with a division by about sqrt(divisor) before and by the rest after, to keep float16 in
     range. A divisor that is not the number of ranks becomes a factor in front, unless it is the number of shards.
     """
@@ -224,6 +226,10 @@ def division(spec: ParamSpec, axes: tuple[Axis, ...]) -> Division:
     if spec.force_sum:
         return Division(after=divisor)
     if spec.divide_factor is None:
+        if num_ranks & (num_ranks - 1) == 0 and spec.compute_dtype != spec.reduce_dtype:
+            return Division(scale=1 / num_ranks)
+        if num_ranks & (num_ranks - 1) == 0 and spec.dtype != spec.reduce_dtype:
+            return Division(after=num_ranks)
         return Division(over_shards="avg", over_replicas="avg")
     if spec.num_shards == 1:
         return Division(before=divisor)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs, ModelCollective, model_collective
-from graphshard.ir.collective_regions import CollectiveRegions, is_scalar
-from graphshard.ir.graph import with_parts
+from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar
+from graphshard.ir.graph import is_average, with_parts
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import MODEL_WAIT
 from graphshard.ir.param_table import ParamSpec
@@ -33,6 +33,7 @@ class PhaseAxes:
     reduce: Axis
     replicas: Axis | None = None  # the axis of the all-reduce that follows a reduction; None if none does
     reduction: CollectiveKind = "reduce"  # kind of a reduction: an all-reduce if parameters are replicated only
+    averages: bool = False  # whether a reduction is of means
     experts: PhaseAxes | None = None  # the axes of parameters on the experts' mesh, if there are such
 
     def of(self, row: ParamSpec) -> PhaseAxes:
@@ -48,22 +49,23 @@ class PhaseAxes:
 
 def axes_of(program: Program, phase: Phase) -> PhaseAxes:
     """Return the axes of a phase."""
-    found: tuple[dict[CollectiveKind, str], dict[CollectiveKind, str]] = {}, {}
+    found: tuple[dict[CollectiveKind, Collective], dict[CollectiveKind, Collective]] = {}, {}
     for each in collectives_of(phase):
         if not is_scalar(program, each):
-            found[program.params[each.params[0]].expert].setdefault(each.kind, each.axis)
+            found[program.params[each.params[0]].expert].setdefault(each.kind, each)
     axes = _axes(program.mesh, found[False])
     if program.mesh.experts is None or not found[True]:
         return axes
     return replace(axes, experts=_axes(program.mesh.experts, found[True]))
 
 
-def _axes(mesh: Mesh, found: Mapping[CollectiveKind, str]) -> PhaseAxes:
-    one = {kind: mesh.named(axis) for kind, axis in found.items()}
+def _axes(mesh: Mesh, found: Mapping[CollectiveKind, Collective]) -> PhaseAxes:
+    one = {kind: mesh.named(each.axis) for kind, each in found.items()}
     gather, replicas = one.get("gather", mesh.shard), one.get("all_reduce")
+    averages = any(is_average(each.node) for each in found.values())
     if "reduce" in one or replicas is None:
-        return PhaseAxes(gather, one.get("reduce", mesh.shard), replicas)
-    return PhaseAxes(gather, replicas, reduction="all_reduce")
+        return PhaseAxes(gather, one.get("reduce", mesh.shard), replicas, averages=averages)
+    return PhaseAxes(gather, replicas, reduction="all_reduce", averages=averages)
 
 
 def on_one_link(costs: Costs, axes: PhaseAxes) -> bool:
@@ -85,15 +87,15 @@ def link_of(costs: Costs, axes: PhaseAxes, *, exchange: bool = False) -> Link:
 
 
 def _link(costs: Costs, axes: PhaseAxes, *, exchange: bool) -> Link:
-    link = make_link(costs, axes.reduce, exchange=exchange)
+    link = make_link(costs, axes.reduce, exchange=exchange, averages=axes.averages)
     gathers, reduces = costs.link(axes.gather), costs.link(axes.reduce)
     if axes.reduction == "all_reduce":
-        link = replace(link, reduce=_rate(costs, "all_reduce", axes.reduce), num_shards=1)
+        link = replace(link, reduce=_rate(costs, "all_reduce", axes.reduce, axes.averages), num_shards=1)
     if axes.gather != axes.reduce:
         gather = _rate(costs, "gather", axes.gather)
         link = replace(link, gather=gather, separate=gathers != reduces, num_pieces=axes.gather.size)
     if axes.replicas is not None:
-        whole, num_shards = _rate(costs, "all_reduce", axes.replicas), link.num_shards
+        whole, num_shards = _rate(costs, "all_reduce", axes.replicas, axes.averages), link.num_shards
         second = functools.cache(lambda num_bytes, num_tensors: whole(num_bytes // num_shards, num_tensors))
         on = 0 if costs.link(axes.replicas) == gathers else 1
         link = replace(link, all_reduce=second, all_reduce_on=on)
@@ -120,9 +122,9 @@ def model_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
             yield Sent(sent, at, min(settled, default=len(layout.compute) - 1))
 
 
-def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
+def make_link(costs: Costs, axis: Axis, *, exchange: bool = False, averages: bool = False) -> Link:
     """Return the costs of gathers and reductions over one axis."""
-    reduced = _rate(costs, "reduce", axis)
+    reduced = _rate(costs, "reduce", axis, averages)
 
     @functools.cache
     def reduce(num_bytes: int, num_tensors: int) -> float:
@@ -138,5 +140,8 @@ def make_link(costs: Costs, axis: Axis, *, exchange: bool = False) -> Link:
     )
 
 
-def _rate(costs: Costs, kind: str, axis: Axis) -> Callable[[int, int], float]:
-    return functools.cache(lambda num_bytes, num_tensors: float(costs.collective(kind, num_bytes, num_tensors, axis)))
+def _rate(costs: Costs, kind: str, axis: Axis, averages: bool = False) -> Callable[[int, int], float]:
+    def seconds(num_bytes: int, num_tensors: int) -> float:
+        return float(costs.collective(kind, num_bytes, num_tensors, axis, averages=averages))
+
+    return functools.cache(seconds)

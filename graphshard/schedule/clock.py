@@ -25,7 +25,7 @@ from torch.fx import Node
 from graphshard.cost.costs import Costs, ModelCollective, ModelKind, model_collective
 from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
 from graphshard.ir.collective_regions import moves_data
-from graphshard.ir.graph import WAIT, is_collective, kind_of, launch_of, module_of
+from graphshard.ir.graph import WAIT, is_average, is_collective, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, MODEL_WAIT, RELOAD, UPLOADS
 from graphshard.ir.plan import CollectiveKind
@@ -137,7 +137,8 @@ def _collective(program: Program, costs: Costs, sizes: Sizes, node: Node, phase:
     if node.meta.get("exchanged"):
         seconds = sizes.costs.exchange(size, axis)
     else:
-        seconds = sizes.costs.collective(kind, size, len(node.all_input_nodes), axis)
+        num_tensors = len(node.all_input_nodes)
+        seconds = sizes.costs.collective(kind, size, num_tensors, axis, averages=is_average(node))
     link = costs.link(program.mesh.named(bucket.axis))
     return Launch(bucket.name, phase, order, node, kind, link, size, seconds)
 

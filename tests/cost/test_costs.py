@@ -372,6 +372,8 @@ def test_the_switch_of_a_node_adds_and_multicasts():
     rings = [protocol for protocol in H100.protocols if protocol.algorithm != "nvls"]
     ringed = Costs(dataclasses.replace(H100, protocols=tuple(rings)))
     assert ringed.collective("all_reduce", 10**9, 1, eight) > 1.2 * seconds
+    mean = Costs(H100).collective("all_reduce", 10**9, 1, eight, averages=True)
+    assert mean == ringed.collective("all_reduce", 10**9, 1, eight), "the switch adds, and does not divide"
     for kind in ("gather", "reduce", "all_reduce"):
         beyond = Costs(H100).collective(kind, 10**9, 1, sixteen)
         assert beyond == ringed.collective(kind, 10**9, 1, sixteen), "not between nodes"

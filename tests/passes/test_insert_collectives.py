@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -16,7 +17,7 @@ from graphshard.errors import PassError
 from graphshard.ir.mesh import Axis
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.printer import print_program
-from graphshard.ir.transport import division
+from graphshard.ir.transport import Division, division
 from graphshard.passes import InsertCollectives
 from graphshard.pipeline.pipeline import run_pass
 from graphshard.pipeline.rules import verify
@@ -141,6 +142,29 @@ def test_divide_factors_match_fsdp2(
         scaled = ours.scale is not None
         assert (scaled or ours.over_shards, ours.over_replicas) == (names.get(ops[0], True), names[ops[1]])
         assert not scaled or ours.scale == 1 / factor
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
+def test_a_cast_takes_the_division_of_a_power_of_two(size: int, replicas: int) -> None:
+    """With the bits of the mean, except for denormal numbers; other counts of ranks average."""
+    axes = (Axis("shard", size, "shard"), Axis("replicate", replicas, "replicate"))[:replicas]
+    ranks, f32, bf16 = size * replicas, torch.float32, torch.bfloat16
+
+    def how(dtype: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> Division:
+        return division(ParamSpec(("w",), (4,), dtype, compute, reduce, True, size, "", False), axes)
+
+    averaged = Division(over_shards="avg", over_replicas="avg")
+    exact = ranks & (ranks - 1) == 0
+    assert how(f32, f32, f32) == how(bf16, bf16, bf16) == averaged, "no cast"
+    assert how(f32, bf16, f32) == (Division(scale=1 / ranks) if exact else averaged)
+    assert how(f32, bf16, bf16) == (Division(after=ranks) if exact else averaged)
+    if exact:
+        gradients = torch.randn(ranks, 1000).to(bf16).to(f32)
+        scaled = functools.reduce(torch.add, gradients / ranks)
+        assert torch.equal(scaled, functools.reduce(torch.add, gradients) / ranks)
+        least = torch.full((ranks, 1), torch.finfo(f32).smallest_normal * 2**-23)
+        assert functools.reduce(torch.add, least / ranks) == 0 < functools.reduce(torch.add, least) / ranks
 
 
 def test_one_rank_has_no_collectives() -> None:

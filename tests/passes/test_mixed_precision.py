@@ -35,10 +35,11 @@ joint:
   %5: bf16[4] = wait_tensor(%4)
   %6: bf16[4] = mul.Tensor(%3, %5)
   %7: bf16[4] = mul.Tensor(%2, %3)  # (backward)
-* %8: bf16[2] = reduce_scatter_tensor(%7, avg, 2, shard)  # (backward)
+* %8: bf16[2] = reduce_scatter_tensor(%7, sum, 2, shard)  # (backward)
   %9: bf16[2] = wait_tensor(%8)  # (backward)
+  %10: bf16[2] = div.Tensor(%9, 2)  # (backward)
   return %6 as output:0
-  return %9 as grad:w
+  return %10 as grad:w
 """,
     )
     run_pass(MixedPrecision(), program)
@@ -51,27 +52,30 @@ joint:
   %1: f32[4] = input:0
   %2: bf16[4] = tangent:0  # (backward)
   %3: bf16[4] = _to_copy(%1, dtype=bf16)
-  %10: bf16[2] = _to_copy(%0, dtype=bf16)
-* %4: bf16[4] = all_gather_into_tensor(%10, 2, shard)
+  %11: bf16[2] = _to_copy(%0, dtype=bf16)
+* %4: bf16[4] = all_gather_into_tensor(%11, 2, shard)
   %5: bf16[4] = wait_tensor(%4)
   %6: bf16[4] = mul.Tensor(%3, %5)
   %7: bf16[4] = mul.Tensor(%2, %3)  # (backward)
-* %8: bf16[2] = reduce_scatter_tensor(%7, avg, 2, shard)  # (backward)
+* %8: bf16[2] = reduce_scatter_tensor(%7, sum, 2, shard)  # (backward)
   %9: bf16[2] = wait_tensor(%8)  # (backward)
-  %11: f32[2] = _to_copy(%9, dtype=f32)  # (backward)
+  %10: bf16[2] = div.Tensor(%9, 2)  # (backward)
+  %12: f32[2] = _to_copy(%10, dtype=f32)  # (backward)
   return %6 as output:0
-  return %11 as grad:w
+  return %12 as grad:w
 """,
     )
 
 
 def test_reduction_in_another_dtype() -> None:
-    """The gradient is cast before it is reduced in float32, which is the stored dtype: no cast follows."""
+    """The gradient is cast and scaled before it is summed in float32, which is the stored dtype: no cast follows."""
     program = captured(Scale(4), (torch.ones(4),), mp_policy=BF16_REDUCED_IN_F32)
     joint = through(program, "mixed-precision").phases["joint"]
     (reduction,) = calls(joint, "reduce_scatter_tensor")
     assert fake(reduction.args[0]).dtype == torch.float32
-    assert fake(reduction.args[0].args[0]).dtype == torch.bfloat16
+    assert reduction.args[1] == "sum"
+    cast, factor = reduction.args[0].args
+    assert (factor, fake(cast.args[0]).dtype) == (0.5, torch.bfloat16)
     assert result(joint, "grad:w") is next(iter(reduction.users))
 
 

@@ -68,9 +68,9 @@ def test_shards_are_cast_before_they_are_copied() -> None:
   %0: f32[2] = param:w
   %1: f32[4] = input:0
   %3: bf16[4] = _to_copy(%1, dtype=bf16)
-  %12: bf16[2] = upload(%0, cpu, bf16)
-  %13: bf16[2] = arrived(%12)
-* %4: bf16[4] = all_gather_into_tensor(%13, 2, shard)
+  %13: bf16[2] = upload(%0, cpu, bf16)
+  %14: bf16[2] = arrived(%13)
+* %4: bf16[4] = all_gather_into_tensor(%14, 2, shard)
   %5: bf16[4] = wait_tensor(%4)
   %6: bf16[4] = mul.Tensor(%3, %5)
   return %6 as output:0
