@@ -20,7 +20,7 @@ from graphshard.codec.program_format import encode_lowered, encode_partitioned, 
 from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
 from graphshard.cross.driver import package
-from graphshard.errors import ArgumentError, GraphBreak
+from graphshard.errors import ArgumentError, GraphBreak, UnsupportedError
 from graphshard.exported.exported_program import place_tensor
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.inputs import apart, count_tokens, stand_ins
@@ -152,6 +152,11 @@ class Exporter:
             )
         except GraphBreak as error:
             raise_break(error)
+        if unnamed := set(program.mesh.tensors) - set(tracer.spec.mesh.tensors):
+            raise UnsupportedError(
+                f"{tracer.label} communicates in process groups that are not of the mesh ({next(iter(unnamed)).name}), "
+                "which a file cannot name. Call compile on the ranks."
+            )
         few = tracer.trace_alone(module_call, few=True)
         if few is not None and len(few.taken) == len(program.taken):  # no block has separate inputs
             digests.append(graph_digest(few))

@@ -36,7 +36,7 @@ from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.append_only_lists import lists_among, trace_lists, without_length
-from graphshard.guards.unguarded_state import ExtraGuards, key_of, reject_unguarded, sources_of
+from graphshard.guards.unguarded_state import ExtraGuards, key_of, reject_unguarded, sources_of, with_grad_fns
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.repeats import Repeats
 from graphshard.repeats.repeated_blocks import guards_of_blocks
@@ -395,6 +395,7 @@ def _trace(
         given = stack.enter_context(eager_answers(answers))
         stack.enter_context(finite_numbers(name))
         stack.enter_context(with_inputs_apart())
+        stack.enter_context(with_grad_fns())
         stack.enter_context(traced.opaque.called())
         stack.enter_context(replaced(SubgraphTracer, "create_proxy", _create_proxy))
         stack.callback(random.setstate, random.getstate())  # a trace draws, too

@@ -13,6 +13,7 @@ mask.any().item() is True                            graph break: Dynamo says no
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import gc
@@ -33,15 +34,18 @@ from torch.torch_version import TorchVersion
 
 from graphshard.errors import CaptureError, GraphBreak
 from graphshard.torch_compat.dynamo import (
+    ConstantVariable,
     Guard,
     RandomValueSource,
     Source,
+    TensorVariable,
+    VariableTracker,
     dict_version,
     numpy_method_wrapper,
     numpy_operator_wrapper,
     numpy_to_tensor_wrapper,
 )
-from graphshard.torch_compat.torch_ops import set_grad_enabled
+from graphshard.torch_compat.torch_ops import replaced, set_grad_enabled
 from graphshard.utils.source_lines import is_users, source_line
 
 # Flags of classes whose attributes may be set.
@@ -67,7 +71,7 @@ _BUILTINS = {
     "vars": "vars() is a dict of all attributes, which no guard compares.",
 }
 # Attributes of tensors that a program does not have, or has otherwise.
-_HISTORY = frozenset({"grad", "is_leaf", "grad_fn", "output_nr", "_base", "retains_grad"})
+_HISTORY = frozenset({"grad", "is_leaf", "output_nr", "_base", "retains_grad"})
 # Before the name of an attribute: it is not one of a tensor.
 _NO_TENSORS = frozenset({"self", "autograd", "func"})
 # Calls of numpy in graphs of Dynamo.
@@ -235,6 +239,26 @@ def reject_unguarded(
         if isinstance(value, deque) and value.maxlen is not None:
             reason = f"{name} is a deque with a maxlen, which Dynamo ignores."
             raise GraphBreak(function, reason, "Keep the last values in a list.")
+
+
+class _GradFn(VariableTracker):
+    """The `grad_fn` of a tensor that has one: not None. What it is remains a graph break."""
+
+    def python_type(self) -> type:
+        return torch.autograd.graph.Node
+
+
+def with_grad_fns() -> contextlib.AbstractContextManager[None]:
+    """Let Dynamo answer `x.grad_fn is None` in the block, except of inputs: no guard compares their history."""
+
+    def grad_fn(self: TensorVariable, tx: Any) -> VariableTracker:
+        is_param = self.source is not None and issubclass(self.class_type, nn.Parameter)
+        if self.requires_grad and not is_param and (self.source is not None or not self.has_grad_fn):
+            reason = "It asks for grad_fn of an input, which is another one in each call."
+            raise GraphBreak("forward", reason, _ANY_REMEDY)
+        return _GradFn() if self.has_grad_fn else ConstantVariable.create(None)
+
+    return replaced(TensorVariable, "method_attr_grad_fn", grad_fn)
 
 
 def _reject_builtins(guards: Iterable[Any], function: str) -> None:

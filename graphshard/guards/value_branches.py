@@ -31,10 +31,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from graphshard.ir.sizes import expression
 from graphshard.torch_compat.torch_ops import assert_async
 
 _BEGIN = "values of inputs decide in forward, and not as in the call that was captured: "
@@ -129,19 +131,38 @@ def branches_of(graph: GraphModule, sources: Sequence[str], values: Sequence[Any
     if not asked:
         return None
     inputs = dict(zip(graph.graph.find_nodes(op="placeholder"), zip(sources, values, strict=True), strict=True))
+    sizes = {
+        symbol: (node, dim)
+        for node, (_, value) in inputs.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        for dim, size in enumerate(node.meta["example_value"].shape)
+        if isinstance(symbol := expression(size), sympy.Symbol)
+    }
     needed: dict[Node, None] = {}
+    known: dict[Node, Any] = {}  # sizes of what is computed, of parameters even: numbers, or places in inputs
     left = [node.args[0] for node in asked]
     while left:
         node = left.pop()
-        if node in needed:
+        if node in needed or node in known:
+            continue
+        value = node.meta.get("example_value")
+        size = expression(value) if isinstance(value, (int, torch.SymInt)) else None
+        if node not in inputs and (isinstance(size, int) or size in sizes):
+            known[node] = sizes.get(size, size)
+            left += known[node][:1] if size in sizes else []
             continue
         if isinstance(inputs.get(node, ("", None))[1], nn.Parameter) or not _is_pure(node):
             return False
         needed[node] = None
         left += node.all_input_nodes
-    made, copies, read = Graph(), dict[Node, Node](), list[str]()
+    made, copies, read = Graph(), dict[Node, Any](), list[str]()
     for node in graph.graph.nodes:
-        if node in needed:
+        place = known.get(node)
+        if isinstance(place, tuple):
+            copies[node] = made.call_method("size", (copies[place[0]], place[1]))
+        elif node in known:
+            copies[node] = place
+        elif node in needed:
             copies[node] = made.node_copy(node, copies.__getitem__)
             if node in inputs:
                 read.append(inputs[node][0])

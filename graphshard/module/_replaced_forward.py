@@ -13,6 +13,7 @@ So the forward that was replaced is still one program if the function calls it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -65,7 +66,10 @@ class ReplacedForward:
         device = runner.tracer.spec.device
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         names = {row.name for row in runner.tracer.spec.params if not row.unit and not row.ignored}
-        runner.unshard(names).wait()
+        peers = runner.agreement.peers
+        label = f"{users_class(module).__name__}.forward, which was replaced, in Python"
+        with peers.step(label, "") if peers is not None else contextlib.nullcontext():  # a rank alone is an error
+            runner.unshard(names).wait()
         self._depth += 1
         try:
             return method_of(module, "forward")(*args, **kwargs)

@@ -278,7 +278,7 @@ def _is_replicated_on(param: DTensor, data: DeviceMesh) -> bool:
 def _check_joins(name: str, data: DeviceMesh, tensor: DeviceMesh) -> None:
     try:
         joined_mesh(data, tensor)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:  # the last for axes without names
         raise ArgumentError(
             f"parameter {name} is distributed over {tensor}, which is not another axis of the mesh that {data} is of "
             f"({error}). Take both from one mesh: mesh['dp'] and mesh['tp']."

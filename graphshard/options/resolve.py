@@ -106,7 +106,7 @@ def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_di
     """
     model, options = resolve_model(model, options)
     contents = check_model(model)
-    mesh = default_mesh() if mesh is None else mesh
+    mesh = default_mesh(contents.params.values()) if mesh is None else mesh
     axes = find_axes(contents, mesh, options, dp_mesh_dims)
     assert axes.data is not None
     return replace(request_for(contents, axes, options, device_of(axes.data)), mesh=mesh)

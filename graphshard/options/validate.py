@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.export import Dim
 
 from graphshard.errors import ArgumentError, UnsupportedError, visible
-from graphshard.ir.mesh import Mesh
+from graphshard.ir.mesh import DATA, TENSOR, Mesh, axes_of_mesh
 from graphshard.ir.subclasses import POST, PRE, is_subclass, missing_methods
 from graphshard.ir.submodule_entry_points import OF_UNITS, EntryPoint, is_compiled
 from graphshard.ir.units import check_policy
@@ -27,7 +27,7 @@ from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.unsharded import WholeParameter
-from graphshard.torch_compat.dtensor import ShardPlacementResult, was_applied
+from graphshard.torch_compat.dtensor import ShardPlacementResult, root_of, was_applied
 from graphshard.torch_compat.fsdp2 import state_of
 from graphshard.torch_compat.torch_ops import OpOverload, pytree
 from graphshard.utils.argument_validation import answer_of, check_bool, check_choice, check_count, is_int
@@ -194,14 +194,23 @@ def check_examples(model: nn.Module, inputs: Any, kwargs: Any, names: tuple[str,
 # --- mesh --------------------------------------------------------------------------------------------------------
 
 
-def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks on one axis, of CUDA devices where there are any."""
+def default_mesh(params: Iterable[nn.Parameter] = ()) -> DeviceMesh:
+    """Return a mesh of all ranks, of CUDA devices where there are any.
+
+    It has one axis, or is the mesh that DTensors among the parameters are on axes of, without further axes of size 1.
+    """
     if not dist.is_initialized():
         raise ArgumentError(
             "without a mesh, compile shards over all ranks, but there is no process group. Call "
             "torch.distributed.init_process_group() first, or pass a mesh. Start the script with torchrun, which sets "
             "what it reads."
         )
+    of_params = next((root_of(param.device_mesh) for param in params if isinstance(param, DTensor)), None)
+    names = () if of_params is None else of_params.mesh_dim_names or ()
+    if of_params is not None and set(names).intersection(DATA) and set(names).intersection(TENSOR):
+        sizes = dict(zip(names, of_params.shape))
+        data = next(name for name in reversed(names) if name in DATA)
+        return axes_of_mesh(of_params, [n for n in names if sizes[n] > 1 or n == data or n in TENSOR])
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 

@@ -314,7 +314,7 @@ def why_not_cached(tracer: Tracer, program: Program) -> str:
         return "a mode of torch is active that sees every function"
     if program.sizes:
         return "it has dynamic sizes"
-    if any(axis.role == "inner" for axis in program.mesh.axes):
+    if set(program.mesh.axes) - set(spec.mesh.axes):
         return "the model communicates in process groups of its own"
     return ""
 

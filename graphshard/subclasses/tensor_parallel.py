@@ -10,8 +10,8 @@ functional collectives. These become operators that run at once and name an axis
 
 To plans they are compute: what gathers and reduces parameters is moved around them, and they stay where they are.
 
-A group that is not an axis of the mesh may be one of neighbors on the sharding axis, as used to send
-keys and values around a ring. It becomes an axis of the program's mesh, which is bound to the group itself.
+A group that is not an axis of the mesh becomes an axis of the program's mesh, which is bound to the group: neighbors on
+the sharding axis, or the ranks among which code with plain tensors, as Megatron's, calls collectives itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
-from graphshard.errors import CaptureError
-from graphshard.ir.graph import WAIT, aten, c10d, emit, error_here
+from graphshard.errors import CaptureError, GraphBreak
+from graphshard.ir.graph import WAIT, aten, c10d, emit, error_here, place_of
 from graphshard.ir.mesh import Mesh, PendingReduction
 from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from graphshard.ir.param_table import ParamSpec, ParamTable
@@ -170,11 +170,14 @@ def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: 
     """
     for node in list(graph.nodes):
         if getattr(node.target, "namespace", "") in ("_c10d_functional", "_dtensor") and node.target is not WAIT:
-            ranks = _ranks(str(node.args[-1]))
-            found = _with_axis(mesh, ranks, str(node.args[-1]), groups)
-            if found is None or node.target not in _AT_ONCE:
-                raise CaptureError(_refusal(node, ranks, mesh, groups, model))
-            mesh, name = found
+            if node.target not in _AT_ONCE:
+                raise _break_at(node)
+            if not groups:
+                raise CaptureError(
+                    f"graphshard cannot capture {model}.forward, because it communicates by {node.target}"
+                    f"{place_of(node)}, and there are no process groups. Compile it in a process of a job."
+                )
+            mesh, name = _with_axis(mesh, str(node.args[-1]), groups)
             with graph.inserting_before(node):
                 value = emit(graph, _AT_ONCE[node.target], *node.args[:-1], name, like=node)
             value.meta.update({key: node.meta[key] for key in node.meta if key != "val"})
@@ -186,32 +189,38 @@ def settle_collectives(graph: Graph, mesh: Mesh, groups: dict[str, str], model: 
     return mesh
 
 
-def _with_axis(mesh: Mesh, ranks: list[int], group: str, groups: dict[str, str]) -> tuple[Mesh, str] | None:
-    """Return the mesh with an axis along which this rank has these ranks, and its name; None if there can be none.
+def _with_axis(mesh: Mesh, group: str, groups: dict[str, str]) -> tuple[Mesh, str]:
+    """Return the mesh with an axis along which this rank has the ranks of a group, and its name.
 
     A group is known by its ranks: DTensor keeps plans for meshes that are equal, of whichever was there first.
     """
-    known = {name: _ranks(of) for name, of in groups.items()}
-    for name in sorted(known, key=lambda name: name == mesh.shard.name):  # axes of one rank are all alike
+    ranks, known = _ranks(group), {name: _ranks(of) for name, of in groups.items()}
+    present = [axis.name for axis in mesh.every_axis]
+    # Axes of one rank are all alike.
+    for name in sorted(known, key=lambda name: (name == mesh.shard.name, name not in present)):
         if known[name] == ranks:
-            return (mesh if name in [axis.name for axis in mesh.every_axis] else mesh.with_inner(len(ranks))), name
-    around, size = known.get(mesh.shard.name, []), len(ranks)
-    if size == 0 or len(around) % size or ranks not in [around[i : i + size] for i in range(0, len(around), size)]:
-        return None
-    mesh = mesh.with_inner(size)
-    groups[mesh.axes[-1].name] = group
-    return mesh, mesh.axes[-1].name
+            return (mesh if name in present else _with_new(mesh, name, len(ranks))), name
+    around, size = known[mesh.shard.name], len(ranks)
+    if len(around) % size == 0 and ranks in [around[i : i + size] for i in range(0, len(around), size)]:
+        name = mesh.with_inner(size).axes[-1].name
+    else:
+        name = process_group(group).group_desc.removeprefix("mesh_")  # that of an axis of another mesh
+        if name in groups or name == process_group(group).group_desc:
+            name = f"model {len(groups)}"
+    groups[name] = group
+    return _with_new(mesh, name, size), name
+
+
+def _with_new(mesh: Mesh, name: str, size: int) -> Mesh:
+    """Return the mesh with an axis that a capture has found: of neighbors, or of other ranks."""
+    inner = mesh.with_inner(size)
+    return inner if inner.axes[-1].name == name else mesh.with_tensor(name, size)
 
 
 def _ranks(group: str) -> list[int]:
     return dist.get_process_group_ranks(process_group(group))
 
 
-def _refusal(node: Node, ranks: list[int], mesh: Mesh, groups: dict[str, str], model: str) -> str:
-    axes = "; ".join(f"{name!r}: {_ranks(group)}" for name, group in groups.items())
-    return (
-        f"graphshard cannot capture {model}.forward, because it communicates by {node.target} with ranks {ranks}. "
-        "Collectives of the model are all-reduces, all-gathers, reduce-scatters and all-to-alls along an axis of the "
-        f"mesh, or among neighbours on {mesh.shard.name!r}, one behind the other. This rank's axes are "
-        f"{axes or 'not known, as there are no process groups: compile it in process'}."
-    )
+def _break_at(node: Node) -> GraphBreak:
+    reason = f"It communicates by {node.target}{place_of(node)}."
+    return GraphBreak("forward", reason, "Use an all-reduce, an all-gather, a reduce-scatter or an all-to-all.")

@@ -56,7 +56,7 @@ _OF_DOORS = {
         "torch._dynamo.side_effects.SideEffects": "mutation store_attr track_mutable",
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase": "inline_user_function_return",
         "torch._dynamo.variables.SkipFunctionVariable": "call_function",
-        "torch._dynamo.variables.TensorVariable": "as_proxy",
+        "torch._dynamo.variables.TensorVariable": "as_proxy method_attr_grad_fn",
         "torch._dynamo.variables.TorchInGraphFunctionVariable": "call_function",
         "torch._dynamo.variables.higher_order_ops.AutogradFunctionApplyVariable": "call_function",
         "torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable": "call_function",

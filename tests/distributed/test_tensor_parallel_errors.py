@@ -240,23 +240,35 @@ def test_data_axes_of_another_mesh(fake_world: FakeWorld) -> None:
 # --- models, and features without support for a tensor axis ---------------------------------------------------------
 
 
+class _Sums(Mlps):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + functional.all_reduce(x.detach(), "sum", self.mesh)
+
+
+def test_a_group_outside_of_the_mesh_is_an_axis(fake_world: FakeWorld) -> None:
+    """`tests/field/test_local_tensors.py` trains such models."""
+    fake_world(4)
+    model = _Sums()
+    model.mesh = DeviceMesh("cpu", [0, 3])
+    graphshard.compile(model, _mesh("dp", "tp")["dp"], backend="eager")
+    model(torch.randn(2, 8))
+    (program,) = graphshard.programs(model)
+    assert [(axis.size, axis.role) for axis in program.mesh.axes] == [(2, "shard"), (2, "tensor")]
+
+
 class _Communicates(Mlps):
     def forward(self, x: Tensor) -> Tensor:
-        return functional.all_reduce(super().forward(x), "sum", self.mesh)
+        return super().forward(x) + functional.broadcast(x.detach(), 0, self.mesh)
 
 
-def test_rejects_collectives_outside_of_the_mesh(fake_world: FakeWorld) -> None:
-    """No axis of the mesh connects this rank to the others."""
+def test_rejects_collectives_that_it_cannot_name(fake_world: FakeWorld) -> None:
     fake_world(4)
     mesh = _mesh("dp", "tp")
     model = _Communicates()
-    model.mesh = DeviceMesh("cpu", [0, 3])
+    model.mesh = mesh["tp"]
     parallelize_module(model.layers[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    graphshard.compile(model, mesh, backend="eager")
-    message = (
-        r"cannot capture _Communicates\.forward, because it communicates by _c10d_functional.* with ranks \[0, 3\]\. "
-        r".*This rank's axes are 'dp': \[0, 2\]; 'tp': \[0, 1\]\.$"
-    )
+    graphshard.compile(model, mesh, backend="eager", fullgraph=True)
+    message = r"It communicates by _c10d_functional\.broadcast.* Use an all-reduce, an all-gather, a reduce-scatter or"
     with pytest.raises(CaptureError, match=message):
         model(torch.randn(2, 8))
 

@@ -74,6 +74,24 @@ def test_loads_into_shards_and_trains_as_fsdp2(ranks: Ranks, tmp_path: Path) -> 
     ranks(2).run(_trains, _saved(lambda: llama(**SIZES), tmp_path, "llama"), _saved(gpt2, tmp_path, "gpt2"))
 
 
+def _trains_split(rank: int, world_size: int, path: str) -> None:
+    """Train models whose weights are cut along a tensor axis, and along a data axis if there are four ranks."""
+    sizes = {"tp_size": 2} if world_size == 2 else {"fsdp_size": 2, "tp_size": 2}
+    with launched():
+        ours, theirs = (_sharded(path, **sizes) for _ in range(2))
+        graphshard.compile(ours, backend="eager")
+        losses = [_train(model, same=True) for model in (ours, theirs)]
+        assert_same(losses[0], losses[1], "losses")
+        for name, param in theirs.named_parameters():
+            assert torch.equal(local(params_of(ours)[name]), local(param)), name
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_trains_along_a_tensor_axis(ranks: Ranks, tmp_path: Path, num_ranks: int) -> None:
+    path = _saved(lambda: llama(num_key_value_heads=2, num_hidden_layers=1), tmp_path, "llama")
+    ranks(num_ranks).run(_trains_split, path)
+
+
 def _saves(rank: int, world_size: int, path: str, folder: str) -> None:
     with launched():
         model = graphshard.compile(_sharded(path), backend="eager")

@@ -276,6 +276,14 @@ class Penalty(AsksGrad):
         return y, torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
 
 
+class AsksHistory(Base):
+    """Of what is computed, and of a parameter, Dynamo knows it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * (2 if y.grad_fn is None else 3) * (1 if self.layers[0][0].weight.grad_fn is None else 2)
+
+
 class Functional(Base):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + torch.func.grad(lambda z: (z**3).sum())(x)
@@ -334,6 +342,7 @@ EQUAL = [
     HooksComeAndGo,
     Modes,
     Penalty,
+    AsksHistory,
     Functional,
     Cache,
     Sizes,
@@ -372,6 +381,7 @@ def _gradients_on() -> Any:
     "HoldsOtherParameter",
     "WritesInput",
     "WritesItem",
+    "AsksHistory",
     "Functional",
     "Cache",
 )

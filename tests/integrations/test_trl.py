@@ -95,7 +95,7 @@ def _trains(rank: int, world_size: int, kind: str, folder: str) -> None:
         expected = _found(theirs)
     with launched():
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        ours = use_graphshard(_trainer(kind, folder), plugin=plugin, backend="eager", cache=False)
+        ours = use_graphshard(_trainer(kind, folder), plugin=plugin, backend="eager")
         assert_same(_found(ours), expected, kind)
         assert len(graphshard.programs(ours.model)) < 10  # not one for each length
 
