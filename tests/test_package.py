@@ -42,6 +42,7 @@ def test_passes_is_a_relative_symlink():
 
 def test_packages_of_a_checkout_without_links(tmp_path: Path) -> None:
     """As on Windows, where `graphshard/passes` is a text file."""
+    pytest.importorskip("setuptools", minversion="77")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     python_only = shutil.ignore_patterns("__pycache__", "*.json")
