@@ -241,6 +241,7 @@ def _answer(capability: Capability, stack: contextlib.ExitStack) -> None:
     cuda: dict[str, Any] = {
         **both,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: gpu.name,

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 import graphshard
 from graphshard.aot.load import _check_place
@@ -215,7 +216,19 @@ class _WithKernels(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")
-@pytest.mark.parametrize("kernel", [_Scale.apply, _scale_op], ids=["autograd.Function", "triton_op"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(
+            _Scale.apply,
+            id="autograd.Function",
+            marks=pytest.mark.skipif(
+                TorchVersion(torch.__version__) < "2.12", reason="Dynamo of torch 2.11 fails in its backward"
+            ),
+        ),
+        pytest.param(_scale_op, id="triton_op"),
+    ],
+)
 def test_kernels_of_the_model(kernel: Any, tmp_path: Path) -> None:
     """They are part of the program: launched with their arguments and grid, and in the file as cubins."""
     example = (torch.zeros(12, 8),)

@@ -23,7 +23,6 @@ from torch import nn
 import graphshard
 from graphshard.cli.main import main
 from graphshard.errors import ArgumentError, ArtifactError
-from graphshard.ir import opaque_calls
 from graphshard.store import cache_directory, program_cache
 from graphshard.utils import archive
 from graphshard.utils.archive import read_private, write_archive
@@ -260,23 +259,6 @@ def test_a_missing_home_folder(
         empty.run(cache=None)
     assert empty.compiled
     assert messages(caplog).count("nobody/.cache/graphshard cannot be ") == 1
-
-
-def test_functions_that_run_as_they_are(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is found again: it calls the function of this process, if that saves and returns the same tensors."""
-    empty.edit("cached_helper", "def scaled(x):", "import torch\n\n@torch.compiler.disable\ndef scaled(x):")
-    losses = []
-    for old, new, compiles in (
-        ("FACTOR = 2.0", "FACTOR = 2.0", True),
-        ("FACTOR = 2.0", "FACTOR = 2.0", False),
-        ("* FACTOR", "* FACTOR + 1", False),
-        ("* FACTOR", ".sin() * FACTOR", True),
-    ):
-        monkeypatch.setattr(opaque_calls, "_CALLS", {})  # as in a new process
-        empty.edit("cached_helper", old, new)
-        losses.append(empty.run()[0])
-        assert empty.compiled == compiles
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_another_rank_writes_it(empty: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
