@@ -194,6 +194,11 @@ class SplitModule:
             full = {} if is_held else self._gather()
             stack.enter_context(self.holding(OpenModule(self, module, full, checkpoint_region())))
             result = forward(*args, **kwargs)
+        shown, refs = self.runner.unsharded.shown, [ref for ref in self._refs if full and not ref.row.reshard]
+        for ref in refs:  # as FSDP2's root is until backward
+            value = full[ref.row.name]
+            shown.show_as_attribute(ref, value.dtype, value.device, lambda ref: full[ref.row.name].detach())
+        shown.connect()
         return result if boundary is None else boundary.leave(result)
 
     def call_transformed(self, transform: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

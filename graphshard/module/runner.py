@@ -45,7 +45,8 @@ from graphshard.runtime.parameter_writes import changed_on_any_rank
 from graphshard.runtime.process_groups import whole_mesh
 from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.shown_gradients import ShownCall
-from graphshard.runtime.unsharded import ShownParameter, Unsharded, UnshardHandle, start_gathering
+from graphshard.runtime.shown_parameters import ShownParameter
+from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
 from graphshard.torch_compat.dtensor import process_group
 from graphshard.torch_compat.torch_ops import forget_sources, pytree
 
@@ -256,7 +257,7 @@ class Runner(ProgramCompiler):
             self.tracer.for_copy(module),
             programs=[],
             accumulation=copy.deepcopy(self.accumulation),
-            unsharded=Unsharded(kept=set(self.unsharded.kept)),
+            unsharded=Unsharded(kept=set(self.unsharded.kept), read_outside=set(self.unsharded.read_outside)),
             custom=custom,
             **{name: copy.copy(getattr(self, name)) for name in _CHOICES},
             event=None,
@@ -285,6 +286,7 @@ class Runner(ProgramCompiler):
         if "reshard" in choices:
             self.reshard_chosen.update(names)
             choices["shown"] = not choices["reshard"]
+            self.unsharded.read_outside.difference_update(names)
         self.tracer.change(names, **choices)
         for entry in self.entries.values():
             entry.tracer.change({ref.row.name for ref in entry.tracer.params if ref.name in names}, **choices)
@@ -343,6 +345,9 @@ class Runner(ProgramCompiler):
             new = chosen - self.unsharded.full.keys()
             self.unshard(new)
             self.unsharded.left |= new & self.unsharded.full.keys()
+        if self.unsharded.read_outside and not self.sealed:
+            read = self.unsharded.read_outside
+            called.change([ref.row.name for ref in called.params if ref.name in read and not ref.row.shown], shown=True)
         rows = [ref.row for ref in self.tracer.params]
         freed = [row.name for row in rows if row.held and row.name not in self.unsharded.full]
         if freed:

@@ -29,7 +29,8 @@ from graphshard.module._fsdp_module import strip_module
 from graphshard.module.compiled_module import compiled_module
 from graphshard.module.runner import Runner
 from graphshard.runtime.shards import ParamRef
-from graphshard.runtime.unsharded import Shown, WholeParameter, start_gathering
+from graphshard.runtime.shown_parameters import WholeParameter
+from graphshard.runtime.unsharded import Shown, start_gathering
 from graphshard.torch_compat.torch_ops import cast_tensors, pytree
 from graphshard.utils.argument_validation import check_bool
 

@@ -26,7 +26,7 @@ from graphshard.lower.backends import Backend
 from graphshard.passes import ActivationCheckpointing
 from graphshard.pipeline.instrumentation import Level
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.runtime.unsharded import WholeParameter
+from graphshard.runtime.shown_parameters import WholeParameter
 from graphshard.torch_compat.dtensor import ShardPlacementResult, root_of, was_applied
 from graphshard.torch_compat.fsdp2 import state_of
 from graphshard.torch_compat.torch_ops import OpOverload, pytree

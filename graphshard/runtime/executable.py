@@ -5,6 +5,9 @@ What forward saves is autograd's, except for full parameters: `reshard()` frees 
 
 from __future__ import annotations
 
+import functools
+import heapq
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +43,8 @@ from graphshard.torch_compat.autograd_state import Fate, disable_autocast, fate_
 Variant = tuple[frozenset[str], AccumulateGradients | None]
 # Strides of the tangents that arrive, by name; in any order.
 Strides = frozenset[tuple[str, tuple[int, ...]]]
+# Parameters that attributes show after each call, which takes some microseconds each: a head is among the largest.
+_MOST_ATTRIBUTES = 16
 # Makes a program that is a backward alone.
 BackwardFactory = Callable[[Variant, Strides], Program]
 
@@ -85,7 +90,14 @@ class Executable:
             for slot in self._forward.outputs
             if (slot.of == "gathered" or slot.kind == "shown") and program.params[slot.name].shows
         }
+        slots = (slot for node, slot in self._forward.slot_of().items() if node.users)
+        self._read = {slot.name for slot in slots if slot.is_of_shard or slot.kind == "gathered"}
+        self._attributes = [] if self.gathers else self._find_attributes()
         self._shown_too = self._find_shown_too()
+        at_attributes = {ref.row.name for ref in self._attributes}
+        returned = [slot for slot in self._forward.outputs if slot.is_full or slot.kind == "shown"]
+        self._kept = [slot for slot in returned if slot.name in at_attributes]
+        self._steps_left = {slot.name: slot.index for slot in self._kept}
         self.names = [name for value, name in self._results if isinstance(value, Node)]
         # For each backward, where its gradients are among its outputs, and which of the others are left or kept.
         self._ends: dict[GraphModule, tuple[list[int | None], list[tuple[int, Slot]]]] = {}
@@ -123,7 +135,10 @@ class Executable:
             if self.runs_eagerly:
                 assert self.eager is not None
                 self.hide()
-                return self.eager.call(tensors)
+                leaves = self.eager.call(tensors)
+                self._show_attributes(self.eager.full, {})
+                self.values.unsharded.shown.connect()
+                return leaves
             wrt = [tensors[int(s.name)] if ref is None else ref.param for s, ref in zip(self.grads, self.wrt)]
             made = _Call.apply(self, tensors, *wrt)
             if len(self.program.tangents) > 1:  # backward looks for hooks on them
@@ -135,6 +150,7 @@ class Executable:
         else:
             with torch.no_grad():
                 results = iter(self.forward(tensors)[0])
+            self.show({})
         flat = [next(results) if isinstance(value, Node) else value for value, _ in self._results]
         for check in reversed(self.program.checks):
             check(flat.pop())
@@ -190,29 +206,67 @@ class Executable:
 
     def show(self, full: Mapping[Slot, torch.Tensor]) -> None:
         """Let modules show full parameters that forward has kept for that, until the next forward or backward."""
+        shown = self.values.unsharded.shown
         for slot, ref in self._shown.items():
-            left = landed(full[slot], ref.row, slot.index)
-            self.values.unsharded.shown.show(ref, left, until_next_call=True)
+            shown.show(ref, landed(full[slot], ref.row, slot.index), until_next_call=True)
+        if self._attributes:
+            kept = {slot.name: _kept(full[slot], slot) for slot in self._kept if slot in full}
+            self._show_attributes(kept, self._steps_left)
         others = [ref for ref in self._shown_too if ref.name not in self.values.unsharded.full]
         if others:
             gathered = self._gather([(self.program.params[ref.row.name], ref.param) for ref in others])
             for ref in others:
-                self.values.unsharded.shown.show(ref, gathered[ref.row.name].wait(), until_next_call=True)
-        self.values.unsharded.shown.connect()
+                shown.show(ref, gathered[ref.row.name].wait(), until_next_call=True)
+        shown.connect()
+
+    def _find_attributes(self) -> list[ParamRef]:
+        """Return parameters that FSDP2's root keeps until backward by default, the largest ones."""
+        table, outside = self.program.params, self.values.unsharded.read_outside
+        found = []
+        for ref in self.values.refs:
+            row = table[ref.row.name]
+            by_default = not (row.unit or row.reshard) and (not row.shown or ref.name in outside)
+            if by_default and not (row.partly or row.ignored or row.split or row.extension):
+                found.append(ref)
+        found = heapq.nlargest(_MOST_ATTRIBUTES, found, key=lambda ref: math.prod(ref.row.shape))
+        self._shown = {slot: ref for slot, ref in self._shown.items() if ref not in found}
+        return found
+
+    def _show_attributes(self, kept: Mapping[str, Callable[[], torch.Tensor | None]], left: Mapping[str, int]) -> None:
+        """Let attributes show parameters, of which forward has kept some, without the steps `left` of their epilogues.
+
+        What autograd keeps of them is freed with its graph.
+        """
+        fetch = functools.partial(self._fetch, kept, left)
+        shown, table, device = self.values.unsharded.shown, self.program.params, self.program.device
+        for ref in self._attributes:
+            shown.show_as_attribute(ref, table[ref.row.name].compute_dtype, device, fetch)
+
+    def _fetch(
+        self, kept: Mapping[str, Callable[[], torch.Tensor | None]], left: Mapping[str, int], ref: ParamRef
+    ) -> torch.Tensor:
+        """Return a full parameter that something outside of forward computes with, gathered unless it is kept."""
+        row, unsharded = self.program.params[ref.row.name], self.values.unsharded
+        full = kept[row.name]() if row.name in kept else None
+        if full is not None:
+            return landed(full, row, left.get(row.name, 0))
+        if ref.name in unsharded.full:
+            return unsharded.read(ref.name)
+        if row.num_shards > 1 and row.name in self._read - kept.keys() and self._backwards:
+            unsharded.read_outside.add(ref.name)
+        return self._gather([(row, ref.param)])[row.name].wait()
 
     def _find_shown_too(self) -> list[ParamRef]:
         """Return parameters that forward does not gather, of units that stay gathered after it.
 
         FSDP2 gathers a unit whole. A loss may read parameters that forward does not, such as the weight of a head.
         """
-        slots = (slot for node, slot in self._forward.slot_of().items() if node.users)
-        read = {slot.name for slot in slots if slot.is_of_shard or slot.kind == "gathered"}
         table = self.program.params
-        units = {table[name].unit for name in read}
+        units = {table[name].unit for name in self._read}
         kept = (row for row in map(table.__getitem__, self.values.params) if row.unit in units and not row.reshard)
-        kept = (row for row in kept if row.name not in read or (row.num_shards == 1 and row.shows))
+        kept = (row for row in kept if row.name not in self._read or (row.num_shards == 1 and row.shows))
         plain = (row for row in kept if not (row.partly or row.ignored or row.split or row.extension))
-        return [self.values.params[row.name] for row in plain]
+        return [ref for row in plain if (ref := self.values.params[row.name]) not in self._attributes]
 
     def hide(self) -> None:
         """Let modules show shards again; raises UnsupportedError if a full parameter was written to."""
@@ -351,6 +405,10 @@ class Executable:
         env = {size.symbol: known[Slot("size", size.name)] for size in self.program.sizes}
         env |= sizes_in(fake(node), tangent)
         return tuple(evaluate(with_sizes(expression(size), fake(node), tangent), env) for size in stride)
+
+
+def _kept(full: torch.Tensor, slot: Slot) -> Callable[[], torch.Tensor | None]:
+    return (lambda: full) if slot.kind == "shown" else weakref.ref(full)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -64,12 +65,14 @@ class EagerCalls:
 
     Attributes:
         preferred: the next calls run this way, as gradients of the last one had a graph.
+        full: the last call's full parameters, while autograd keeps them.
     """
 
     forward: EagerForward
     values: SlotValues
     gather: Callable[[Mapping[str, nn.Parameter] | None], Mapping[str, torch.Tensor]]
     preferred: bool = False
+    full: Mapping[str, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
     _function: Callable[[Callable[[Slot], Any]], list[Any]] | None = None
     _warned: bool = field(default=False, init=False)
 
@@ -139,6 +142,7 @@ class EagerCalls:
         if self._function is None:
             self._function = self.forward.function()
         full, sizes = self.gather(params), self.values.sizes(tensors)
+        self.full = {name: weakref.ref(value) for name, value in full.items()}
 
         def value(slot: Slot) -> Any:
             if slot.kind == "param":

@@ -4,28 +4,23 @@ They are gathered by `unshard`, or left by the forward of units with `reshard_af
 forward or backward. Modules show them meanwhile, as FSDP2's do, and the shards again before backward runs, so that it
 can free each full parameter after reading it.
 
-FSDP2's are separate parameters: an optimizer that is made of them trains nothing, and flags and hooks are lost with
-them. Here they are the shards in all but their values: `grad` and `requires_grad` are the shard's, copies and pickles
-are of the shard, and what cannot be passed on is an error.
+Parameters of the root by default are shown where modules' attributes are read (`AttributeParameter`): `parameters()`
+goes on with shards.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from typing_extensions import Self
 
 from graphshard.errors import UnsupportedError
 from graphshard.ir.graph import c10d
-from graphshard.ir.mesh import Axis, Mesh, axes_around
+from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
@@ -33,9 +28,10 @@ from graphshard.ir.transport import Steps, gather_epilogue, prologue
 from graphshard.runtime.collective_launches import all_gather_coalesced
 from graphshard.runtime.parameter_writes import sums_of
 from graphshard.runtime.process_groups import on_gloo
-from graphshard.runtime.shards import SHARD_ATTRIBUTE, ParamRef, padded_shard, shard_of
-from graphshard.torch_compat.dtensor import dtensor_of, process_group
-from graphshard.torch_compat.torch_ops import make_subclass, use_count
+from graphshard.runtime.shards import ParamRef, padded_shard, shard_of
+from graphshard.runtime.shown_parameters import AttributeParameter, ShownParameter, shown_dtensor
+from graphshard.torch_compat.dtensor import process_group
+from graphshard.torch_compat.torch_ops import use_count
 
 
 @dataclass
@@ -49,6 +45,8 @@ class Unsharded:
         several: `calls` before the last backward, where it was more than one.
         left: parameters that were gathered for several calls.
         sums: over the bits of the shards that `full` was gathered from.
+        read_outside: parameters of the root that something outside of forward has read, by default of
+            `reshard_after_forward`.
     """
 
     full: dict[str, Gathering | torch.Tensor] = field(default_factory=dict)
@@ -57,6 +55,7 @@ class Unsharded:
     several: dict[str, int] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    read_outside: set[str] = field(default_factory=set)
     shown: Shown = field(default_factory=lambda: Shown(ShownParameter))
 
     def read(self, name: str) -> torch.Tensor:
@@ -207,20 +206,23 @@ class Shown:
     _now: dict[str, tuple[nn.Parameter, ParamRef]] = field(default_factory=dict)
     # Shown until the next forward or backward.
     _left: set[str] = field(default_factory=set)
+    # Shown as attributes of modules, which hold their shards.
+    _attributes: dict[str, tuple[AttributeParameter, ParamRef]] = field(default_factory=dict)
     # Of earlier steps, to be used again.
     _made: dict[str, ShownParameter] = field(default_factory=dict)
+    _made_attributes: dict[str, AttributeParameter] = field(default_factory=dict)
 
     def show(self, ref: ParamRef, full: torch.Tensor, *, until_next_call: bool = False) -> None:
         """Show a full parameter, unless it is shown already."""
-        if ref.name in self._left and not until_next_call:
+        if (ref.name in self._left and not until_next_call) or ref.name in self._attributes:
             self.hide([ref.name])
         if ref.name in self._now:
             return
         shard, made = ref.param, self._made.get(ref.name)
         shown: nn.Parameter
         if ref.row.split is not None:
-            shown = _shown_dtensor(full, shard, ref.row, ref.name)
-        elif made is not None and made.fits(full, shard):
+            shown = shown_dtensor(full, shard, ref.row, ref.name)
+        elif made is not None and made.fits(full.dtype, shard):
             made.show(full)
             shown = made
         else:
@@ -232,9 +234,34 @@ class Shown:
         if until_next_call:
             self._left.add(ref.name)
 
+    def show_as_attribute(
+        self, ref: ParamRef, dtype: torch.dtype, device: torch.device, fetch: Callable[[ParamRef], torch.Tensor]
+    ) -> None:
+        """Show a full parameter where its module's attribute is read; `fetch` returns it when it is computed with."""
+        if ref.name in self._now or ref.name in self._attributes:
+            return
+        made = self._made_attributes.pop(ref.name, None)
+        if made is None or not made.fits(dtype, ref.param):
+            made = AttributeParameter.of_shard(ref, dtype, device)
+        made.ref, made.fetch = ref, fetch
+        for owner, attribute in ref.places:
+            owner.__dict__[attribute] = made
+        self._attributes[ref.name] = made, ref
+
+    def _hide_attributes(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._attributes:
+                shown, ref = self._attributes.pop(name)
+                for owner, attribute in ref.places:
+                    if owner.__dict__.get(attribute) is shown:
+                        del owner.__dict__[attribute]
+                if shown.end():
+                    self._made_attributes[name] = shown
+
     def connect(self) -> None:
         """Let gradients of what is shown reach the shards."""
-        shown = ((name, param) for name, (param, _) in self._now.items() if isinstance(param, ShownParameter))
+        every = {**self._now, **self._attributes}
+        shown = ((name, param) for name, (param, _) in every.items() if isinstance(param, ShownParameter))
         new = {name: param for name, param in shown if param.is_unconnected}
         if new and self.connector is not None:
             self.connector(new)
@@ -243,6 +270,7 @@ class Shown:
         """Hide all, and reuse no parameters: what shards are may change."""
         self.hide()
         self._made.clear()
+        self._made_attributes.clear()
 
     def hide(self, names: Iterable[str] | None = None) -> None:
         """Let modules hold their shards again; by default all of them.
@@ -253,7 +281,9 @@ class Shown:
             UnsupportedError: the data of a shown parameter was exchanged for data of another shape, which is lost.
         """
         resized = []
-        for name in list(self._now if names is None else names):
+        names = list((*self._now, *self._attributes) if names is None else names)
+        self._hide_attributes(names)
+        for name in names:
             if name not in self._now:
                 continue
             shown, ref = self._now.pop(name)
@@ -275,6 +305,8 @@ class Shown:
 
     def hide_left(self, names: Iterable[str]) -> None:
         """Let modules hold the shards of what forwards have left, which must not have been written to."""
+        if self._attributes:
+            self._hide_attributes(names)
         if not self._left:
             return
         names = self._left.intersection(names)
@@ -283,138 +315,3 @@ class Shown:
         for param in shown:
             if isinstance(param, ShownParameter):
                 param.check_not_written()
-
-
-class ShownParameter(nn.Parameter):
-    """A full parameter that a module shows. It shares memory with what programs read or have left to backward."""
-
-    _graphshard_shard: nn.Parameter
-    _path: str
-    _written: int
-    _flag: bool
-    _nothing: torch.Tensor
-    _dtype: torch.dtype
-
-    @classmethod
-    def of(cls, full: torch.Tensor, shard: nn.Parameter, path: str) -> Self:
-        """Show a tensor as the parameter that is called `path` in the model."""
-        shown = make_subclass(cls, full.detach(), False)
-        shown._graphshard_shard, shown._path, shown._nothing = shard, path, full.new_empty(0)
-        shown._written, shown._dtype, shown._flag = shown._version, full.dtype, shard.requires_grad
-        return shown
-
-    def fits(self, full: torch.Tensor, shard: nn.Parameter) -> bool:
-        """Return whether this can show a tensor of a shard; to make a new parameter takes several times as long."""
-        alike = full.dtype is self._dtype and shard.requires_grad == self._flag
-        return alike and shard is self._graphshard_shard
-
-    def show(self, full: torch.Tensor) -> None:
-        """Show another tensor."""
-        self.data = full
-        self._written = self._version
-
-    def check_not_written(self) -> None:
-        """Raise UnsupportedError if it was written to, which backward would use and the shard not see."""
-        if self._version != self._written:
-            raise UnsupportedError(
-                f"the gathered parameter {self._path} was written to after a forward that has kept it. The shard does "
-                "not see that. Call reshard() before, and write to the shard."
-            )
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """Refuse: an optimizer that is made of it asks for it."""
-        raise self._refused("was given to an optimizer, or asked whether it is a leaf of autograd")
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Gradient of the shard."""
-        return self._graphshard_shard.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self._graphshard_shard.grad = value
-
-    @property
-    def requires_grad(self) -> bool:
-        """Flag of the shard."""
-        return self._graphshard_shard.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShownParameter:
-        """Set the flag of the shard."""
-        self._graphshard_shard.requires_grad_(requires_grad)
-        self.follow(requires_grad)
-        return self
-
-    def register_hook(self, hook: Any) -> NoReturn:
-        """Refuse: gradients of the model's calls go to the shard."""
-        raise self._refused("was given a hook")
-
-    register_post_accumulate_grad_hook = register_hook
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copy.deepcopy(self._graphshard_shard, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._graphshard_shard.__reduce_ex__(protocol)
-
-    @property
-    def is_unconnected(self) -> bool:
-        """Whether gradients of it would not reach the shard, which is trained."""
-        return self._flag and self.grad_fn is None
-
-    def release(self) -> None:
-        """Free the memory, and leave the graph of autograd, which has not saved this."""
-        torch.Tensor.detach_(self)
-        self.data = self._nothing
-
-    def follow(self, requires_grad: bool) -> None:
-        """Let autograd see the shard's flag; a gradient that would not reach the shard is an error."""
-        self._flag = requires_grad
-        if self.grad_fn is None:
-            torch.Tensor.requires_grad_(self, requires_grad)
-        elif not requires_grad:
-            torch.Tensor.detach_(self)
-        if requires_grad and self.grad_fn is None:
-            torch.Tensor.register_hook(self, functools.partial(_refuse_gradient, self._path))
-
-    def _refused(self, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"the gathered parameter {self._path} {what}, and gradients go to its shard. Do that before the model is "
-            "called or unsharded, or call reshard() first."
-        )
-
-
-class WholeParameter(ShownParameter):
-    """A full parameter that is copied and pickled itself, not as its shard."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        memo[id(self)] = whole = nn.Parameter(self.data.clone(), self.requires_grad)
-        return whole
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
-
-
-def _shown_dtensor(full: torch.Tensor, shard: nn.Parameter, row: ParamSpec, path: str) -> nn.Parameter:
-    """Make a parameter that is split over the tensor axis the DTensor that it was before it was sharded."""
-    assert row.split is not None
-    assert isinstance(shard, DTensor)
-    shape, mesh = torch.Size(row.split.shape), axes_around(shard.device_mesh, row.split.found_on)
-    whole = dtensor_of(full, mesh, row.split.found_placed, shape, row.stride_of(shape))
-    shown = nn.Parameter(whole, requires_grad=shard.requires_grad)
-    vars(shown)[SHARD_ATTRIBUTE] = shard
-    if shard.requires_grad:
-        shown.register_hook(functools.partial(_refuse_gradient, path))
-    return shown
-
-
-def _refuse_gradient(path: str, _: torch.Tensor) -> NoReturn:
-    raise UnsupportedError(
-        f"a gradient reached the gathered parameter {path}, which modules show after unshard() or a forward: something "
-        "outside of the model's forward computed with it. Compute that in forward, or under torch.no_grad()."
-    )

@@ -37,6 +37,8 @@ foreach_copy_ = torch._foreach_copy_
 make_subclass = torch.Tensor._make_subclass
 # Number of references to a tensor in C++. A graph of autograd that has saved it has one.
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+# A context in which subclasses of tensors see no calls of torch's functions.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # The function that graphs of Dynamo call.
 set_grad_enabled = torch._C._set_grad_enabled

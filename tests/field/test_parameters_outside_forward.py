@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.errors import UnsupportedError
 from tests.distributed.twins import CountLaunches, fsdp2, world_mesh
 from tests.field.trials import assert_equal, full, gradients, on_graphshard, on_plain_torch
 from tests.ranks import Ranks
@@ -57,6 +58,15 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor, hidden: bool = False) -> Any:
         x = self.model(tokens)
         return x if hidden else (x, self.head(x))
+
+
+class Split(Net):
+    """A model with a graph break."""
+
+    def forward(self, tokens: Tensor, hidden: bool = False) -> Any:
+        if self.head.weight.isnan().any():
+            raise ValueError("nan")
+        return super().forward(tokens, hidden)
 
 
 class FusedLoss(torch.autograd.Function):
@@ -163,6 +173,31 @@ def _of_both(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
     return _fused(hidden, model.head.weight) + F.linear(hidden, model.head.weight).mean() + logits.square().mean()
 
 
+def _of_tied(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
+    """The embedding is the head: forward reads it, and its backward does not."""
+    return _fused(model(TOKENS, hidden=True), model.model.embed.weight)
+
+
+def _evaluated(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
+    """Evaluation first, and what is asked about the weight on the way."""
+    with torch.no_grad():
+        _of_tied(model, trainer, step)
+    hidden, weight = model(TOKENS, hidden=True), model.model.embed.weight
+    assert weight.shape == (7, 4)
+    assert weight.requires_grad
+    assert "7, 4" in repr(weight) or "tensor" in repr(weight)
+    return _fused(hidden, weight) + (hidden @ weight.T).square().mean()
+
+
+def _balanced(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
+    """As GradNorm: the gradient of a shared weight decides the weight of a loss."""
+    loss = model(TOKENS)[1].square().mean()
+    for weights in ([model.head.weight], list(model.parameters())):
+        grad = full(torch.autograd.grad(loss, weights, retain_graph=True)[-1])
+        loss = loss * grad.square().sum()
+    return loss
+
+
 def _penalty(model: nn.Module, trainer: Trainer, step: int) -> Tensor:
     """A penalty on weights in the loss, of the root and of a unit, after the call."""
     loss = model(TOKENS)[1].square().mean()
@@ -220,6 +255,15 @@ CASES: dict[str, tuple[Loss, dict[str, Any], int]] = {
     "lightning": (_lightning, {}, 4),
     "alternating": (_alternating, {}, 6),
     "hidden": (_of_hidden, {}, 2),
+    "tied": (_of_tied, {}, 3),
+    "tied, accumulated": (_accumulated(_of_tied), {}, 3),
+    "tied, kept": (_of_tied, KEEP, 2),
+    "tied, in one unit": (_of_tied, {"units": []}, 3),
+    "evaluated": (_evaluated, {}, 5),
+    "both": (_of_both, {}, 2),
+    "balanced": (_balanced, {}, 1),
+    "split": (_of_tied, {}, 4),
+    "split, evaluated": (_evaluated, {}, 7),
     "hidden, kept": (_of_hidden, KEEP, 2),
     "hidden, kept, accumulated": (_accumulated(_of_hidden), KEEP, 2),
     "hidden, unsharded": (_unsharded(_of_hidden), {}, 3),
@@ -232,7 +276,18 @@ CASES: dict[str, tuple[Loss, dict[str, Any], int]] = {
     "head in chunks": (_head_in_chunks, {}, 5),
     "head in chunks of titan": (_titan, {"units": [*BY_LAYERS, "head"]}, 4),
 }
-QUICK = ("redirected", "lightning", "hidden", "both, kept", "penalty, unsharded", "chunks, kept")
+QUICK = (
+    "redirected",
+    "lightning",
+    "hidden",
+    "tied",
+    "evaluated",
+    "split",
+    "both",
+    "both, kept",
+    "penalty, unsharded",
+    "chunks, kept",
+)
 
 
 # --- tests -------------------------------------------------------------------------------------------------------
@@ -257,9 +312,10 @@ def _trial(rank: int, world_size: int, names: tuple[str, ...]) -> None:
     for name in names:
         loss_of, options, most = CASES[name]
         train = functools.partial(_train, loss_of, most)
-        ours = on_graphshard(Net, train, **{"units": BY_LAYERS, **options})
+        build = Split if "split" in name else Net
+        ours = on_graphshard(build, train, **{"units": BY_LAYERS, **options})
         try:
-            assert_equal(ours, on_plain_torch(Net, train))
+            assert_equal(ours, on_plain_torch(build, train))
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -290,7 +346,10 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
     def redirected(model: nn.Module) -> Tensor:
         return Redirection()(model, model, lambda m, t: _fused(m.model(t), m.head.weight), model, tokens)
 
-    for loss_of, options, reductions in ((both, KEEP, 0), (redirected, {}, 1)):
+    def tied(model: nn.Module) -> Tensor:
+        return _fused(model(tokens, hidden=True), model.model.embed.weight)
+
+    for loss_of, options, reductions in ((both, KEEP, 0), (both, {}, 0), (tied, {}, 0), (redirected, {}, 1)):
         torch.manual_seed(0)
         nets = [Net(), Net()]
         nets[1].load_state_dict(nets[0].state_dict())
@@ -309,18 +368,52 @@ def _beside_fsdp2(rank: int, world_size: int) -> None:
                 model.zero_grad()
             assert counts[0]["gather"] <= counts[1]["gather"], counts
             assert counts[0]["scatter"] <= counts[1]["scatter"] + reductions, counts
-            for one, other in zip(*found, strict=True):
-                assert torch.equal(full(one), full(other))
+            assert_equal(*([tensor if tensor is None else full(tensor) for tensor in each] for each in found))
 
 
 def test_bits_and_collectives_of_fsdp2(ranks: Ranks) -> None:
     ranks(2).run(_beside_fsdp2)
 
 
+def _written(rank: int, world_size: int) -> None:
+    """What is done to a weight that is an attribute is done to the shard, or an error."""
+    model = graphshard.compile(Net(), world_mesh(), units=BY_LAYERS, backend="eager")
+    head = dict(model.named_parameters())["head.weight"]
+    model(TOKENS)
+    weight: Any = model.head.weight
+    assert isinstance(weight, nn.Parameter)
+    assert not isinstance(weight, DTensor)
+    assert dict(model.named_parameters())["head.weight"] is head
+    assert torch.equal(weight.full_tensor(), full(head))
+    with torch.no_grad():
+        weight.fill_(2.0)
+        nn.init.constant_(model.model.embed.weight, 3.0)
+        model.model.norm.weight.data.mul_(4.0)
+    assert all(float(full(model.get_parameter(name)).max()) == value for name, value in VALUES.items())
+    with pytest.raises(UnsupportedError, match=r"parameter head\.weight was given to an optimizer, and grad"):
+        torch.optim.SGD([model.head.weight], lr=0.1)
+    with torch.no_grad():
+        model.head.weight.detach()[0] = 1.0
+    with pytest.raises(UnsupportedError, match=r"^the gathered parameter head\.weight was written to after a forward"):
+        model(TOKENS)
+    model(TOKENS)[1].sum().backward()
+    assert model.head.weight is head
+    with pytest.raises(UnsupportedError, match=r"^the full parameter head\.weight was read .* Read the attribute"):
+        weight + 1
+
+
+VALUES = {"head.weight": 2.0, "model.embed.weight": 3.0, "model.norm.weight": 4.0}
+
+
+def test_writes_reach_the_shards(ranks: Ranks) -> None:
+    ranks(2).run(_written)
+
+
 def _second_order(model: nn.Module) -> list[Tensor | None]:
     """Penalize gradients of a loss that reads the head outside of forward."""
     trained = list(model.parameters())
-    loss = F.cross_entropy(F.linear(model(TOKENS, hidden=True), model.head.weight).flatten(0, 1), LABELS.flatten())
+    logits = F.linear(model(TOKENS, hidden=True), model.head.weight) + model.model.embed.weight.sum()
+    loss = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()) + logits.square().mean()
     grads = torch.autograd.grad(loss, trained, create_graph=True)
     squares = [grad.square().sum() for grad in grads]
     penalty = sum(x.full_tensor() if isinstance(x, DTensor) else x for x in squares)
@@ -330,8 +423,9 @@ def _second_order(model: nn.Module) -> list[Tensor | None]:
 
 def _differentiated_twice(rank: int, world_size: int) -> None:
     expected = on_plain_torch(Net, _second_order)
-    for one, other in zip(on_graphshard(Net, _second_order, units=BY_LAYERS, **KEEP), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for options in (KEEP, {}):
+        for one, other in zip(on_graphshard(Net, _second_order, units=BY_LAYERS, **options), expected, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_second_order(ranks: Ranks) -> None:
