@@ -151,8 +151,8 @@ def _encode_input(first: Any, second: Any, *rest: Any) -> dict[str, Any]:
     if not rest:
         if first not in _CONSTANTS.values():
             raise ArtifactError(
-                f"an input of the call is {brief(second)}, of type {first.__name__}, which no file can hold. Pass a "
-                "number or a string in its place."
+                f"an input of the call is {brief(second)}, of type {first.__name__}, which no file can hold. Pass "
+                "tensors, numbers and strings, in dicts, lists and tuples."
             )
         return {"type": first.__name__, "value": encode(second)}
     dtype, requires_grad = rest

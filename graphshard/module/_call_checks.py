@@ -146,11 +146,12 @@ def check_materialized(
             )
 
 
-def transformed_by(leaves: Sequence[object], *, refused: bool) -> str:
-    """Return which transform of torch.func, or dual numbers, the call is inside of; "" for none.
+def seen_by_python_alone(leaves: Sequence[object], *, refused: bool) -> str:
+    """Return why no program can run a call: a transform of torch.func, dual numbers, or nested tensors; "" if one can.
 
     Raises:
-        UnsupportedError: there is one, and it is refused.
+        UnsupportedError: a transform is refused.
+        InputError: a nested tensor is refused.
     """
     what = transform_of(leaves)
     if what and refused:
@@ -159,7 +160,16 @@ def transformed_by(leaves: Sequence[object], *, refused: bool) -> str:
             "(torch.autograd.grad, backward), put the transform into the model's forward, or use the model before "
             "graphshard.compile."
         )
-    return what
+    if what:
+        return f"is called inside {what}, which cannot see through programs"
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+        return ""
+    if refused:
+        raise InputError(
+            "an input is a nested tensor, which programs do not take. Pass x.values() and x.offsets(), and call "
+            "torch.nested.nested_tensor_from_jagged(values, offsets) in forward."
+        )
+    return "is given a nested tensor, which programs do not take"
 
 
 # A parameter in a guard's source, and the attribute of it that is read.

@@ -30,7 +30,8 @@ from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.repeats.find_repeats import HOOKS
 from graphshard.runtime.shards import ParamRef
-from graphshard.torch_compat.torch_ops import pytree
+from graphshard.torch_compat.autograd_state import without_transforms
+from graphshard.torch_compat.torch_ops import pytree, sent_to
 
 log = logging.getLogger(__name__)
 Hooks: TypeAlias = tuple[tuple[int, ...], ...]
@@ -195,23 +196,24 @@ class SplitModule:
             stack.enter_context(self.holding(OpenModule(self, module, full, checkpoint_region())))
             result = forward(*args, **kwargs)
         shown, refs = self.runner.unsharded.shown, [ref for ref in self._refs if full and not ref.row.reshard]
-        for ref in refs:  # as FSDP2's root is until backward
-            value = full[ref.row.name]
-            shown.show_as_attribute(ref, value.dtype, value.device, lambda ref: full[ref.row.name].detach())
-        shown.connect()
+        with without_transforms():
+            for ref in refs:  # as FSDP2's root is until backward
+                value = full[ref.row.name]
+                shown.show_as_attribute(ref, value.dtype, value.device, lambda ref: full[ref.row.name].detach())
+            shown.connect()
         return result if boundary is None else boundary.leave(result)
 
-    def call_transformed(self, transform: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call inside a transform of torch.func, or with dual numbers, which see operators only."""
+    def call_in_python(self, reason: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that no program can run, inside a transform of torch.func or with nested tensors, say."""
         if not (self._warned or self.state.open):
             self._warned = True
             log.warning(
-                "%s is called inside %s, which cannot see through programs: Python runs such calls, on full parameters "
-                "that each unit gathers and keeps until backward. In forward, transforms are captured with the rest.",
+                "%s %s: Python runs such calls, on full parameters that each unit gathers and keeps until backward. "
+                "In forward, both are captured with the rest.",
                 self.tracer.label,
-                transform,
+                reason,
             )
-        return self.call(module, args, kwargs)
+        return self.call(module, *sent_to(self.tracer.spec.device, (args, kwargs)))
 
     def _remember(self, error: GraphBreak, signature: Signature, module: nn.Module) -> None:
         self._breaks.add((signature, _hooks_in(module)))

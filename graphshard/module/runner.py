@@ -25,7 +25,7 @@ from graphshard.module._call_checks import (
     check_same_modules,
     check_still_trained,
     guard_of,
-    transformed_by,
+    seen_by_python_alone,
 )
 from graphshard.module._full_parameters import FullParameters, ParameterHolder
 from graphshard.module._replaced_forward import ReplacedForward
@@ -117,9 +117,9 @@ class Runner(ProgramCompiler):
                 return module.__dict__["_graphshard"].call(module, args, kwargs)
             check_same_modules(module, tracer.params)
         leaves, structure = flat_call(args, kwargs)
-        transform = transformed_by(leaves, refused=self.sealed or tracer.options.fullgraph)
-        if transform:
-            return self.split.call_transformed(transform, module, args, kwargs)
+        reason = seen_by_python_alone(leaves, refused=self.sealed or tracer.options.fullgraph)
+        if reason:
+            return self.split.call_in_python(reason, module, args, kwargs)
         # Where Python runs forward, objects of any type may go from one unit to the next.
         moved = leaves if self.split_state.open else tracer.on_device(leaves, structure)
         if any(leaf is not was for leaf, was in zip(moved, leaves)):

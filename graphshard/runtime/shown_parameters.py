@@ -164,7 +164,7 @@ class AttributeParameter(ShownParameter):
     @classmethod
     def of_shard(cls, ref: ParamRef, dtype: torch.dtype, device: torch.device) -> Self:
         """Show a parameter that is not gathered."""
-        empty = torch.empty(1, dtype=dtype, device=device).expand(ref.row.shape)
+        empty = torch.empty((), dtype=dtype, device=device).expand(ref.row.shape)
         empty.untyped_storage().resize_(0)
         shown = cls.of(empty, ref.param, ref.name)
         shown._nothing = empty

@@ -298,6 +298,52 @@ def test_parameter_that_is_optimized(ranks: Ranks) -> None:
     ranks(2).run(_prompts)
 
 
+# --- nested tensors ---------------------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    """Attention over sequences of other lengths, which are an input, or are made of values and offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
+        if offsets is not None:
+            x = torch.nested.nested_tensor_from_jagged(x, offsets)
+        heads = self.layers[0](x).unflatten(-1, [2, 2]).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+        result: Tensor = self.layers[1](mixed)
+        return result
+
+
+def _attend(model: nn.Module) -> list[Tensor]:
+    found: list[Tensor] = []
+    for length in (3, 5, 4):
+        values, offsets = _rows(2 + length, 4), torch.tensor([0, 2, 2 + length])
+        given = torch.nested.nested_tensor([values[:2], values[2:]], layout=torch.jagged)
+        for result in (model(values, offsets), model(given)):
+            result.values().square().sum().backward()
+            found.append(result.values())
+    return [*found, *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+def _jagged(rank: int, world_size: int) -> None:
+    build, nets = _builder(_Attention)
+    expected = on_plain_torch(build, _attend)
+    assert_equal(on_fsdp2(build, _attend), expected)
+    assert_equal(on_graphshard(build, _attend), expected)
+    assert len(graphshard.programs(nets[-1])) == 2  # they gather the parameters of a unit
+    whole = graphshard.compile(_Attention(), world_mesh(), backend="eager", fullgraph=True)
+    with pytest.raises(InputError, match=r"an input is a nested tensor, .* Pass x\.values\(\) and x\.offsets\(\), and"):
+        whole(torch.nested.nested_tensor([_rows(2, 4), _rows(3, 4)], layout=torch.jagged))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_attention_over_nested_tensors(ranks: Ranks) -> None:
+    ranks(2).run(_jagged)
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
