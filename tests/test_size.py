@@ -13,8 +13,8 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 55_450
-FILES = 250
+LINES = 57_090
+FILES = 258
 DEPTH = 26
 # Lines of the largest file.
 LARGEST = 500

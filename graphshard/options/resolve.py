@@ -30,7 +30,14 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.units import MODULE_SEPARATOR, find_units, precision_of
-from graphshard.options.mesh_axes import MeshAxes, data_and_tensor, experts_by_name, find_experts, tensor_axis
+from graphshard.options.mesh_axes import (
+    MeshAxes,
+    check_annotations,
+    data_and_tensor,
+    experts_by_name,
+    find_experts,
+    tensor_axis,
+)
 from graphshard.options.options import Activation, Options
 from graphshard.options.validate import (
     ModelContents,
@@ -135,6 +142,8 @@ def request_for(
     `device` is this rank's, or the kind that the program is for. Parts of the model may be sharded already: `known` are
     their parameters, and `whole` is the mesh of all axes if they have DTensors on it.
     """
+    if axes.data is not None:
+        check_annotations(contents, axes.data)
     spec = capture_spec(contents, axes, options, device, known, whole)
     profile = profile_here(device, options.hardware)
     costs = Costs(profile, mesh=spec.mesh) if profile is not None else None

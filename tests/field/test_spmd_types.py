@@ -15,10 +15,10 @@ from torch.torch_version import TorchVersion
 import graphshard
 from graphshard.errors import UnsupportedError
 from tests.distributed.twins import assert_same, params_of
-from tests.ranks import Ranks
+from tests.ranks import FakeWorld, Ranks
 
 spmd = pytest.importorskip("spmd_types", reason="pip install spmd-types")
-pytestmark = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.14", reason="FSDP2 reads them from 2.14 on")
+READ_BY_FSDP2 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.14", reason="FSDP2 reads them from 2.14 on")
 
 
 def _model(mesh: DeviceMesh) -> Any:
@@ -56,5 +56,23 @@ def _takes_over(rank: int, world_size: int) -> None:
         graphshard.compile(_model(both), backend="eager")
 
 
+@READ_BY_FSDP2
 def test_annotated_parameters_are_taken_over(ranks: Ranks) -> None:
     ranks(2).run(_takes_over)
+
+
+@pytest.mark.parametrize("sharding", [graphshard.compile, graphshard.fully_shard])
+def test_gradients_that_annotations_want_summed_over_other_axes(fake_world: FakeWorld, sharding: Any) -> None:
+    """They would silently not be: an error names the parameter. Invariant ones need no sum."""
+    fake_world(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def annotated(tp: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        for param in model.parameters():
+            spmd.assert_type(param, {mesh.get_group("dp"): spmd.R, mesh.get_group("tp"): tp})
+        return model
+
+    with pytest.raises(UnsupportedError, match=r"parameter 0\.weight is annotated as replicated \(spmd_types\.R\) on"):
+        sharding(annotated(spmd.R), mesh=mesh["dp"])
+    sharding(annotated(spmd.I), mesh=mesh["dp"])
