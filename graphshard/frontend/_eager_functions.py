@@ -1,4 +1,4 @@
-"""Functions of the user in Dynamo's graph, whose gradients autograd differentiates again.
+"""Functions of the user in Dynamo's graph: their results are apart, and autograd differentiates their gradients again.
 
 Dynamo traces forward and backward of a `torch.autograd.Function` as two graphs, which one operator calls. A function
 that no trace looks into runs as it is.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphshard.frontend._opaque_functions import OpaqueFunction
 from graphshard.ir.custom_functions import apply_function
@@ -21,6 +21,40 @@ from graphshard.torch_compat.torch_ops import set_grad_enabled
 _APPLY = torch.ops.higher_order.autograd_function_apply
 # Where the decorator is that Dynamo has traced with the backward that it is on.
 _DECORATOR = inspect.getsourcefile(once_differentiable) or ""
+
+
+def separate_results(graph: GraphModule) -> None:
+    """Copy results of functions of the user that are another result, written in place; in graphs within, too.
+
+    Dynamo of torch 2.11 also returns what forward computes on the way, such as `y.mul_(2)` next to `y`. Autograd lost
+    the gradient of tensors that are returned twice.
+    """
+    for module in list(graph.modules()):
+        calls = module.graph.find_nodes(op="call_function", target=_APPLY) if isinstance(module, GraphModule) else ()
+        for call in calls:
+            forward: Any = module.get_submodule(call.args[0].target)
+            output = forward.graph.output_node()
+            results, *rest = output.args[0]
+            seen: set[Node] = set()
+            with forward.graph.inserting_before(output):
+                for place, result in enumerate(results):
+                    written = _written(result)
+                    if written in seen:
+                        results = (
+                            *results[:place],
+                            forward.graph.call_method("clone", (result,)),
+                            *results[place + 1 :],
+                        )
+                    seen.add(written)
+            output.args = ((results, *rest),)
+            forward.recompile()
+
+
+def _written(node: Node) -> Node:
+    """Return what is written by the methods that return a node."""
+    while node.op == "call_method" and str(node.target).endswith("_") and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def differentiate_functions_again(graph: GraphModule) -> None:

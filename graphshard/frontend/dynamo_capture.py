@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 
 from graphshard.errors import GraphBreak
+from graphshard.frontend._eager_functions import separate_results
 from graphshard.frontend._opaque_functions import OpaqueFunctions
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
@@ -405,6 +406,7 @@ def _trace(
     if backend is None:
         return DynamoTrace(GraphModule(nn.Module(), torch.fx.Graph()), (), None, captured, code, **facts), given
     graph, found = backend.graph_module, output.output_graph.export_metadata.graph_input_idx_to_local_source
+    separate_results(graph)
     sources: dict[int, Any] = {i: s.base if isinstance(s, FloatTensorSource) else s for i, s in found.items()}
     values = {"L": scope, "G": output.f_globals, "___from_numpy": torch.as_tensor}
     reject_unguarded(output.output_graph.guards, output.traced_code, graph.graph, sources.values(), values, name)

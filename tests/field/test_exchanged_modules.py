@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
@@ -210,6 +211,75 @@ def _rebuilt(rank: int, world_size: int, names: list[str]) -> None:
 @pytest.mark.quick_cases("some")
 def test_a_changed_model_is_rebuilt(ranks: Ranks, names: list[str]) -> None:
     ranks(2).run(_rebuilt, names)
+
+
+def _rebuilt_elsewhere(rank: int, world_size: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for name in ("vocabulary", "adapters"):
+        expected = _run(_net(name), CHANGES[name], lambda model: None)
+        model = graphshard.compile(_net(name), mesh, backend="eager", **options)
+        assert_equal(_run(model, CHANGES[name], graphshard.rebuild), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((2, 2), {}), ((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)})],
+    ids=["HSDP", "offloaded"],
+)
+def test_a_changed_model_is_rebuilt_on_other_meshes(
+    ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    ranks(torch.Size(shape).numel()).run(_rebuilt_elsewhere, shape, options)
+
+
+def _stepped(model: nn.Module, step: Callable[[Tensor], Any]) -> list[Tensor | None]:
+    for _ in range(2):
+        step(torch.arange(5)[None])
+    return [full(param) for param in model.parameters()]
+
+
+def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Any]:
+    if isinstance(model, FSDPModule):
+        return graphshard.compile_step(model, optimizer)
+
+    def step(tokens: Tensor) -> None:
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _compiled_steps(rank: int, world_size: int) -> None:
+    found = []
+    for model in (Loss(), graphshard.compile(Loss(), world_mesh(), backend="eager")):
+        optimizer = _optimizer(model)
+        seen = _stepped(model, _step_of(model, optimizer))
+        torch.manual_seed(1)
+        model.head = nn.Linear(WIDTH, 3)
+        if isinstance(model, FSDPModule):
+            graphshard.rebuild(model)
+        seen += _stepped(model, _step_of(model, _optimizer(model, optimizer)))
+        found.append(seen)
+    assert_equal(found[1], found[0])
+
+
+class Loss(Net):
+    """Returns a loss."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).square().mean()
+
+
+@pytest.mark.slow
+def test_a_changed_model_gets_a_new_step(ranks: Ranks) -> None:
+    """`compile_step` of the model before the change is for its parameters; another one goes on with their state."""
+    ranks(2).run(_compiled_steps)
 
 
 class Encodes(Net):
