@@ -24,6 +24,7 @@ FILES = (
     "test_offload.py",
     "test_graphs.py",
     "test_two_ranks.py",
+    "test_faults.py",
     "test_export.py",
     "test_models.py",
     "test_cache.py",

@@ -24,8 +24,11 @@ _TAG = 0x6753
 
 
 def completion_on(device_type: str) -> Callable[[], bool]:
-    """Record an event after all that has been launched; return the function that asks whether it has happened."""
-    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """Record an event after all that has been launched; return the function that asks whether it has happened.
+
+    Where there are no events, on a CPU and in a graph that is captured, what has been launched counts as complete.
+    """
+    if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return lambda: True
     event = torch.Event(device_type)
     event.record()
