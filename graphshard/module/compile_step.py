@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.runtime.executable import Executable
 from graphshard.runtime.parameter_writes import reject_former_parameters, report_step
 from graphshard.runtime.shards import shard_of
 from graphshard.runtime.step_overlap import (
@@ -181,8 +182,9 @@ class CompiledStep:
         accumulation = self._model._graphshard.accumulation
         self._consumer.params, self._consumer.ran, self._consumer.at_the_end = self._taken(loss), False, False
         accumulation.consumer = self._consumer if self._consumer.params else None
-        # The loss goes through one program, which runs the next forward, too.
-        programs = {call.executable for call in accumulation.calls} if self._gather_ahead else set()
+        # The loss goes through one program, which runs the next forward, too. Parameters that are shown have none.
+        called = {call.executable for call in accumulation.calls} if self._gather_ahead else ()
+        programs = {each for each in called if isinstance(each, Executable)}
         self._prefetch = programs.pop().prefetch() if len(programs) == 1 else None
         if self._prefetch is not None:
             self._prefetch.begin()
