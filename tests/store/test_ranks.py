@@ -184,7 +184,7 @@ def _meet_lengths(rank: int, world_size: int, cache: str | bool, layers: int, op
 
 
 @pytest.mark.parametrize("case", ["by cost", "equal blocks", "limit", "automatic"])
-@pytest.mark.quick_cases("equal blocks", "automatic")
+@pytest.mark.quick_cases("automatic")
 def test_a_rank_meets_a_length_alone_after_a_launch_from_the_cache(ranks: Ranks, tmp_path: Path, case: str) -> None:
     """The plan of the program that was found serves it: the others cannot be asked then."""
     layers = 9 if case == "equal blocks" else 2
