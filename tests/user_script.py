@@ -1,6 +1,6 @@
 """A user's script, for type checkers: they know the result of `compile` with FSDP2's methods.
 
-mypy --strict tests/user_script.py && pyright tests/user_script.py
+mypy --strict --follow-imports=silent tests/user_script.py && pyright tests/user_script.py
 """
 
 from __future__ import annotations
