@@ -190,7 +190,7 @@ def check_standing_still(how: str) -> None:
     """Check that a rank that may go on is named, and that nothing is aborted until it has ended."""
     found = ends(f"stands_still:{how}")
     (seconds, line), *_ = found[0].lines
-    assert 4 < seconds < 6
+    assert 3.5 < seconds < 8  # 4 s after the step has begun, and a busy machine
     assert "rank 0 runs forward of Net (gather: 2) in step 5 and has waited 4 s for rank 1: rank 1 is in the" in line
     assert "faulty.py" in line
     assert {found[rank].error for rank in OTHERS} == {"PeerError"}
