@@ -13,7 +13,7 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 57_090
+LINES = 57_130
 FILES = 258
 DEPTH = 26
 # Lines of the largest file.
