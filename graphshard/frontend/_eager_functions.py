@@ -1,4 +1,4 @@
-"""Functions of the user in Dynamo's graph: their results are apart, and autograd differentiates their gradients again.
+"""Functions of the user in Dynamo's graph, whose gradients autograd differentiates again.
 
 Dynamo traces forward and backward of a `torch.autograd.Function` as two graphs, which one operator calls. A function
 that no trace looks into runs as it is.
@@ -10,51 +10,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from graphshard.frontend._opaque_functions import OpaqueFunction
-from graphshard.ir.custom_functions import apply_function
+from graphshard.ir.custom_functions import APPLY, apply_function
 from graphshard.torch_compat.torch_ops import set_grad_enabled
 
-_APPLY = torch.ops.higher_order.autograd_function_apply
 # Where the decorator is that Dynamo has traced with the backward that it is on.
 _DECORATOR = inspect.getsourcefile(once_differentiable) or ""
-
-
-def separate_results(graph: GraphModule) -> None:
-    """Copy results of functions of the user that are another result, written in place; in graphs within, too.
-
-    Dynamo of torch 2.11 also returns what forward computes on the way, such as `y.mul_(2)` next to `y`. Autograd lost
-    the gradient of tensors that are returned twice.
-    """
-    for module in list(graph.modules()):
-        calls = module.graph.find_nodes(op="call_function", target=_APPLY) if isinstance(module, GraphModule) else ()
-        for call in calls:
-            forward: Any = module.get_submodule(call.args[0].target)
-            output = forward.graph.output_node()
-            results, *rest = output.args[0]
-            seen: set[Node] = set()
-            with forward.graph.inserting_before(output):
-                for place, result in enumerate(results):
-                    written = _written(result)
-                    if written in seen:
-                        results = (
-                            *results[:place],
-                            forward.graph.call_method("clone", (result,)),
-                            *results[place + 1 :],
-                        )
-                    seen.add(written)
-            output.args = ((results, *rest),)
-            forward.recompile()
-
-
-def _written(node: Node) -> Node:
-    """Return what is written by the methods that return a node."""
-    while node.op == "call_method" and str(node.target).endswith("_") and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def differentiate_functions_again(graph: GraphModule) -> None:
@@ -62,7 +26,7 @@ def differentiate_functions_again(graph: GraphModule) -> None:
     for module in list(graph.modules()):
         if not isinstance(module, GraphModule):
             continue
-        for node in module.graph.find_nodes(op="call_function", target=_APPLY):
+        for node in module.graph.find_nodes(op="call_function", target=APPLY):
             backward = module.get_submodule(node.args[1].target)
             assert isinstance(backward, GraphModule)
             once = any(_DECORATOR in node.meta.get("stack_trace", "") for node in backward.graph.nodes)

@@ -31,7 +31,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.torch_version import TorchVersion
 
 from graphshard.errors import GraphBreak
-from graphshard.frontend._eager_functions import separate_results
 from graphshard.frontend._opaque_functions import OpaqueFunctions
 from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
@@ -39,6 +38,7 @@ from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.append_only_lists import lists_among, trace_lists, without_length
 from graphshard.guards.unguarded_state import ExtraGuards, key_of, reject_unguarded, sources_of, with_grad_fns
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
+from graphshard.ir.custom_functions import separate_results
 from graphshard.ir.repeats import Repeats
 from graphshard.repeats.repeated_blocks import guards_of_blocks
 from graphshard.torch_compat.dynamo import (

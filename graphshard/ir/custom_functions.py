@@ -1,7 +1,7 @@
-"""Functions of the user (`torch.autograd.Function`) that Dynamo has traced, run by eager operators.
+"""Functions of the user (`torch.autograd.Function`) that Dynamo has traced: two graphs, which one operator calls.
 
-torch runs the graph of a backward without gradients, on what forward has saved without a graph: gradients of its
-results would silently be missing. Here autograd differentiates it again.
+When eager operators run a trace, autograd differentiates the backward again: torch would run its graph without
+gradients, on what forward has saved without a graph, and gradients of its results would silently be missing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+
+APPLY = torch.ops.higher_order.autograd_function_apply
 
 
 def apply_function(forward: GraphModule, backward: GraphModule, *inputs: Any, **described: Any) -> Any:
@@ -45,3 +47,33 @@ class _CustomFunction(torch.autograd.Function):
         saved = [next(tensors) if each is None else each for each in ctx.saved]
         found = ctx.run(None, *grads, *saved)
         return (None, None, None, *(found if isinstance(found, (tuple, list)) else (found,)))
+
+
+def separate_results(graph: GraphModule) -> None:
+    """Copy results of functions that are the same tensor as an earlier result, in graphs within, too.
+
+    Dynamo of torch 2.11 also returns what forward computes on the way, such as `y.mul_(2)` next to `y`. Autograd lost
+    the gradient of tensors that are returned twice.
+    """
+    for module in [each for each in graph.modules() if isinstance(each, GraphModule)]:
+        for call in module.graph.find_nodes(op="call_function", target=APPLY):
+            forward: Any = module.get_submodule(call.args[0].target)
+            output = forward.graph.output_node()
+            results, *rest = output.args[0]
+            seen: set[Node] = set()
+            with forward.graph.inserting_before(output):
+                for place, result in enumerate(results):
+                    written = _written(result)
+                    if written in seen:
+                        copied = forward.graph.call_method("clone", (result,))
+                        results = (*results[:place], copied, *results[place + 1 :])
+                    seen.add(written)
+            output.args = ((results, *rest),)
+            forward.recompile()
+
+
+def _written(node: Node) -> Node:
+    """Return what is written by the methods that return a node."""
+    while node.op == "call_method" and str(node.target).endswith("_") and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
