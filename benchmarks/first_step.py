@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,38 +53,50 @@ def main() -> None:
 def _ranks(variant: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measure one launch: seconds of the slower rank and of its phases, and CPU seconds of all processes."""
     before = _cpu_seconds()
+    command = ["-m", "benchmarks.first_step", "--child", variant]
+    for name in ("ranks", "layers", "dim", "batch", "seq"):
+        command += [f"--{name}", str(getattr(args, name))]
     environment = {
-        **os.environ,
-        "TMPDIR": str(folder),  # precompiled headers are here, regardless of TORCHINDUCTOR_CACHE_DIR
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "GRAPHSHARD_CACHE": "off",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.ranks)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
-        "LOCAL_WORLD_SIZE": str(args.ranks),
-        "WORLD_SIZE": str(args.ranks),
+    }
+    found = run_ranks(command, args.ranks, folder, environment)
+    slower = max(found, key=lambda one: one["seconds"])
+    return {**slower, "compiled": sum(one["compiled"] for one in found), "cpu": _cpu_seconds() - before}
+
+
+def run_ranks(command: Sequence[str], ranks: int, folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Run Python with arguments and a new `--store` as each of local ranks; return what each prints as its last line.
+
+    Caches of Inductor and of compilers are in the folder.
+    """
+    given = {
+        **os.environ,
+        "TMPDIR": str(folder),  # precompiled headers are here, regardless of TORCHINDUCTOR_CACHE_DIR
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ranks),
+        **environment,
     }
     store = folder / f"store-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "benchmarks.first_step", "--child", variant, "--store", str(store)]
-    for name in ("ranks", "layers", "dim", "batch", "seq"):
-        command += [f"--{name}", str(getattr(args, name))]
     processes = [
         subprocess.Popen(
-            command,
+            [sys.executable, *command, "--store", str(store)],
             cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(args.ranks)
+        for rank in range(ranks)
     ]
     found = []
     for process in processes:
         output, _ = process.communicate()
         if process.returncode:
-            raise SystemExit(f"a rank of {variant} ended with {process.returncode}")
+            raise SystemExit(f"a rank of {' '.join(command)} ended with {process.returncode}")
         found.append(json.loads(output.splitlines()[-1]))
-    slower = max(found, key=lambda one: one["seconds"])
-    return {**slower, "compiled": sum(one["compiled"] for one in found), "cpu": _cpu_seconds() - before}
+    return found
 
 
 def _cpu_seconds() -> float:

@@ -15,14 +15,13 @@ import argparse
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.first_step import ROOT, run_ranks
+
 PHASES = ("compile", "train", "evaluate", "again")
 
 
@@ -48,35 +47,14 @@ def main() -> None:
 
 def _launch(ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one launch: the numbers of its slower rank, and the regions that all of them compiled."""
+    command = ["-m", "benchmarks.second_launch", "--child"]
+    command += ["--ranks", str(ranks), "--model", args.model, "--backend", args.backend, *["--log"] * args.log]
     environment = {
-        **os.environ,
-        "TMPDIR": str(folder),  # precompiled headers are here, regardless of TORCHINDUCTOR_CACHE_DIR
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "GRAPHSHARD_CACHE": str(folder / "programs"),
         "OMP_NUM_THREADS": "1",  # the number of threads is in generated code
         "PYTHONPATH": str(ROOT),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "WORLD_SIZE": str(ranks),
     }
-    store = folder / f"store-{time.monotonic_ns()}"
-    command = [sys.executable, "-m", "benchmarks.second_launch", "--child", "--store", str(store)]
-    command += ["--ranks", str(ranks), "--model", args.model, "--backend", args.backend, *["--log"] * args.log]
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    numbers = []
-    for process in processes:
-        output, _ = process.communicate()
-        if process.returncode:
-            raise SystemExit(f"a rank ended with {process.returncode}")
-        numbers.append(json.loads(output.splitlines()[-1]))
+    numbers = run_ranks(command, ranks, folder, environment)
     slower = max(numbers, key=lambda one: float(one["seconds"]))
     return {**slower, "ranks": ranks, "regions": sum(one["regions"] for one in numbers)}
 
