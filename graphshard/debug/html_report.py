@@ -70,6 +70,11 @@ class Spread:
         ordered = sorted(values)
         return Spread(ordered[0], median(ordered), ordered[-1])
 
+    @property
+    def skew(self) -> float:
+        """How much larger the largest is than the least, as a share of the median."""
+        return (self.most - self.least) / self.median if self.median else 0.0
+
 
 @dataclass(frozen=True)
 class BucketView:
@@ -131,11 +136,6 @@ class Measured:
     exposed: Spread
     memory: Spread | None = None
     bars: tuple[RankBar, ...] = ()
-
-    @property
-    def skew(self) -> float:
-        """How much longer the slowest rank's step is than the fastest's, as a share of the median."""
-        return (self.step.most - self.step.least) / self.step.median if self.step.median else 0.0
 
 
 @dataclass(frozen=True)

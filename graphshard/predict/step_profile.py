@@ -212,8 +212,7 @@ class StepProfile:
         timings |= {} if self.memory is None else {"peak_memory_bytes": self.memory}
         found = {name: float(timing.measured.median) for name, timing in timings.items()}
         known = {name: timing.predicted for name, timing in timings.items() if timing.predicted is not None}
-        step = self.step.measured
-        found["skew"] = (step.most - step.least) / step.median if step.median else 0.0
+        found["skew"] = self.step.measured.skew
         return {**found, **{f"predicted_{name}": float(value) for name, value in known.items()}}
 
     def _table(self) -> Table:
