@@ -15,13 +15,13 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from graphshard.cli import _bench_command
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = ("graphshard", "fsdp2-blocks", "fsdp2")
@@ -80,22 +80,11 @@ def run_ranks(command: Sequence[str], ranks: int, folder: Path, environment: Map
         **environment,
     }
     store = folder / f"store-{time.monotonic_ns()}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, "--store", str(store)],
-            cwd=ROOT,
-            env={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    found = []
-    for process in processes:
-        output, _ = process.communicate()
-        if process.returncode:
-            raise SystemExit(f"a rank of {' '.join(command)} ended with {process.returncode}")
-        found.append(json.loads(output.splitlines()[-1]))
+    command = [*command, "--store", str(store)]
+    of_ranks = {rank: {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
+    found = _bench_command.run_ranks(command, of_ranks)
+    if errors := [each["error"] for each in found if "error" in each]:
+        raise SystemExit(f"{' '.join(command)}: {errors[0]}")
     return found
 
 
@@ -110,7 +99,6 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
     import torch.distributed as dist
     from llama import Llama, LlamaConfig
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     import graphshard
 
@@ -127,18 +115,10 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
     if args.child == "graphshard":
         graphshard.compile(model, mesh)
     else:
-        for block in model.layers:
-            if args.child == "fsdp2-blocks":
-                block.compile()
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        _bench_command.with_fsdp2(model, mesh, compiled="blocks" if args.child == "fsdp2-blocks" else "")
     compiled = time.perf_counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = model(tokens, tokens)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    loss.item()
+    _bench_command.stepper(model, optimizer)(tokens, tokens).item()
     seconds = time.perf_counter() - start
     phases = dict.fromkeys(PHASES, 0.0) | {"compile": compiled - start}
     if args.child == "graphshard":

@@ -26,7 +26,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
+from graphshard.cli import _bench_command
+from graphshard.cli._bench_command import alternate, with_fsdp2
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.runtime.collective_launches import add_own_half, all_gather, swap_halves
@@ -78,14 +78,7 @@ def variant(name: str, model: nn.Module, simple_fsdp: Path | None = None) -> nn.
         model = _loaded(simple_fsdp).data_parallel(model, mesh, mode="fully_shard")
         model.compile(fullgraph=True)
         return model
-    for block in model.layers:
-        if "blocks" in name:
-            block.compile()
-        fully_shard(block, mesh=mesh)
-    model = fully_shard(model, mesh=mesh)
-    if "whole" in name:
-        model.compile()
-    return model
+    return with_fsdp2(model, mesh, compiled=name.rpartition(" ")[2] if " compiled " in name else "")
 
 
 def _loaded(path: Path) -> Any:
@@ -115,34 +108,17 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
         ready = variant(name, copy.deepcopy(model), args.simple_fsdp)
         optimizer = torch.optim.AdamW(ready.parameters(), lr=1e-3, fused=True if args.fused else None)
         steps[name] = (whole_stepper if "compile_step" in name else stepper)(ready, optimizer)
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    used: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(args.warmup + args.steps):
-        for name, step in steps.items():
-            dist.barrier()
-            began, used_before = time.perf_counter(), time.process_time()
-            step(batches[number % len(batches)])
-            taken = torch.tensor([time.perf_counter() - began, time.process_time() - used_before])
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            if number >= args.warmup:
-                found[name].append(taken[0].item())
-                used[name].append(taken[1].item())
+    turns = {name: lambda number, step=step: step(batches[number % len(batches)]) for name, step in steps.items()}
+    found = {name: times[args.warmup :] for name, times in alternate(turns, args.warmup + args.steps, "cpu").items()}
     if rank == 0:
-        show(found, used)
+        show(found)
     dist.destroy_process_group()
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
     """Return a function that trains one step and returns the loss."""
-
-    def step(batch: torch.Tensor) -> float:
-        loss = model(batch[0], batch[1])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
+    step = _bench_command.stepper(model, optimizer)
+    return lambda batch: step(batch[0], batch[1]).item()
 
 
 def whole_stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
@@ -171,13 +147,13 @@ def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
     return step
 
 
-def show(found: dict[str, list[float]], used: dict[str, list[float]]) -> None:
+def show(found: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table, of seconds and of processor time."""
-    base = statistics.median(found.get(BASE) or next(iter(found.values())))
+    base = statistics.median(seconds for seconds, _ in found.get(BASE) or next(iter(found.values())))
     print(f"{'':39}{'median ms':>10}{'quartiles':>18}{'to ' + BASE:>10}{'processor ms':>14}")
-    for name, seconds in found.items():
-        low, middle, high = statistics.quantiles(seconds, n=4)
-        processor = statistics.median(used[name]) * 1e3
+    for name, times in found.items():
+        low, middle, high = statistics.quantiles([seconds for seconds, _ in times], n=4)
+        processor = statistics.median(used for _, used in times) * 1e3
         print(f"{name:39}{middle * 1e3:10.1f}{low * 1e3:9.1f}{high * 1e3:9.1f}{middle / base:10.2f}{processor:14.1f}")
 
 

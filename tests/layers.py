@@ -32,7 +32,8 @@ FLOORS = (
     ("predict",),
     ("store",),
     ("aot",),
-    ("api", "cli", "profiling"),
+    ("api", "profiling"),
+    ("cli",),
     ("__init__", "__main__", "integrations"),
 )
 

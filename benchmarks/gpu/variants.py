@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from benchmarks.gpu.settings import POLICY, Setup, Step, stepper
+from graphshard.cli._bench_command import with_fsdp2
 from graphshard.module.compiled_module import CudaGraphsChoice
 from tests.graphs import on_cpu
 
@@ -57,13 +57,7 @@ def variants(setup: Setup) -> dict[str, Make]:
 
     def fsdp2(compiled: str) -> Make:
         def ready(model: nn.Module, mesh: DeviceMesh, tokens: torch.Tensor) -> Step:
-            for block in model.layers:
-                if compiled == "blocks":
-                    block.compile(backend=setup.compiler)
-                fully_shard(block, mesh=mesh, mp_policy=POLICY)
-            fully_shard(model, mesh=mesh, mp_policy=POLICY)
-            if compiled == "whole":
-                model.compile(backend=setup.compiler)
+            with_fsdp2(model, mesh, compiled=compiled, compiler=setup.compiler, mp_policy=POLICY)
             return stepper(model, tokens, nothing)
 
         return ready
@@ -79,7 +73,7 @@ def variants(setup: Setup) -> dict[str, Make]:
         return stepper(replicated, tokens, setup.autocast)
 
     return {
-        "FSDP2": fsdp2("nothing"),
+        "FSDP2": fsdp2(""),
         "graphshard": ours(setup.backend),
         _GRAPHS: replayed(True),
         _PAY: replayed("auto"),

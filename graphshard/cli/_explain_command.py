@@ -42,7 +42,7 @@ _MOST_INPUTS, _MOST_ELEMENTS, _MOST_DIGITS = 1000, 1 << 31, 18
 def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanation | Grid | WhatIf:
     """Return the prediction, answers about it, or the table of several; `show` receives progress."""
     meshes = [_mesh(text) for text in args.mesh]
-    shapes = [_shape(text) for text in args.batch]
+    shapes = [shape_of(text) for text in args.batch]
     profiles = [load_profile(name) for name in args.hardware]
     check_count("--inputs", args.inputs, most=_MOST_INPUTS)
     for option, count in (("--best", args.best), ("--workers", args.workers)):
@@ -61,7 +61,7 @@ def predict(args: argparse.Namespace, show: Callable[[str], None]) -> Explanatio
     show("make the model")
     if (args.factory is None) == (args.hf is None):
         raise ArgumentError("give what makes the model, as module:factory or file.py:factory, or --hf config.json")
-    model, given = _made(args.factory) if args.hf is None else (_of_config(args.hf), None)
+    model, given = made_on("meta", args.factory) if args.hf is None else (of_config("meta", args.hf), None)
     common: dict[str, Any] = {
         "show": show,
         "every_block": args.every_block,
@@ -138,9 +138,9 @@ def output(args: argparse.Namespace, found: Explanation | Grid | WhatIf) -> int:
 def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any]:
     """Return the options of `explain` that flags choose, for calls with such inputs."""
     return {
-        "mp_policy": MixedPrecisionPolicy(_dtype(args.param_dtype), _dtype(args.reduce_dtype)),
+        "mp_policy": MixedPrecisionPolicy(dtype_of(args.param_dtype), dtype_of(args.reduce_dtype)),
         "offload_policy": CPUOffloadPolicy() if args.offload else None,
-        "reshard_after_forward": _reshard(args.reshard),
+        "reshard_after_forward": reshard_of(args.reshard),
         "units": args.units,
         "backend": args.backend,
         "memory_limit": args.memory_limit,
@@ -148,8 +148,8 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
     }
 
 
-def _of_config(path: str) -> nn.Module:
-    """Return a causal language model of a Hugging Face config file, on the meta device; nothing is downloaded."""
+def of_config(device: str, path: str) -> nn.Module:
+    """Return a causal language model of a Hugging Face config file, on a device; nothing is downloaded."""
     file = path_of("--hf", path, "a config.json of a model of Hugging Face")
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
@@ -161,7 +161,7 @@ def _of_config(path: str) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(file)
         config.use_cache = False
-        with torch.device("meta"):
+        with torch.device(device):
             model = AutoModelForCausalLM.from_config(config)
         return type(type(model).__name__, (_WithLoss,), {})(model)
     except Exception as error:  # of the library, for whatever the file holds
@@ -180,14 +180,14 @@ class _WithLoss(nn.Module):
         return loss
 
 
-def _made(path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Return the model that a factory makes on the meta device, and its inputs if it returns them."""
+def made_on(device: str, path: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """Return the model that a factory makes on a device, and its inputs if it returns them."""
     factory = function_at("factory", path)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             made = factory()
     except Exception as error:
-        raise ArgumentError(f"{path}() failed on the meta device with {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{path}() failed on the {device} device with {type(error).__name__}: {error}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (inputs is None or isinstance(inputs, (tuple, list))):
         raise ArgumentError(
@@ -256,7 +256,7 @@ def _mesh(text: str) -> MeshLike:
     return dict(zip(names, sizes))
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def shape_of(text: str) -> tuple[int, ...]:
     shape = tuple(_sizes("--batch", text.split(","), text, "1,4096"))
     if math.prod(shape) > _MOST_ELEMENTS:
         raise ArgumentError(f"--batch must have at most {_MOST_ELEMENTS} elements, got {brief(text)}")
@@ -278,7 +278,7 @@ def _symbol(text: str) -> tuple[str, int]:
     return name, int(dim)
 
 
-def _reshard(text: str) -> bool | int | None:
+def reshard_of(text: str) -> bool | int | None:
     words = {"default": None, "always": True, "never": False}
     if text not in words and _whole(text) is None:
         raise ArgumentError(f"--reshard must be default, always, never or a number of ranks, got {brief(text)}")
@@ -307,7 +307,7 @@ def _operator(name: str) -> OpOverload:
     return found
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
+def dtype_of(name: str | None) -> torch.dtype | None:
     dtype = getattr(torch, name, None) if name else None
     if name and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"--param-dtype or --reduce-dtype: torch has no dtype {brief(name)}; bfloat16 is one")

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the subcommand and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
+    args.words = parser.words
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
@@ -47,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """argparse's parser, which also suggests the word that was meant. Errors print the subcommand's own usage."""
 
-    _words: Sequence[str] = ()
+    words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # as argparse calls it
         """Parse all words: no other parser knows the rest."""
-        self._words = sys.argv[1:] if args is None else list(args)
-        found, unknown = super().parse_known_args(self._words, namespace)
+        self.words = sys.argv[1:] if args is None else list(args)
+        found, unknown = super().parse_known_args(self.words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
@@ -60,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Add suggestions for unknown options to any error: `--mehs 8` is first of all a missing `--mesh`."""
         known = [name for action in self._actions for name in action.option_strings]
-        for word in itertools.takewhile(lambda word: word != "--", self._words):
+        for word in itertools.takewhile(lambda word: word != "--", self.words):
             name = word.partition("=")[0]
             if name.startswith("-") and not any(option.startswith(name) for option in known):
                 message += _suggestion(name, known)
@@ -117,7 +118,7 @@ def _parser() -> Parser:
 
         return add
 
-    for add_commands in (_add_dump_commands, _add_explain, _add_machine_commands):
+    for add_commands in (_add_dump_commands, _add_explain, _add_bench, _add_machine_commands):
         add_commands(command)
     return parser
 
@@ -261,6 +262,36 @@ def _explain(args: argparse.Namespace) -> int:
 
         found = _explain_command.predict(args, show)
     return _explain_command.output(args, found)
+
+
+def _add_bench(command: _AddCommand) -> None:
+    add = command(
+        "bench",
+        _later("graphshard.cli._bench_command", "run"),
+        "train a model with graphshard and with FSDP2, in turns",
+        "Train a model with FSDP2, FSDP2 with compiled blocks, and graphshard, on the same ranks and in turns. Print "
+        "one Markdown table: step time, throughput, peak memory, exposed communication, the first step with empty "
+        "caches, and whether losses are equal. Under torchrun its ranks are used; alone, local ranks are started.",
+        "The factory is a function or class without required arguments, as module:name or file.py:name. It returns the "
+        "model, whose forward returns the loss, or the model and a tuple of its inputs.",
+    )
+    add("factory", "what makes the model", "MODULE:FACTORY", nargs="?")
+    add("--hf", "config.json of a causal language model of Hugging Face, instead of a factory", "FILE")
+    add("--against", "what graphshard is compared with", choices=("fsdp2",), default="fsdp2")
+    also = "more variants: graphshard's compile_step and backend eager, FSDP2 compiled whole"
+    add("--also", also, nargs="+", choices=("compile-step", "eager", "whole"), default=())
+    add("--batch", "shape of the tokens of one rank, such as 1,4096, if the factory returns no inputs", "B,S")
+    add("--inputs", "how many inputs of that shape (default 1)", "N", type=int, default=1)
+    add("--ranks", "local ranks to start without torchrun (default: every GPU, or 2 on a CPU)", type=int)
+    add("--device", "default: cuda where there is one", choices=("cpu", "cuda"))
+    add("--steps", "measured steps of each variant (default 20)", "N", type=int, default=20)
+    add("--no-first", "leave out first steps, which start new processes", action="store_false", dest="first")
+    add("--backend", "of graphshard", choices=BACKENDS, default="inductor")
+    add("--param-dtype", "of mp_policy, such as bfloat16", "DTYPE")
+    add("--reduce-dtype", "of mp_policy, such as float32", "DTYPE")
+    add("--reshard", "reshard_after_forward: default, always, never, or ranks", "WHEN", default="default")
+    add("--units", "modules whose parameters are gathered together: 'layers.*'", "PATTERN", nargs="+")
+    add("--json", "write all numbers", "FILE")
 
 
 def _add_machine_commands(command: _AddCommand) -> None:

@@ -326,15 +326,20 @@ def _peak_on_host(step: _Step) -> int | None:
         return None
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    return sum(tensor.nbytes for tensor in local) + most_allocated(step.run)
+
+
+def most_allocated(run: Callable[[], object]) -> int:
+    """Return the most bytes at once that a function allocates on the CPU, beyond those that were there before."""
     # Without acc_events, torch 2.11 warns that it clears events.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
-        step.run()
+        run()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text("utf-8"))["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
-    return sum(tensor.nbytes for tensor in local) + max(itertools.accumulate((c for _, c in changes), initial=0))
+    return max(itertools.accumulate((change for _, change in changes), initial=0))
 
 
 def _gathered(mine: RankStep, mesh: DeviceMesh) -> list[RankStep]:

@@ -24,7 +24,7 @@ from graphshard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 # Commands that measure this machine, or need another one.
-PARSED_ONLY = ("calibrate", "finish")
+PARSED_ONLY = ("bench", "calibrate", "finish")
 _SUBSTITUTION = re.compile(r"\$\([^)]*\)")
 
 
