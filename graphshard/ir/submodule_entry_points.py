@@ -21,6 +21,9 @@ OF_UNITS = frozenset({"_graphshard", "_graphshard_unit"})
 
 # Threads that trace a module now.
 _tracing: set[int] = set()
+# Classes with a `__getattr__` that only improves errors. Dynamo would trace it at each lookup of a submodule, so these
+# classes have none while a thread traces.
+explained_attributes: dict[type, Callable[..., Any]] = {}
 
 
 class EntryPoint:
@@ -81,11 +84,15 @@ class EntryPoint:
 def tracing() -> Iterator[None]:
     """Let entry points that forward calls be the methods that they stand for, in this thread and block."""
     torch.compiler.assume_constant_result(is_traced)
+    for cls in explained_attributes if not _tracing else ():
+        del cls.__getattr__  # type: ignore[attr-defined]
     _tracing.add(threading.get_ident())
     try:
         yield
     finally:
         _tracing.discard(threading.get_ident())
+        for cls, explain in explained_attributes.items() if not _tracing else ():
+            cls.__getattr__ = explain  # type: ignore[attr-defined]
 
 
 def is_traced() -> bool:

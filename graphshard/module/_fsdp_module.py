@@ -332,6 +332,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
 
     # --- nn.Module -----------------------------------------------------------------------------------------------
 
+    share_memory = _refusal("share_memory", "Shards have memory on one rank. Start a process per rank with torchrun.")
+    __prepare_scriptable__ = _refusal("torch.jit.script", "Script the model before compile, or use graphshard.export.")
+
     def _get_fsdp_state(self) -> Any:
         return _State(self._graphshard_unit)
 

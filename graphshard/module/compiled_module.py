@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -20,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from graphshard.cost.costs import Costs
-from graphshard.errors import ArgumentError
+from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.submodule_entry_points import (
     OF_UNITS,
     EntryPoint,
+    explained_attributes,
     install_entries,
     is_traced,
     present,
@@ -43,7 +45,7 @@ from graphshard.runtime.peers import peers_of
 from graphshard.runtime.process_groups import make_groups, whole_mesh
 from graphshard.runtime.shards import copy_of, param_refs, shard_module
 from graphshard.utils.source_lines import MISSING
-from graphshard.utils.text import brief
+from graphshard.utils.text import brief, users_class
 
 CudaGraphsChoice = bool | Literal["auto"]
 
@@ -64,6 +66,16 @@ class CompiledModule(GraphshardFSDPModule):
         def __getattr__(self, name: str) -> Any:
             """An attribute of the model's class."""
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Refuse DistributedDataParallel, which reads this first."""
+        if sys._getframe(1).f_code is nn.parallel.DistributedDataParallel.__init__.__code__:
+            raise UnsupportedError(
+                f"DistributedDataParallel around a compiled {users_class(self).__name__}: graphshard reduces gradients "
+                "itself. Leave DistributedDataParallel out, and train the compiled model."
+            )
+        raise AttributeError
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another compiled module: shards are copied, programs captured again, compiled regions shared."""
         self._graphshard.unsharded.shown.hide()
@@ -83,6 +95,28 @@ class CompiledModule(GraphshardFSDPModule):
                     copied.__dict__[name] = copy.deepcopy(value, memo)
         attach(twin, self._graphshard.for_copy(twin))
         return twin
+
+
+_RETURNED = "graphshard.compile returns the model itself, not a wrapper with the model in {}. Use the model."
+# Attributes that wrappers of models have, and the remedy.
+_WRAPPER_ATTRIBUTES = {
+    **{name: _RETURNED.format(name) for name in ("module", "_orig_mod", "_fsdp_wrapped_module")},
+    "summon_full_params": "Read full parameters with param.full_tensor(), or within graphshard.unsharded(model).",
+}
+
+
+def _missing_attribute(self: CompiledModule, name: str) -> Any:
+    """Look an attribute up as the user's class does; if there is none, add the remedy to the error."""
+    try:
+        return super(CompiledModule, self).__getattr__(name)
+    except AttributeError as error:
+        if name in _WRAPPER_ATTRIBUTES and error.args:
+            error.args = (f"{error.args[0]}. {_WRAPPER_ATTRIBUTES[name]}",)
+        raise
+
+
+if not TYPE_CHECKING:
+    CompiledModule.__getattr__ = explained_attributes[CompiledModule] = _missing_attribute
 
 
 def compiled_module(model: object) -> CompiledModule:

@@ -166,6 +166,7 @@ def check_containers(inputs: Any, kwargs: Any, names: tuple[str, str] = _EXAMPLE
     """Raise ArgumentError unless a call's inputs are in a tuple or list and in a dict; `names` are the arguments'."""
     if not (inputs is None or isinstance(inputs, (tuple, list))):
         more = f". Pass ({'tensor' if isinstance(inputs, torch.Tensor) else '...'},)."
+        more = f". Pass it as {names[1]}=." if isinstance(inputs, dict) else more
         raise ArgumentError(
             f"{names[0]} must be a tuple of the call's positional inputs, got {type(inputs).__name__}{more}"
         )
@@ -218,7 +219,7 @@ def check_mesh(mesh: Any) -> Mesh:
     """Return the data axes of a mesh by role; raise ArgumentError if it is not one to compile for."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
-            f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}. Make one with "
+            f"mesh must be a torch.distributed DeviceMesh, got {brief(mesh)}. Make one with "
             "torch.distributed.device_mesh.init_device_mesh('cuda', (world_size,))."
         )
     axes = Mesh.of(mesh)
@@ -271,7 +272,8 @@ def check_model(model: Any, *, in_parts: bool = False, again: bool = False) -> M
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ArgumentError(f"{what} must be a module, got the class {model.__name__}. Pass {model.__name__}(...).")
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.")
+        swapped = " The model is the first argument, the mesh the second." if isinstance(model, DeviceMesh) else ""
+        raise ArgumentError(f"{what} must be an nn.Module, got {type(model).__name__}.{swapped}")
     if torch.is_inference_mode_enabled():
         raise ArgumentError(
             f"{what}: parameters made within torch.inference_mode() cannot be trained. Call graphshard outside of it."

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -76,7 +77,7 @@ def report_step(optimizer: Optimizer, *_: Any) -> None:
     """Report a step of any optimizer, which may write to parameters in ways that torch does not count: a hook."""
     with ReadParameters._lock:
         alive = list(ReadParameters._alive)
-    updated = {id(param) for group in optimizer.param_groups for param in group["params"]} if alive else set()
+    updated = {id(param) for param in _params(optimizer)} if alive else set()
     for read in alive:
         read._updated |= {name for name, param in read.params.items() if id(param) in updated}
 
@@ -86,8 +87,9 @@ def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:
 
     Raises:
         ParameterError: it holds parameters that shards have replaced. They get no gradients, so it trains nothing.
+            Or an optimizer of torch has gradients or state that are not `DTensor`s for parameters that are.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is None]
+    params = [param for param in _params(optimizer) if param.grad is None]
     former = [name for param in params if (name := param.__dict__.get(REPLACED)) is not None]
     if former:
         raise ParameterError(
@@ -95,6 +97,28 @@ def reject_former_parameters(optimizer: Optimizer, *_: Any) -> None:
             f"trains none of {', '.join(former[:3])}{f' and {len(former) - 3} more' if len(former) > 3 else ''}. Make "
             "it of model.parameters() after graphshard.compile or fully_shard."
         )
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return  # it may keep what it likes
+    kind, dtensors = type(optimizer).__name__, [param for param in _params(optimizer) if isinstance(param, DTensor)]
+    for param in dtensors:
+        if param.grad is not None and not isinstance(param.grad, DTensor):
+            raise ParameterError(
+                f"{kind}: the gradient of a parameter of shape {list(param.shape)} is a plain tensor, but the "
+                "parameter is a DTensor. Assign torch.distributed.tensor.distribute_tensor(gradient, "
+                "param.device_mesh, param.placements)."
+            )
+    for param in dtensors[:1]:  # all state was loaded together
+        state = optimizer.state.get(param, {}).values()
+        if any(type(each) is torch.Tensor and each.dim() and each.shape == param.shape for each in state):
+            raise ParameterError(
+                f"{kind} has the state of a model that is not sharded. Load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
+                "StateDictOptions(full_state_dict=True), which cuts it into shards."
+            )
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @functools.cache

@@ -23,6 +23,8 @@ from graphshard.torch_compat.dtensor import dtensor_of, joined_mesh, sharded_lik
 
 # Attribute of a full parameter that a module shows: its shard.
 SHARD_ATTRIBUTE = "_graphshard_shard"
+# Attribute of a shard: its identity and that of its storage when it was checked.
+_STORAGE = "_graphshard_storage"
 # The remedy in errors about a model that has changed.
 REBUILD = "Call graphshard.rebuild(model) after such a change: it shards what is new, and keeps the other parameters."
 
@@ -85,7 +87,13 @@ def _shard(
         local = torch.empty_strided(shape, row.stride_of(shape), dtype=row.dtype, device="meta")
     else:
         local = _stored(row.piece(whole, rank), row, storage)
-    return nn.Parameter(as_dtensor(local, row, mesh, tensor), requires_grad=param.requires_grad)
+    shard = nn.Parameter(as_dtensor(local, row, mesh, tensor), requires_grad=param.requires_grad)
+    shard.__dict__[_STORAGE] = _storage_of(shard)
+    return shard
+
+
+def _storage_of(param: nn.Parameter) -> tuple[int, int]:
+    return id(param), param.untyped_storage()._cdata
 
 
 def _stored(piece: torch.Tensor, row: ParamSpec, storage: Storage) -> torch.Tensor:
@@ -217,9 +225,27 @@ class ParamRef:
                 "without changing its values. Make the model again, and copy instead, within torch.no_grad(): "
                 f"param.copy_(torch.distributed.tensor.distribute_tensor(value, mesh, [Shard({self.row.dim})]))."
             )
+        if isinstance(param, DTensor):
+            self._check_data(param)
         if self.tied:
             self.check_tied(self.tied)
         return param
+
+    def _check_data(self, param: nn.Parameter) -> None:
+        """Raise ParameterError, once, if a DTensor was assigned to the parameter's `.data`: torch ignores its values.
+
+        The assignment replaces only the storage of the DTensor itself, which is empty. Its shard stays.
+        """
+        found = _storage_of(param)
+        last = param.__dict__.setdefault(_STORAGE, found)
+        if last == found:
+            return
+        param.__dict__[_STORAGE] = found
+        if last[0] == found[0]:  # else the parameter is a copy, with what another one has remembered
+            raise ParameterError(
+                f"parameter {self.row.name}: a DTensor was assigned to its .data, which changes nothing: torch keeps "
+                "the values of the shard. Copy them instead, within torch.no_grad(): param.copy_(value)."
+            )
 
     def check_tied(self, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Raise ParameterError if one of the places of the other names has another parameter."""

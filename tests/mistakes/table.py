@@ -12,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -98,6 +100,29 @@ def fsdp2_after_compile(mesh: DeviceMesh) -> None:
     fsdp.fully_shard(compiled(mesh), mesh=mesh)
 
 
+@mistake("graphshard reduces gradients itself. Leave DistributedDataParallel out")
+def ddp_after_compile(mesh: DeviceMesh) -> None:
+    nn.parallel.DistributedDataParallel(compiled(mesh))
+
+
+@mistake("Script the model before compile, or use graphshard.export")
+def script_after_compile(mesh: DeviceMesh) -> None:
+    torch.jit.script(compiled(mesh))
+
+
+@mistake("Start a process per rank with torchrun")
+def share_memory_after_compile(mesh: DeviceMesh) -> None:
+    """torch crashes: the storage of a DTensor is empty."""
+    compiled(mesh).share_memory()
+
+
+@mistake("Call graphshard.rebuild(model) after such a change")
+def checkpoint_wrapper_after_compile(mesh: DeviceMesh) -> None:
+    model = compiled(mesh)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    model(X, Y)
+
+
 @mistake("Leave torch.compile out; Inductor compiles the model")
 def torch_compile_first(mesh: DeviceMesh) -> None:
     compiled(mesh, torch.compile(Net()))
@@ -165,6 +190,11 @@ def inference_mode(mesh: DeviceMesh) -> None:
         compiled(mesh)
 
 
+@mistake("The model is the first argument, the mesh the second")
+def mesh_for_model(mesh: DeviceMesh) -> None:
+    graphshard.compile(mesh, Net())  # type: ignore[arg-type]
+
+
 # --- the mesh -----------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +203,12 @@ def number_for_mesh(mesh: DeviceMesh) -> None:
     graphshard.compile(Net(), 2)  # type: ignore[arg-type]
 
 
-@mistake("mesh must be a torch.distributed DeviceMesh, got str")
+@mistake("mesh must be a torch.distributed DeviceMesh, got a ProcessGroup")
+def group_for_mesh(mesh: DeviceMesh) -> None:
+    graphshard.compile(Net(), dist.group.WORLD)  # type: ignore[arg-type]
+
+
+@mistake("mesh must be a torch.distributed DeviceMesh, got 'cpu'")
 def device_for_mesh(mesh: DeviceMesh) -> None:
     graphshard.compile(Net(), "cpu")  # type: ignore[arg-type]
 
@@ -250,6 +285,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "True, False, None, or a number of ranks",
     ),
     "tensor_for_inputs": ({"example_inputs": X}, "Pass (tensor,)"),
+    "dict_for_inputs": ({"example_inputs": {"x": X, "y": Y}}, "Pass it as example_kwargs="),
+    "parameter_for_unit": ({"units": ["head.weight"]}, "Use names as in named_modules()"),
     "automatic_without_limit": ({"activation": "auto"}, "Give memory_limit= in bytes"),
 }
 
@@ -302,6 +339,32 @@ def class_for_optimizer(mesh: DeviceMesh) -> None:
 def compile_step_in_wrong_order(mesh: DeviceMesh) -> None:
     model = compiled(mesh)
     graphshard.compile_step(torch.optim.SGD(model.parameters(), lr=0.1), model)  # type: ignore[arg-type]
+
+
+@mistake("the gradient of a parameter of shape [4, 8] is a plain tensor")
+def plain_gradient(mesh: DeviceMesh) -> None:
+    model = compiled(mesh)
+    model.head.weight.grad = torch.zeros(4, 8)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@mistake("Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict")
+def optimizer_state_of_plain_model(mesh: DeviceMesh) -> None:
+    model, plain = compiled(mesh), Net()
+    before = torch.optim.AdamW(plain.parameters())
+    plain(X, Y).backward()
+    before.step()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(before.state_dict())
+    model(X, Y).backward()
+    optimizer.step()
+
+
+@mistake("head.weight: a DTensor was assigned to its .data, which changes nothing")
+def dtensor_for_data(mesh: DeviceMesh) -> None:
+    model = compiled(mesh)
+    model.head.weight.data = distribute_tensor(torch.zeros(4, 8), mesh, [Shard(0)])
+    model(X, Y)
 
 
 @mistake("copy instead, within torch.no_grad(): param.copy_(torch.distributed.tensor.distribute_tensor(")
@@ -358,9 +421,16 @@ def clip_method(mesh: DeviceMesh) -> None:
     compiled(mesh).clip_grad_norm_(1.0)
 
 
-@mistake("has no attribute 'module'")
+@mistake("graphshard.compile returns the model itself, not a wrapper with the model in module. Use the model")
 def module_of_ddp(mesh: DeviceMesh) -> None:
-    _ = compiled(mesh).module
+    model = compiled(mesh)
+    assert not hasattr(model, "module")
+    _ = model.module
+
+
+@mistake("Read full parameters with param.full_tensor(), or within graphshard.unsharded(model)")
+def summon_full_params(mesh: DeviceMesh) -> None:
+    compiled(mesh).summon_full_params()
 
 
 @mistake("Save its state_dict(), or use graphshard.checkpoint.save_checkpoint")
