@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import functools
+import logging
 import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from types import MappingProxyType
@@ -25,14 +26,18 @@ from markupsafe import Markup
 
 from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
+from graphshard.errors import GraphshardError
 from graphshard.ir.plan import Bucket
 from graphshard.ir.printer import dtype_name
 from graphshard.ir.program import Program, Stage
 from graphshard.passes import InsertCollectives
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.memory_timeline import MemoryTimeline, memory_of
 from graphshard.schedule.timeline import WHY, Estimate, Step, estimate
 from graphshard.utils.files import file_name
 from graphshard.utils.text import format_bytes, format_count, format_seconds, own_version
+
+log = logging.getLogger(__name__)
 
 # Colors by kind of step, for the kinds that share one.
 COLORS = {"upload": "gather", "download": "reduce", "all_reduce": "reduce"}
@@ -327,7 +332,7 @@ def report_of(
     spreads: Spreads = MappingProxyType({}),
     files: bool = True,
     memory: MemoryTimeline | None = None,
-    fsdp2: Estimate | None = None,
+    fsdp2: Callable[[], Estimate | None] | None = None,
 ) -> Report:
     """Build the report of a program; before it is lowered, or with an error, only its stages.
 
@@ -335,7 +340,7 @@ def report_of(
         kernels: by name of a region that has a file of generated kernels, their resources for each kind of GPU.
         costs: of the estimated timeline; None is an H100 node.
         memory: the curve; None is one with the state of Adam.
-        fsdp2: the step in FSDP2's order.
+        fsdp2: predicts the step in FSDP2's order; by default from the captured program, if that can be had.
     """
     costs = costs or Costs(load_profile("h100"), mesh=program.mesh)
     facts = [
@@ -365,15 +370,26 @@ def report_of(
         memory = memory_of(program, found, {"optimizer state": state})
     names = {key: name for name, key in program.region_names.items()}
     timeline = _timeline(found, costs, measured)
+    other = _in_fsdp2_order(program, costs) if fsdp2 is None else fsdp2()
     return replace(
         report,
         buckets=tuple(_buckets(program, found, spreads)),
-        timeline=timeline if fsdp2 is None else replace(timeline, fsdp2=_order(fsdp2, timeline.spans)),
+        timeline=timeline if other is None else replace(timeline, fsdp2=_order(other, timeline.spans)),
         memory=memory,
         regions=tuple(regions),
         layers=tuple(_layers(program, found)),
         compiled=tuple((names[key], seconds) for key, seconds in program.region_seconds.items() if key in names),
     )
+
+
+def _in_fsdp2_order(program: Program, costs: Costs) -> Estimate | None:
+    """Predict the same program in FSDP2's order; return None if it cannot be captured again, or planned so."""
+    try:
+        other = program.replanned(PlanByUnit())
+        return None if other is None else estimate(other, costs)
+    except GraphshardError as error:
+        log.info("FSDP2's order: %s", error)
+        return None
 
 
 def _layers(program: Program, found: Estimate) -> list[Layer]:

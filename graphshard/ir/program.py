@@ -360,9 +360,15 @@ class Program:
         self.trace, self.taken, self.digest, self.eager = traced.trace, traced.taken, digest, traced.eager
         self.out_spec = traced.out_spec
 
-    def keep_captured(self, captured: Callable[[], Any]) -> None:
-        """Set the function that rebuilds the captured program as an `ExportedProgram`."""
+    def keep_captured(self, captured: Callable[[], Any], replanned: Callable[[Any], Program] | None = None) -> None:
+        """Set the function that rebuilds the captured program as an `ExportedProgram`, and one that plans it anew."""
         self.__dict__["_captured"] = captured
+        self.__dict__["_replanned"] = replanned
+
+    def replanned(self, planner: Any) -> Program | None:
+        """Return the program by another planner, lowered and not compiled; None if it comes from a file."""
+        make = self.__dict__.get("_replanned")
+        return make and make(planner)
 
     @cached_property
     def exported(self) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from graphshard.codec.joint_export import to_exported
 from graphshard.codec.program_format import graph_digest
 from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.frontend.graph_breaks import raise_break
@@ -215,7 +214,7 @@ class ProgramCompiler:
                 else:
                     self.agreement.plan_others_like(made.program)
                     again = tracer.recapture(call)
-                    made.program.keep_captured(lambda: to_exported(again()))
+                    tracer.keep_captured(made.program, again, (self.passes or tracer.pipeline).passes)
                 return made
             program.digest = digest
             show("compare with the other ranks")

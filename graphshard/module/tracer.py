@@ -41,7 +41,7 @@ from graphshard.module._call_checks import ModuleTree
 from graphshard.options.options import Options
 from graphshard.passes import MakePlan, Partition, Pass
 from graphshard.pipeline.instrumentation import Observer
-from graphshard.pipeline.pipeline import Partitioned, Pipeline, finish_template, run_pass, run_pipeline
+from graphshard.pipeline.pipeline import Partitioned, Pipeline, finish_template, planned_by, run_pass, run_pipeline
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.runtime.process_groups import sharding_mesh
 from graphshard.runtime.shards import ParamRef, Storage, param_refs
@@ -136,7 +136,8 @@ class Tracer:
             if find is not None:
                 find(program)
             if program.few is None:  # before values are numbered, and before a dump writes the captured program
-                program.keep_captured(functools.partial(to_exported, replace(program.clone(), trace=None)))
+                captured = replace(program.clone(), trace=None)
+                self.keep_captured(program, lambda: captured, steps)
             observer.after(program, "capture", 0, seconds)
             return program
 
@@ -146,7 +147,7 @@ class Tracer:
             make = functools.partial(self._trace_template, call, spec, repeats)
             found = self._of_template(functools.partial(capture, make), steps, observer)
             if found is not None:
-                found[0].keep_captured(lambda: to_exported(again()))
+                self.keep_captured(found[0], again, steps)
                 return found
         program = capture(functools.partial(self._whole, call, spec), observer)
         return program, run_pipeline(steps, program, observer)
@@ -170,6 +171,11 @@ class Tracer:
                 return None
         program.model = self.label
         return program
+
+    def keep_captured(self, program: Program, again: Callable[[], Program], steps: tuple[Pass, ...] = ()) -> None:
+        """Let a program be exported and planned anew, from the captured program that `again` returns."""
+        steps = steps or self.pipeline.passes
+        program.keep_captured(lambda: to_exported(again()), lambda planner: planned_by(planner, again(), steps))
 
     def recapture(self, call: ModuleCall) -> Callable[[], Program]:
         """Return a function that captures every block, for a program that was made otherwise."""

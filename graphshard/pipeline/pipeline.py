@@ -14,10 +14,11 @@ from typing import Any
 from graphshard.errors import ArgumentError, GraphshardError, PassError
 from graphshard.ir.graph import fake
 from graphshard.ir.instantiate_blocks import instantiate_all_blocks, instantiate_blocks
-from graphshard.ir.program import Phase, Program
+from graphshard.ir.program import Phase, Planner, Program
 from graphshard.ir.repeats import BlocksDifferError
 from graphshard.ir.strides import restride
-from graphshard.lower.regions import list_calls, outline
+from graphshard.lower.backends import compiler_for
+from graphshard.lower.regions import list_calls, lower, outline
 from graphshard.passes import (
     AccumulateGradients,
     ActivationCheckpointing,
@@ -180,6 +181,15 @@ def run_pipeline(passes: Iterable[Pass], program: Program, observer: Observer) -
         left = left[1:]
     observer.end(program)
     return partitioned
+
+
+def planned_by(planner: Planner, captured: Program, steps: Iterable[Pass]) -> Program:
+    """Return a program by another planner, lowered for a prediction: nothing is compiled."""
+    program = captured.clone()
+    steps = [MakePlan(planner) if isinstance(step, MakePlan) else step for step in steps]
+    run_pipeline(steps, program, Observer("off", most=0))
+    lower(program, compiler_for("eager"), {})
+    return program
 
 
 def run_quietly(steps: tuple[Pass, ...], program: Program) -> None:

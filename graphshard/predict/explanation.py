@@ -376,7 +376,7 @@ class Explanation:
         """Write the report with timeline, memory curve, buckets and regions: one file that needs no network."""
         inside = self._inside
         report = report_of(
-            inside.program, costs=inside.costs, files=False, memory=inside.whole_memory, fsdp2=inside.fsdp2()
+            inside.program, costs=inside.costs, files=False, memory=inside.whole_memory, fsdp2=inside.fsdp2
         )
         found = replace(report, cards=tuple(self._cards()), advice=(*self.advice, *self.notes))
         write_given("path", path, render(found))

@@ -26,7 +26,8 @@ from graphshard.errors import ArgumentError, PassError
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
 from graphshard.ir.printer import print_program
-from graphshard.passes import OffloadParameters
+from graphshard.passes import MakePlan, OffloadParameters
+from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.utils.files import write_text
 from tests.helpers import Blocks
 from tests.ranks import FakeWorld
@@ -58,6 +59,25 @@ def test_files(dump: Path) -> None:
     wanted |= {"forward.py", "backward.py", "plan.json", "saved.txt", "index.html", "summary.json"}
     assert {name for name in names if not name.startswith("regions")} == wanted
     assert names - wanted == {f"regions/region_{i}.py" for i in range(len(names - wanted))}
+
+
+def _order_of(dump: Path) -> str:
+    found = re.search(r'id="fsdp2-summary">(.*?)</p>', (dump / "index.html").read_text())
+    assert found
+    return found[1]
+
+
+def test_report_has_the_order_of_fsdp2(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """Of a compiled model, too: lanes above another plan's, and a sentence where the plan is that order."""
+    for number, (step, text) in enumerate(
+        (
+            (MakePlan(), "The lanes on top are the same program in FSDP2's order"),
+            (MakePlan(PlanByUnit()), "The plan is FSDP2's order: no other gains enough to depart from it."),
+        )
+    ):
+        dump = tmp_path / str(number)
+        compiled(fake_world, dump, passes=Pipeline().replace("plan", step))
+        assert text in _order_of(dump / "rank0" / "Blocks-0")
 
 
 @pytest.mark.slow

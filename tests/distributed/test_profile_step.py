@@ -71,6 +71,7 @@ def _measured(rank: int, world_size: int, backend: str, folder: str) -> dict[str
     assert isinstance(profile, StepProfile)
     profile.save_trace(f"{folder}/{rank}.json")
     profile.save_report(f"{folder}/{rank}.html")
+    assert 'id="fsdp2-summary"' in Path(f"{folder}/{rank}.html").read_text()
     (program,) = graphshard.programs(model)
     assert program.plan is not None
     assert {t.name for t in profile.collectives} == {bucket.name for bucket in program.plan.buckets}
