@@ -154,7 +154,7 @@ def case_of(row: Row) -> Case:
     study.row = row
     mesh = Mesh.of_shape((row.ranks,))
     costs = Costs(load_profile("h100"), mesh=mesh, fused=row.backend != "eager")
-    program = study._program(mesh, study._prepared(mesh, costs), costs)
+    program = study._lowered(mesh, study._prepared(mesh, costs), costs)
     events = estimate(program, costs).events
     return Case(
         row,
@@ -165,7 +165,7 @@ def case_of(row: Row) -> Case:
         [replace(event, node=None) for event in events],
         {i: len(e.node.all_input_nodes) for i, e in enumerate(events) if isinstance(e, Launch) and e.node is not None},
         program.params.trained_bytes,
-        float(sum(study._subject(mesh, study.model).flop.values())),
+        float(sum(study._target(mesh, study.model).flop.values())),
         unread_of(row),
     )
 

@@ -32,12 +32,9 @@ WRITTEN = "a file that graphshard.export wrote"
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run `graphshard show FILE`: print its summary, or the scheduled graphs of its programs."""
+    """Run `graphshard show FILE --graph`: print the scheduled graphs of its programs."""
     import_all(args.imports)
     artifact = read_artifact(path_of("PATH", args.path, WRITTEN))
-    if not args.graph:
-        say(artifact.archive.text("summary.txt"), end="")
-        return 0
     for mesh in artifact.manifest.meshes:
         for program in mesh.programs:
             text = artifact.archive.text(f"{program.file}.txt")

@@ -179,7 +179,7 @@ def _add_dump_commands(command: _AddCommand) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    if args.path.endswith((".gshard", ".gscache")):
+    if args.graph and args.path.endswith((".gshard", ".gscache")):
         return _later("graphshard.cli._file_commands", "show")(args)
     if args.graph:
         raise ArgumentError("--graph is for files of graphshard.export, which end in .gshard")

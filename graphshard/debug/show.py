@@ -1,4 +1,4 @@
-"""`graphshard show` and `diff`: stages of dumps, summaries of dumps, and lists of dumps.
+"""`graphshard show` and `diff`: stages of dumps, summaries of dumps and of exported files, and lists of dumps.
 
 Nothing here imports torch before a program has to be made again (`--full`, a .json, a .pt2): these commands answer at
 once.
@@ -27,6 +27,7 @@ from graphshard.debug._dump_summary import EXPORTED, EXPORTED_TEXT, SUMMARY, Dum
 from graphshard.errors import ArgumentError
 from graphshard.ir.collapse_repeats import fold
 from graphshard.ir.plan import Plan
+from graphshard.utils.archive import read_archive
 from graphshard.utils.argument_validation import path_of
 from graphshard.utils.files import read_file
 from graphshard.utils.text import brief, new_table, say, styled
@@ -215,6 +216,8 @@ def show_path(path: Path, *, full: bool) -> None:
         from graphshard.exported.exported_program import read_program
 
         say(str(read_program(found)))
+    elif found.suffix in (".gshard", ".gscache"):
+        say(read_archive(found).text("summary.txt"), end="")
     elif not found.is_dir():
         say(StageFile.at(found).text(full=full), end="")
     elif (found / SUMMARY).exists():

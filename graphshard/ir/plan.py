@@ -55,6 +55,11 @@ class Bucket:
     def members(self) -> tuple[str, ...]:
         return self.packed + self.params
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that are sent, for readers: the flat buffer, and then each other parameter."""
+        return (*((f"{len(self.packed)} packed parameters",) if self.packed else ()), *self.params)
+
 
 @dataclass(frozen=True)
 class Event:

@@ -296,7 +296,7 @@ class Program:
         regions: distinct regions by key; empty until lowered.
         region_calls: keys of the region calls of a step, in order.
         lowering_seconds: time to compile regions and write executors.
-        region_seconds: by key of a region that was compiled for the program, how long lowering waited for it.
+        region_seconds: by key of a compiled region, seconds of generating its code and waiting for its kernels.
         history: earlier stages.
         established: names of the rules of `graphshard.pipeline.rules` that hold since a pass established them.
         differentiated: names of the parameters whose gradient it computes.

@@ -17,6 +17,7 @@ import functools
 import itertools
 import logging
 import operator
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ from graphshard.lower.inductor_rewrites import (
     with_float_inputs,
 )
 from graphshard.lower.region_store import EXTERN_KERNELS, KeptRegion, Kernels, Package, store_here, trimmed
-from graphshard.lower.regions import Boxed, Compiled
+from graphshard.lower.regions import Boxed, Compiled, compile_seconds
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor_compiler import (
     CompiledFxGraph,
@@ -148,17 +149,20 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
             functions: dict[str, Callable[[], Boxed]] = {}
             for name in claim.names:
                 show(f"compile {name}, {next(numbers)} of {len(regions)}")
-                kept = store.find(regions[name])  # another rank may have put it there
+                start, kept = time.perf_counter(), store.find(regions[name])  # another rank may have put it there
                 functions[name] = (
                     generate(regions[name], name, batch) if kept is None else functools.partial(_same, kept)
                 )
+                compile_seconds[keys[name]] = time.perf_counter() - start
                 check_cancelled()
             batch.submit()
             return claim, functions
 
         def finished(claim: Claim, functions: dict[str, Callable[[], Boxed]]) -> Compiled:
             for name, finish in functions.items():
+                start = time.perf_counter()
                 made = finish()
+                compile_seconds[keys[name]] += time.perf_counter() - start
                 store.keep(regions[name], kernels_of(made), getattr(made, "source_code", ""))
                 claim.release(name)
                 yield name, made

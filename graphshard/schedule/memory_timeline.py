@@ -228,7 +228,10 @@ def _of_phase(
                 what = "gradients"
                 name = next(user.meta.get("bucket", name) for user in node.users if is_collective(user))
                 name = f"{name} %{node.meta['number']}"
-            yield Tensor(f"{name}[{node.args[1]}]" if is_part else name, what, size, start, end)
+            if is_part and isinstance(place := node.args[1], int):
+                sent_names = plan.bucket(bucket).tensors if plan is not None and bucket else ()
+                name = f"{name}: {sent_names[place]}" if place < len(sent_names) else f"{name}[{place}]"
+            yield Tensor(name, what, size, start, end)
 
 
 def _label(node: Node) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,13 @@ def test_show(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "that run as ATen operators; 0 B of code",
     ):
         assert part in text, text
+
+
+def test_show_does_not_import_torch(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; from graphshard.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "show", str(net_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == printed(capsys, "show", net_file) + "False\n"
 
 
 def test_show_graph(net_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from graphshard.lower._batch_compile import Batch, Pending
 from graphshard.lower.inductor import compile_all
 from graphshard.lower.inductor_cache import check_whole, damage_of
 from graphshard.lower.region_store import Store
+from graphshard.lower.regions import compile_seconds
 from graphshard.utils.progress import cancelled_by
 from tests.lower.small_regions import INPUT, compile_inductor, compute, regions_from, values
 
@@ -54,6 +55,7 @@ def test_regions_are_compiled_together(tmp_path: Path) -> None:
         made = dict(compile_all(regions, lambda told: None))
     assert runs.call_count == 1
     assert inductors.call_count == 0
+    assert min(compile_seconds.pop(region.key) for region in regions.values()) > 0.01, "code of each is generated"
     _batch_compile.CppPythonBindingsCodeCache.cache_clear()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "another")  # the fixture restores it
     with mock.patch.object(_batch_compile, "compile_together"), _inductors() as inductors:

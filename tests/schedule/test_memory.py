@@ -113,8 +113,8 @@ def test_tensors_of_a_gather_are_freed_one_by_one() -> None:
     assert len(root.members) > 1
     assert not root.packed
     held = {each.name: each for each in tensors(found._program, found._timeline) if each.name.startswith(root.name)}
-    ends = [held[f"{root.name}[{index}]"].end for index in range(len(root.members))]
-    sizes = [held[f"{root.name}[{index}]"].num_bytes for index in range(len(root.members))]
+    ends = [held[f"{root.name}: {name}"].end for name in root.members]
+    sizes = [held[f"{root.name}: {name}"].num_bytes for name in root.members]
     rows = [found._program.params[name] for name in root.members]
     assert sizes == [math.prod(row.shape) * row.compute_dtype.itemsize for row in rows]
     first = root.members.index("embed.weight")
