@@ -35,7 +35,12 @@ class Part:
 
 
 def run_parts(
-    parts: Sequence[Part], seconds: float, folder: Path, show: Callable[[str], None], root: Path | None = None
+    parts: Sequence[Part],
+    seconds: float,
+    folder: Path,
+    show: Callable[[str], None],
+    root: Path | None = None,
+    ended: Callable[[str, list[Row]], None] = lambda *_: None,
 ) -> list[Row]:
     """Run all parts, even if some fail.
 
@@ -44,6 +49,7 @@ def run_parts(
         folder: for the parts' rows and output, by their names.
         show: called with the progress, and with every line that a part prints.
         root: working directory of the parts.
+        ended: called after each part, with its name and rows.
 
     Returns:
         The rows of all. A part that did not end well adds one that says so, and is `failed`.
@@ -58,9 +64,10 @@ def run_parts(
         rows, note = _run(part, limit, folder, show, root)
         if note:
             rows.append(Row(part.name, failed=True, note=note))
-        ended = f"{note}; " if note else ""
-        show(f"{part.name}: {ended}{len(rows)} rows in {time.monotonic() - began:.0f} s")
+        how = f"{note}; " if note else ""
+        show(f"{part.name}: {how}{len(rows)} rows in {time.monotonic() - began:.0f} s")
         found += rows
+        ended(part.name, rows)
     return found
 
 

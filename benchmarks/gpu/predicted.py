@@ -52,19 +52,20 @@ def _step(setup: Setup, size: Size, profile: Path, num_ranks: int) -> StepProfil
         return graphshard.profiling.profile_step(model, (tokens[0], tokens[1]))
 
 
-def rows_of(found: StepProfile, row: Row) -> list[Row]:
+def rows_of(found: StepProfile, row: Row, regions: int = _REGIONS) -> list[Row]:
     """Return rows for the step, its parts, and its longest regions."""
     memory = found.memory
     step = replace(
-        _row(found.step, row, "step without the optimizer"),
+        timing_row(found.step, row, "step without the optimizer"),
         peak=None if memory is None else int(memory.measured.median),
         predicted_peak=None if memory is None or memory.predicted is None else int(memory.predicted),
     )
     parts = ((found.compute, "all regions"), (found.exposed, "exposed communication"), (found.other, "the rest"))
-    rows = [step, *(_row(timing, row, name) for timing, name in parts)]
-    regions = [_row(t, row, f"{t.name}, {t.phase}") for t in found.regions[:_REGIONS]]
-    return rows + [replace(r, note=f"{t.calls} calls; {t.where}") for r, t in zip(regions, found.regions)]
+    rows = [step, *(timing_row(timing, row, name) for timing, name in parts)]
+    longest = [timing_row(t, row, f"{t.name}, {t.phase}") for t in found.regions[:regions]]
+    return rows + [replace(r, note=f"{t.calls} calls; {t.where}") for r, t in zip(longest, found.regions)]
 
 
-def _row(timing: Timing, row: Row, what: str) -> Row:
+def timing_row(timing: Timing, row: Row, what: str) -> Row:
+    """Return the row of one measured and predicted time."""
     return replace(row, variant=what, step=timing.measured.median, predicted=timing.predicted)

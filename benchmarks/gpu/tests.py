@@ -1,4 +1,4 @@
-"""Parts "nccl" and "tests": run `tests/gpu` and report each test as it ends.
+"""Parts that run tests, and report each as it ends: "nccl", "faults", "tests", "bits" and "checkpoints".
 
 "nccl" comes first and has several ranks of NCCL. On a single GPU it finds out which way NCCL permits that.
 """
@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -29,7 +30,12 @@ FILES = (
     "test_models.py",
     "test_cache.py",
 )
-NCCL_FILES = ("test_two_ranks.py", "test_faults.py")
+# By part: the file, the tests, and in a dry run the tests of gloo.
+OTHERS = {
+    "faults": ("test_faults.py", "nccl", "../distributed/test_faults.py", "launched_collectives and killed"),
+    "bits": ("test_all_gpus.py", "nccl and bits", "test_all_gpus.py", "on_cpu and bits and bf16"),
+    "checkpoints": ("test_all_gpus.py", "nccl and checkpoint", "test_all_gpus.py", "on_cpu and checkpoint"),
+}
 # Seconds until ranks have started and met.
 _LONGEST_START = 60.0
 
@@ -73,13 +79,25 @@ def measure_nccl(emit: Emit, *, dry: bool) -> None:
         emit(Row("nccl", "2 ranks", backend, failed=True, note="; ".join(failed)))
         return
     if not dry:
-        _run("nccl", emit, ["-m", "gpu", "-k", "nccl", *(str(ROOT / "tests/gpu" / name) for name in NCCL_FILES)])
+        _run("nccl", emit, ["-m", "gpu", "-k", "nccl", str(ROOT / "tests/gpu/test_two_ranks.py")])
 
 
 def _sum(rank: int, world_size: int, backend: str) -> int:
     total = torch.tensor(rank + 1, device="cpu" if backend == "gloo" else "cuda")
     dist.all_reduce(total)
     return int(total)
+
+
+def way_of(rows: Iterable[Row]) -> str:
+    """Return the way to several ranks on one GPU that part "nccl" has found; "" if it has not."""
+    return next((way for row in rows for way in ONE_GPU if row.variant.endswith(f" by {way}")), "")
+
+
+def measure_others(part: str, emit: Emit, *, dry: bool) -> None:
+    """Run the tests of a part of `OTHERS`."""
+    file, chosen, dry_file, on_cpu = OTHERS[part]
+    where = (ROOT / "tests/gpu" / (dry_file if dry else file)).resolve()
+    _run(part, emit, ["-k", on_cpu if dry else chosen, str(where)])
 
 
 def measure(emit: Emit, *, dry: bool) -> None:

@@ -1,4 +1,4 @@
-"""`graphshard bench`: a model of the user beside FSDP2 on two gloo ranks, and its errors."""
+"""`graphshard bench`: models next to FSDP2 on two gloo ranks, and its errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Check correctness and speed on this GPU with one command, in ten minutes, without network; see docs/evidence/gpu.md.
+# Check correctness and speed on this machine's GPUs, in two calls of ten minutes, without network; see
+# docs/evidence/gpu.md.
 #
-#     tests/gpu/run.sh                                      everything, on the first GPU
+#     tests/gpu/run.sh                                      everything for one GPU, or for several if there are
+#     tests/gpu/run.sh                                      again: what was left or failed
 #     tests/gpu/run.sh --parts nccl --budget 300            several ranks of NCCL on it, before anything else
 #     tests/gpu/run.sh --wheels DIR                         with packages that are missing here, from wheels in a folder
 #     tests/gpu/run.sh --artifact FILE                      with a file that --export made on another machine
