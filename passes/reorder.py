@@ -73,7 +73,8 @@ def _schedule(phase: Phase, phase_name: str, plan: Plan) -> list[Node]:
         for event in due[position]:
             collective = launch_of(event.bucket)
             if event.action == "wait":
-                order += [node for wait in collective.waits for node in (wait, *layout.after[wait])]
+                order += collective.waits
+                order += [node for wait in collective.waits for node in layout.after[wait]]
                 continue
             order += [node for node in layout.before[collective.node] if node.target is not UPLOAD]
             sources = [wait.all_input_nodes[0] for wait in collective.waits]

@@ -36,7 +36,7 @@ import graphshard.ir.operators as operators
 from graphshard.ir.graph import ALL_REDUCES, GATHERS, REDUCES, WAIT
 from graphshard.ir.operators import ARRIVED, COALESCED_FORMS, DOWNLOAD, MODEL_WAIT, OWN_CHUNK, RELOAD, STARTS, UPLOAD
 from graphshard.lower.executor import CallLine, Line, print_lines
-from graphshard.runtime.collective_launches import IN_PLACE
+from graphshard.runtime.collective_launches import _TOGETHER, IN_PLACE
 
 COMPUTE, HOST, KEPT = "compute", "host", "kept "
 CUDA = torch.device("cuda", 0)
@@ -408,7 +408,12 @@ def run(
         gradients.clear()
 
     code = change(print_lines(lines))
+    together = {
+        launch.__name__: functools.partial(lambda operator, *args: machine.call(operator, args, {}), operator)
+        for operator, launch in _TOGETHER.items()
+    }
     scope = {"torch": machine.torch(), "arrived": arrived, "device": torch.device, "inf": float("inf")}
+    scope["collective_launches"] = types.SimpleNamespace(**together)
     made: dict[str, Any] = {}
     exec(code, scope, made)
     with machine.copies():

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group
+from graphshard.torch_compat.dtensor import all_gather_into, rank_in_group, started
 from graphshard.torch_compat.torch_ops import OpOverload
 
 c10d = torch.ops._c10d_functional
@@ -63,8 +63,7 @@ def _subclass_all_gather(pieces: list[Tensor], num_ranks: int, param: str) -> li
 def _start_all_gather(value: Tensor, num_ranks: int, group: str) -> Tensor:
     whole = value.new_empty([num_ranks * value.shape[0], *value.shape[1:]])
     # The functional all-gather corrupts gloo's heap, see runtime/collective_launches.py.
-    all_gather_into(whole, value.contiguous(), group)
-    return whole
+    return started(whole, all_gather_into(whole, value.contiguous(), group))
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,17 @@ class Start(Operator):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitLine(Operator):
-    """The end of a collective of a bucket, or of one of its tensors."""
+    """The end of a collective of a bucket, or of one of its tensors.
+
+    For several tensors of one launch, the first has the work of all.
+    """
 
     bucket: str
     label_format = "wait {0.bucket}"
+
+    def statements(self) -> list[str]:
+        others = "".join(f", {name}" for name in self.args[1:])
+        return [f"{', '.join(self.results)} = {_path_of(self.target)}({self.args[0]}){others}{_free(self.frees)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +258,8 @@ def lines_of(graph: Graph) -> tuple[Line, ...]:
     names = _names(graph)
     started = {launch_of(node) for node in graph.nodes if node.target is WAIT}
     parts = {node: found for node in graph.nodes if (found := _parts(node))}
-    inside = {part for found in parts.values() for part in found}
+    waits = _waits(graph)
+    inside = {part for found in parts.values() for part in found}.union(*(found[1:] for found in waits.values()))
 
     def read(node: Node) -> Line:
         given: Any = map_arg((node.args, node.kwargs), names.__getitem__)
@@ -264,7 +272,11 @@ def lines_of(graph: Graph) -> tuple[Line, ...]:
                 raise ValueError(f"the results of {node.name} are not picked up one by one")
             return CallLine(results=results, region=str(node.target), inputs=tuple(args[0]), where=module_of(node))
         call: dict[str, Any] = {"target": node.target, "args": args, "kwargs": kwargs, "several": node in parts}
-        if node in started or node.target is WAIT:
+        if node in waits:
+            together = waits[node]
+            call["args"] = tuple(names[each.args[0]] for each in together)
+            results = tuple(map(names.__getitem__, together))
+        if node in started or node in waits:
             kind = Start if node in started else WaitLine
             return kind(results=results, **call, bucket=str(node.meta.get("bucket", "")))
         return Operator(results=results, **call)
@@ -272,6 +284,16 @@ def lines_of(graph: Graph) -> tuple[Line, ...]:
     taken = Take(results=tuple(names[node] for node in graph.find_nodes(op="placeholder")))
     rest = [node for node in graph.nodes if node.op != "placeholder" and node not in inside]
     return tuple(_with_frees([taken, *map(read, rest)]))
+
+
+def _waits(graph: Graph) -> dict[Node, list[Node]]:
+    """Return by first wait the waits of each launch; one by one for functional launches, whose works are separate."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is WAIT:
+            launch = launch_of(node)
+            found.setdefault(node if isinstance(launch.target, OpOverload) else launch, []).append(node)
+    return {waits[0]: waits for waits in found.values()}
 
 
 def _parts(node: Node) -> list[Node]:

@@ -67,8 +67,17 @@ class Taken(NamedTuple):
     gathered: bool = True
 
 
-def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[list[Line], Groups]:
+def _apart(groups: Groups) -> Sequence[int]:
+    return [1] * len(groups)
+
+
+def hand_over_gradients(
+    lines: Sequence[Line], taken: Sequence[Taken], join: Callable[[Groups], Sequence[int]] = _apart
+) -> tuple[list[Line], Groups]:
     """Insert lines that hand gradients over, instead of returning them; gradients of a bucket together.
+
+    `join` is given the groups before the last launch, and the others but the last one, which nothing hides. It returns
+    how many of them at a time wait for the last of them.
 
     The consumer of a gradient may write to the parameter's shard. So it is called after the last line that may read the
     shard, such as the wait for what gathers it again. What is waited for shares memory with nothing, and views do not
@@ -85,6 +94,13 @@ def hand_over_gradients(lines: Sequence[Line], taken: Sequence[Taken]) -> tuple[
     for one, last_read in zip(chosen, _last_reads(lines, chosen)):
         after = min(max(made[values[one.place]], last_read), len(body) - 1)
         due.setdefault(_after_launch(body, after), []).append(one.place)
+    launched = max((index for index, line in enumerate(body) if isinstance(line, Start)), default=0)
+    order = sorted(due)[:-1]
+    for joined in ([i for i in order if i < launched], [i for i in order if i >= launched]):
+        left = iter(joined)
+        for count in join([tuple(due[index]) for index in joined]):
+            *others, last = itertools.islice(left, count)
+            due[last] = [place for index in (*others, last) for place in due.pop(index)]
     found: list[Line] = []
     groups: Groups = []
     bucket = ""

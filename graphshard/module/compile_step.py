@@ -121,7 +121,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
         self._by_shards = is_elementwise(self._optimizer)
-        self._consumer = GradientConsumer(self._update)
+        self._consumer = GradientConsumer(self._update, self._model._graphshard.tracer.costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; return the loss, or for several microbatches a tensor of their losses."""

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.param_table import even_pieces, places_of
 from graphshard.ir.submodule_entry_points import (
@@ -42,7 +41,7 @@ from graphshard.pipeline.instrumentation import Recorder
 from graphshard.runtime.cuda_graphs import CudaGraphs, ModelGraphs
 from graphshard.runtime.parameter_writes import watch_optimizers
 from graphshard.runtime.peers import peers_of
-from graphshard.runtime.process_groups import make_groups, whole_mesh
+from graphshard.runtime.process_groups import log_priorities, make_groups, whole_mesh
 from graphshard.runtime.shards import copy_of, param_refs, shard_module
 from graphshard.utils.source_lines import MISSING
 from graphshard.utils.text import brief, users_class
@@ -161,6 +160,7 @@ def make_tracer(request: CompileRequest) -> Tracer:
         options=request.options,
         pipeline=request.pipeline,
         storage=request.storage,
+        costs=request.costs,
         class_of=class_of,
     )
 
@@ -176,6 +176,7 @@ def make_runner(
     spec = tracer.spec
     whole = whole_mesh(mesh, spec.tensor)
     groups = make_groups(spec.mesh, whole, spec.experts)
+    log_priorities(mesh.device_type, *dict.fromkeys(groups.values()))
     # Pieces of different sizes make programs of different sizes: only ranks with the same pieces are compared.
     alike = whole if even_pieces(spec.mesh, [row for row in spec.params if not row.expert]) else mesh
     if spec.experts is not None and not even_pieces(spec.mesh, [row for row in spec.params if row.expert]):
@@ -298,13 +299,12 @@ def replaying_of(cuda_graphs: Any, request: CompileRequest) -> ModelGraphs | Non
     graphs = graphs_of(device, cuda_graphs)
     if cuda_graphs is True:
         return ModelGraphs(graphs, device, None)
-    if request.profile is None:
+    if request.costs is None:
         raise ArgumentError(
             "cuda_graphs='auto': no hardware profile of this GPU says what launches cost. Pass one as hardware=, or "
             "True or False."
         )
-    costs = Costs(request.profile, mesh=request.axes.mesh, fused=request.options.backend != "eager")
-    return ModelGraphs(graphs, device, costs)
+    return ModelGraphs(graphs, device, replace(request.costs, fused=request.options.backend != "eager"))
 
 
 def graphs_of(device: torch.device, cuda_graphs: bool | str) -> CudaGraphs:

@@ -47,7 +47,7 @@ from graphshard.runtime.shards import ParamRef
 from graphshard.runtime.shown_gradients import ShownCall
 from graphshard.runtime.shown_parameters import ShownParameter
 from graphshard.runtime.unsharded import Unsharded, UnshardHandle, start_gathering
-from graphshard.torch_compat.dtensor import process_group
+from graphshard.torch_compat.dtensor import high_priority, process_group
 from graphshard.torch_compat.torch_ops import forget_sources, pytree
 
 # What the user has chosen for a model, and a copy of it starts with.
@@ -471,7 +471,8 @@ class Runner(ProgramCompiler):
             shards = process_group(self.groups[mesh.shard.name])
             if peers is not None:
                 peers.agree(name, lambda first, theirs, mine: f"{theirs} is called on rank {first}")
-            group = dist.new_group(dist.get_process_group_ranks(shards), use_local_synchronization=True)
+            ranks, options = dist.get_process_group_ranks(shards), high_priority(shards, self.mesh.device_type)
+            group = dist.new_group(ranks, pg_options=options, use_local_synchronization=True)
             self.custom.group = str(group.group_name)
             if peers is not None:
                 peers.monitor.groups.add(self.custom.group)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard.codec.joint_export import joint_program, to_exported
+from graphshard.cost.costs import Costs
 from graphshard.errors import ArgumentError, DivergenceError, GraphshardError, PeerError
 from graphshard.frontend.capture import capture as capture_call
 from graphshard.frontend.dynamo_capture import TracedFunction
@@ -79,6 +80,7 @@ class Tracer:
     Attributes:
         options: of the user; `max_captures` is for the module, and for each entry.
         storage: where shards are kept between steps.
+        costs: of the machine; None for an unknown one.
         name: of the submodule or method; "" for the model itself.
         compiled: compiled regions by key, shared by all programs of a model and its copies.
         mesh: that the module is sharded over; None where there is none.
@@ -90,6 +92,7 @@ class Tracer:
     options: Options
     pipeline: Pipeline
     storage: Storage
+    costs: Costs | None = None
     name: str = ""
     compiled: dict[str, RegionCall] = field(default_factory=dict)
     mesh: DeviceMesh | None = None

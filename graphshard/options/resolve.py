@@ -92,7 +92,7 @@ class CompileRequest:
         options: as given, with what an exported program decides.
         mesh: as given to `compile`; None for a mesh that need not exist.
         spec: what a capture depends on: parameter table, units, precision, mesh, device.
-        profile: costs of the machine; None for an unknown GPU.
+        costs: of the machine; None for an unknown GPU.
         storage: where shards are kept between steps.
     """
 
@@ -101,7 +101,7 @@ class CompileRequest:
     mesh: DeviceMesh | None
     axes: MeshAxes
     spec: CaptureSpec
-    profile: Profile | None
+    costs: Costs | None
     pipeline: Pipeline
     storage: Storage
 
@@ -151,7 +151,7 @@ def request_for(
     if isinstance(options.offload_policy, CPUOffloadPolicy):
         storage = Storage(torch.device("cpu"), pinned=options.offload_policy.pin_memory and device.type != "cpu")
     pipeline = pipeline_of(options, spec.mesh, costs)
-    return CompileRequest(contents.model, options, axes.data, axes, spec, profile, pipeline, storage)
+    return CompileRequest(contents.model, options, axes.data, axes, spec, costs, pipeline, storage)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

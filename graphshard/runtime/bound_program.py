@@ -28,6 +28,7 @@ from graphshard.runtime.collective_launches import (
     exchange_reductions,
     gather_into_buffers,
     group_downloads,
+    launch_together,
     reduce_in_place,
 )
 from graphshard.runtime.cuda_graphs import ModelGraphs
@@ -88,6 +89,7 @@ class BoundProgram:
         exchange_reductions(phase)
         if on_gloo(self.mesh.get_group(0), self.mesh.device_type):
             gather_into_buffers(phase)
+        launch_together(phase)
         phase.module.recompile()
 
     def code(self, phase: Phase) -> Boxed:

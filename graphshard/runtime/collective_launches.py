@@ -17,6 +17,13 @@ All-gathers: the functional ones of torch 2.11 to 2.13 corrupt the heap on gloo 
 
     %g = all_gather_into_tensor(%s, n, shard)          %g = all_gather(%s, n, shard)
 
+Several tensors of a bucket have one wait. Functional collectives register their work with each result; these, with the
+first one:
+
+    %g = all_gather_into_tensor_coalesced([%a, %b], n, shard)    %g = gather_together([%a, %b], n, shard)
+    %w1 = wait_tensor(getitem(%g, 0))                            w1, w2 = wait_tensor(g1), g2
+    %w2 = wait_tensor(getitem(%g, 1))
+
 Reduce-scatters, where the plan says that it is cheaper: gloo runs one as an all-reduce for each rank. On two ranks each
 sends the half that is the other's, and adds its own to what it receives; no buffer but the result. The sum of two has
 the same bits in either order. On more ranks it would have to be in gloo's order, so it is not done there.
@@ -141,32 +148,49 @@ def launch_by(node: Node, target: Any, **kwargs: Any) -> None:
 
 def gather(shard: torch.Tensor, num_ranks: int, group: str, *, comm: int) -> torch.Tensor:
     """Start to gather the shards of all ranks along dim 0."""
-    size = [num_ranks * shard.shape[0], *shard.shape[1:]]
-    run: Comm = _in_use[comm].value
-    full = run.allocate(size, dtype=shard.dtype, device=shard.device)
-    return started(full, run(output_tensor=full, input_tensor=shard, group=process_group(group), async_op=True))
+    return gather_several([shard], num_ranks, group, comm=comm)[0]
 
 
 def gather_several(shards: Sequence[torch.Tensor], num_ranks: int, group: str, *, comm: int) -> list[torch.Tensor]:
     """Start to gather several, one after the other."""
-    return [gather(shard, num_ranks, group, comm=comm) for shard in shards]
+    run: Comm = _in_use[comm].value
+    fulls = []
+    for shard in shards:
+        full = run.allocate(_gathered(shard, num_ranks), dtype=shard.dtype, device=shard.device)
+        fulls.append(full)
+        started(fulls[0], run(output_tensor=full, input_tensor=shard, group=process_group(group), async_op=True))
+    return fulls
 
 
 def reduce(gradient: torch.Tensor, op: str, num_ranks: int, group: str, *, comm: int) -> torch.Tensor:
     """Start to compute this rank's piece, along dim 0, of the sum or mean over ranks."""
-    size = [gradient.shape[0] // num_ranks, *gradient.shape[1:]]
-    run: Comm = _in_use[comm].value
-    piece = run.allocate(size, dtype=gradient.dtype, device=gradient.device)
-    kind = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-    work = run(output_tensor=piece, input_tensor=gradient, group=process_group(group), op=kind, async_op=True)
-    return started(piece, work)
+    return reduce_several([gradient], op, num_ranks, group, comm=comm)[0]
 
 
 def reduce_several(
     gradients: Sequence[torch.Tensor], op: str, num_ranks: int, group: str, *, comm: int
 ) -> list[torch.Tensor]:
     """Start to reduce several, one after the other."""
-    return [reduce(gradient, op, num_ranks, group, comm=comm) for gradient in gradients]
+    run: Comm = _in_use[comm].value
+    pieces, kind = [], _reduce_op(op)
+    for gradient in gradients:
+        piece = run.allocate(_scattered(gradient, num_ranks), dtype=gradient.dtype, device=gradient.device)
+        pieces.append(piece)
+        work = run(output_tensor=piece, input_tensor=gradient, group=process_group(group), op=kind, async_op=True)
+        started(pieces[0], work)
+    return pieces
+
+
+def _gathered(shard: torch.Tensor, num_ranks: int) -> list[int]:
+    return [num_ranks * shard.shape[0], *shard.shape[1:]]
+
+
+def _scattered(gradient: torch.Tensor, num_ranks: int) -> list[int]:
+    return [gradient.shape[0] // num_ranks, *gradient.shape[1:]]
+
+
+def _reduce_op(op: str) -> Any:
+    return getattr(dist.ReduceOp, op.upper())
 
 
 def hooked(gradient: torch.Tensor, *, hook: int) -> torch.Tensor:
@@ -245,19 +269,64 @@ def gather_into_buffers(phase: Phase) -> None:
 
 def all_gather(shard: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """Start to gather the shards of all ranks along dim 0."""
-    full = shard.new_empty([num_ranks * shard.shape[0], *shard.shape[1:]])
-    all_gather_into(full, shard, group)
-    return full
+    return all_gather_coalesced([shard], num_ranks, group)[0]
 
 
 def all_gather_coalesced(shards: Sequence[torch.Tensor], num_ranks: int, group: str) -> list[torch.Tensor]:
     """Start to gather several, one after the other: gloo has no launch for all that is any faster."""
-    return [all_gather(shard, num_ranks, group) for shard in shards]
+    fulls = [shard.new_empty(_gathered(shard, num_ranks)) for shard in shards]
+    for full, shard in zip(fulls, shards):
+        started(fulls[0], all_gather_into(full, shard, group))
+    return fulls
 
 
 _LAUNCHES = {
     c10d.all_gather_into_tensor.default: all_gather,
     c10d.all_gather_into_tensor_coalesced.default: all_gather_coalesced,
+}
+
+
+def launch_together(phase: Phase) -> None:
+    """Launch coalesced collectives by functions whose results have one wait; their group is the last argument."""
+    for node in phase.module.graph.nodes:
+        if node.target in _TOGETHER and not any(fake(value).is_complex() for value in node.all_input_nodes):
+            launch_by(node, _TOGETHER[node.target])
+
+
+def gather_together(shards: list[torch.Tensor], num_ranks: int, group: str) -> list[torch.Tensor]:
+    """Start to gather several as one."""
+    fulls = [shard.new_empty(_gathered(shard, num_ranks)) for shard in shards]
+    started(fulls[0], process_group(group).allgather_into_tensor_coalesced(fulls, shards))
+    return fulls
+
+
+def reduce_together(gradients: list[torch.Tensor], op: str, num_ranks: int, group: str) -> list[torch.Tensor]:
+    """Start to reduce several as one, and to scatter the results."""
+    pieces = [gradient.new_empty(_scattered(gradient, num_ranks)) for gradient in gradients]
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = _reduce_op(op)
+    started(pieces[0], process_group(group).reduce_scatter_tensor_coalesced(pieces, gradients, options))
+    return pieces
+
+
+def all_reduce_together(shards: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
+    """Start to reduce copies of several as one."""
+    return all_reduce_together_([shard.clone() for shard in shards], op, group)
+
+
+def all_reduce_together_(shards: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
+    """Start to reduce several as one, in place."""
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = _reduce_op(op)
+    started(shards[0], process_group(group).allreduce_coalesced(shards, options))
+    return shards
+
+
+_TOGETHER = {
+    c10d.all_gather_into_tensor_coalesced.default: gather_together,
+    c10d.reduce_scatter_tensor_coalesced.default: reduce_together,
+    c10d.all_reduce_coalesced.default: all_reduce_together,
+    c10d.all_reduce_coalesced_.default: all_reduce_together_,
 }
 
 

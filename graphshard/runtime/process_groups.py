@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -13,7 +15,15 @@ from torch.fx import Graph
 from graphshard.ir.graph import is_collective
 from graphshard.ir.mesh import Axis, ExpertMeshes, Mesh
 from graphshard.ir.operators import NAMING_GROUPS
-from graphshard.torch_compat.dtensor import joined_mesh, process_group
+from graphshard.torch_compat.dtensor import (
+    backend_of,
+    has_high_priority,
+    high_priority,
+    joined_mesh,
+    process_group,
+)
+
+log = logging.getLogger(__name__)
 
 
 def shard_index(mesh: DeviceMesh) -> int:
@@ -43,7 +53,9 @@ def make_groups(mesh: Mesh, device_mesh: DeviceMesh, experts: ExpertMeshes | Non
     for axis in mesh.axes:
         place, of = mesh.place(axis), device_mesh
         if axis not in mesh.grid:
-            place, of = 1, DeviceMesh(of.device_type, _rows(mesh, of, axis))
+            options = [(None, high_priority(of.get_group(0), of.device_type)) for _ in range(2)]
+            override = tuple(options) if options[0][1] is not None else None
+            place, of = 1, DeviceMesh(of.device_type, _rows(mesh, of, axis), backend_override=override)
         groups[axis.name] = str(of.get_group(place).group_name)
     if mesh.experts is not None and experts is not None:
         groups |= make_groups(mesh.experts, experts.whole)
@@ -91,4 +103,17 @@ def is_fake(mesh: DeviceMesh) -> bool:
 
 def on_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether a group sends tensors on such devices by gloo: it does on CPUs, and may for a shared GPU."""
-    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
+    return backend_of(group, device_type) == "gloo"
+
+
+@functools.cache
+def log_priorities(device_type: str, *groups: str) -> None:
+    """Log, once, the groups whose collectives run at normal priority, and how to make them otherwise."""
+    normal = [name for name in groups if not has_high_priority(process_group(name), device_type)]
+    if normal:
+        log.info(
+            "collectives of process groups %s have no higher priority than kernels, which may delay them. Pass "
+            "pg_options=torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True) to "
+            "init_process_group, and to init_device_mesh as backend_override={axis: options}.",
+            ", ".join(normal),
+        )

@@ -39,6 +39,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 
+from graphshard.cost.costs import Costs, joined_updates
+from graphshard.cost.kernels import num_bytes
 from graphshard.errors import ParameterError
 from graphshard.ir.graph import c10d
 from graphshard.ir.operators import copies_so_far
@@ -96,6 +98,7 @@ class GradientConsumer:
 
     Attributes:
         take: is called with gradients that have arrived together.
+        costs: say which buckets' gradients wait for others; None hands each bucket's over at once.
         params: names in the model of the parameters whose gradients are taken.
         ran: a backward has run that handed them over.
         at_the_end: that backward has started its last collective.
@@ -103,6 +106,7 @@ class GradientConsumer:
     """
 
     take: Callable[[list[Arrival]], None]
+    costs: Costs | None = None
     params: Collection[str] = ()
     ran: bool = False
     at_the_end: bool = False
@@ -116,7 +120,7 @@ class GradientConsumer:
             if slot.kind == "grad" and slot.of == "param" and values.params[slot.name].name in self.params:
                 refs[place] = values.params[slot.name]
         key = phase.module, frozenset(refs)
-        code = program.cached(key, lambda: _Code(program, phase, _taken(phase, inputs, refs)))
+        code = program.cached(key, lambda: _Code(program, phase, _taken(phase, inputs, refs), self.costs))
         to_host = program.program.device if program.program.offloaded else None
 
         def arrived(number: int, grads: list[torch.Tensor]) -> None:
@@ -146,9 +150,17 @@ class _Code:
         at_the_end: number of groups before the last collective is started.
     """
 
-    def __init__(self, program: BoundProgram, phase: Phase, taken: Sequence[Taken]) -> None:
+    def __init__(
+        self, program: BoundProgram, phase: Phase, taken: Sequence[Taken], costs: Costs | None = None
+    ) -> None:
         assert isinstance(phase.module, Executor)
-        lines, groups = hand_over_gradients(phase.module.lines, taken)
+
+        def join(groups: Groups) -> list[int]:
+            sizes = [[phase.results[place] for place in group] for group in groups]
+            pairs = [(len(nodes), sum(map(num_bytes, nodes))) for nodes in sizes]
+            return [1] * len(groups) if costs is None or program.program.offloaded else joined_updates(costs, pairs)
+
+        lines, groups = hand_over_gradients(phase.module.lines, taken, join)
         last = max((index for index, line in enumerate(lines) if isinstance(line, Start)), default=0)
         self.at_the_end = sum(isinstance(line, Arrive) for line in lines[:last])
         self.groups: Groups = groups

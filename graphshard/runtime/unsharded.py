@@ -25,7 +25,7 @@ from graphshard.ir.operators import copied_to
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.plan import SMALL
 from graphshard.ir.transport import Steps, gather_epilogue, prologue
-from graphshard.runtime.collective_launches import all_gather_coalesced
+from graphshard.runtime.collective_launches import all_gather
 from graphshard.runtime.parameter_writes import sums_of
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.runtime.shards import ParamRef, padded_shard, shard_of
@@ -173,9 +173,11 @@ def start_gathering(
         shards = [shard.contiguous() for _, shard in large]
         if small:
             shards.append(torch.cat([shard.flatten() for _, shard in small]))
-        by_gloo = on_gloo(process_group(groups[axis.name]), device.type)
-        gather = all_gather_coalesced if by_gloo else c10d.all_gather_into_tensor_coalesced
-        buffers = gather(shards, axis.size, groups[axis.name])
+        where = axis.size, groups[axis.name]
+        if on_gloo(process_group(groups[axis.name]), device.type):
+            buffers = [all_gather(shard, *where) for shard in shards]
+        else:
+            buffers = c10d.all_gather_into_tensor_coalesced(shards, *where)
         for (row, _), buffer in zip(large, buffers):
             found[row.name] = Gathering(functools.partial(c10d.wait_tensor, buffer), row)
         sizes = [shard.numel() for _, shard in small]

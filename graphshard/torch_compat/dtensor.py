@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,12 @@ try:
 except ImportError:  # torch 2.11 has none
     ShardPlacementResult = None  # type: ignore[assignment, misc]
 
-# The mesh that a mesh is a part of; its axes as one, which torch keeps with it, as code for FSDP2 makes it.
-root_of, flattened_mesh = DeviceMesh._get_root_mesh, DeviceMesh._flatten
+# The mesh that a mesh is a part of.
+root_of = DeviceMesh._get_root_mesh
+# By backend, the options of a group whose collectives run on streams of high priority.
+HIGH_PRIORITY: dict[str, Callable[[], Any]] = {
+    "nccl": lambda: dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+}
 # The store that the default process group was made with.
 rendezvous_store = dist.distributed_c10d._get_default_store
 _CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
@@ -99,8 +103,35 @@ def split_mesh(mesh: DeviceMesh, names: tuple[str, str], inner: int) -> DeviceMe
     """
     kept: dict[tuple[str, str], DeviceMesh] = vars(mesh._get_root_mesh()).setdefault("_graphshard_split", {})
     if names not in kept:
-        kept[names] = mesh._unflatten(0, (mesh.size() // inner, inner), names)
+        options = high_priority(mesh.get_group(), mesh.device_type)
+        override = dict.fromkeys(names, options) if options is not None else None
+        kept[names] = mesh._unflatten(0, (mesh.size() // inner, inner), names, override)
     return kept[names]
+
+
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of a mesh as one; torch keeps it with the mesh, as code for FSDP2 makes it."""
+    return mesh._flatten(backend_override=high_priority(mesh.get_group(0), mesh.device_type))
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the name of the backend that sends a group's tensors on such devices; "" if none does."""
+    entries = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
+    return next((backend for kind, _, backend in entries if kind == device_type), "")
+
+
+def high_priority(group: dist.ProcessGroup, device_type: str) -> Any:
+    """Return options of a new group by a group's backend, with high priority; None where that has no priorities."""
+    make = HIGH_PRIORITY.get(backend_of(group, device_type))
+    return None if make is None else make()
+
+
+def has_high_priority(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether a group's collectives have high priority, or its backend has no priorities."""
+    if backend_of(group, device_type) not in HIGH_PRIORITY:
+        return True
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 def rank_in_group(group: str) -> int:
@@ -122,8 +153,8 @@ def group_of(ranks: Sequence[int]) -> str | None:
     return next((str(g.group_name) for g in groups if dist.get_process_group_ranks(g) == list(ranks)), None)
 
 
-def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    """Launch an all-gather over a named group, to be waited for as a functional one.
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
+    """Launch an all-gather over a named group; return its work.
 
     On CPUs gloo gathers into a separate buffer, as large as the result, and copies it. Two ranks send each other
     their shards right into the result instead, as an all-to-all in which nothing is for oneself.
@@ -134,9 +165,8 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None
         with torch.no_grad():
             halves[mine].copy_(shard)
         sizes[1 - mine] = len(shard)
-        started(full, among.alltoall_base(halves[1 - mine], shard, sizes, sizes, dist.AllToAllOptions()))
-        return
-    started(full, among._allgather_base(full, shard))
+        return among.alltoall_base(halves[1 - mine], shard, sizes, sizes, dist.AllToAllOptions())
+    return among._allgather_base(full, shard)
 
 
 def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:

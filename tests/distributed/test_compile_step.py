@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard import Pipeline
 from graphshard.errors import ArgumentError, UnsupportedError
+from graphshard.passes import MakePlan
+from graphshard.runtime.step_overlap import Updates
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.twins import (
     BF16,
     FP32,
     assert_same,
     example_llama,
+    fsdp2,
     grads_of,
     local,
     params_of,
@@ -29,6 +34,7 @@ from tests.distributed.twins import (
     twins,
     world_mesh,
 )
+from tests.helpers import COALESCED
 from tests.ranks import Ranks
 
 Optimizers = dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
@@ -209,6 +215,33 @@ def _separate_by_name(model: nn.Module, optim: Any, calls: list[dict[str, Tensor
 def test_llama(ranks: Ranks, policy: MixedPrecisionPolicy, mesh: tuple[int, ...], n: int) -> None:
     """One microbatch, two, and three with clipping; in mixed precision; on two axes."""
     ranks(4 if len(mesh) == 2 else 2).run(_llama_steps, policy, mesh, n)
+
+
+def _joined_steps(rank: int, world_size: int, mesh: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, batch = example_llama(layers=4)
+    devices = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+    theirs = fsdp2(copy.deepcopy(model), devices, mp_policy=BF16)
+    passes = Pipeline().replace("plan", MakePlan(COALESCED))
+    options: Any = {"backend": "eager", "hardware": "h100", "mp_policy": BF16, "passes": passes}
+    pair = graphshard.compile(model, devices, **options), theirs
+    optims = [ADAMW(model.parameters(), lr=0.02) for model in pair]
+    step = graphshard.compile_step(pair[0], optims[0])
+    torch.manual_seed(1 + rank)
+    for number in range(3):
+        call = batch()
+        with mock.patch.object(Updates, "_update", autospec=True, side_effect=Updates._update) as update:
+            loss = step(**call)
+        assert update.call_count == (3 if len(mesh) == 1 else 2)  # of five buckets
+        assert torch.equal(loss, _separate_by_name(pair[1], optims[1], [call], None)[0])
+        _assert_same_state(pair, optims, f"step {number}")
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["sharded", "HSDP"])
+@pytest.mark.quick_cases("sharded")
+def test_one_wait_for_a_bucket_and_joined_updates(ranks: Ranks, mesh: tuple[int, ...]) -> None:
+    """Coalesced buckets have one wait, and costs of a GPU join the updates of small buckets; bits stay FSDP2's."""
+    ranks(2 * len(mesh)).run(_joined_steps, mesh)
 
 
 def _odd_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from graphshard.lower.executor import (
     WaitLine,
     profiler_range,
 )
-from graphshard.lower.line_rewrites import Run, Taken, hand_over_gradients, take_out_gathers, take_out_runs
+from graphshard.lower.line_rewrites import Groups, Run, Taken, hand_over_gradients, take_out_gathers, take_out_runs
 from graphshard.lower.regions import RegionCall, executor
 
 
@@ -120,6 +121,27 @@ def test_after_the_launch_of_the_next_packed_reduction() -> None:
     found, groups = hand_over_gradients(lines, [Taken(0, ()), Taken(1, ())])
     assert _order(found) == ["x", "s", "packed", "r", "-> s", "t", "-> t", ""]
     assert groups == [(0,), (1,)]
+
+
+def test_buckets_before_the_last_launch_are_joined() -> None:
+    """The others' updates would hold up the end of the step."""
+    buckets = ["3", "2", "1"]
+    lines = [Take(results=_v("x")), *(_start(f"r{each}", "x", f"reduce {each}") for each in buckets[:1])]
+    for before, each in itertools.pairwise([*buckets, ""]):
+        lines += [_wait(f"s{before}", f"r{before}", f"reduce {before}"), _call(f"y{before}", "x")]
+        lines += [_start(f"r{each}", f"y{before}", f"reduce {each}")] if each else []
+    lines.append(Return(values=_v("s3", "s2", "s1")))
+    given: list[Groups] = []
+    taken = [Taken(place, ()) for place in range(3)]
+
+    def join(groups: Groups) -> list[int]:
+        given.append(groups)
+        return [len(groups)] if groups else []
+
+    found, groups = hand_over_gradients(lines, taken, join)
+    assert given == [[(0,), (1,)], []]
+    assert groups == [(0, 1), (2,)]
+    assert _order(found) == ["x", "r3", "s3", "y3", "r2", "s2", "-> s3 s2", "y2", "r1", "s1", "-> s1", "y1", ""]
 
 
 def test_gradients_returned_twice_stay() -> None:
