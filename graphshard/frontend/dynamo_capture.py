@@ -36,6 +36,7 @@ from graphshard.frontend.dynamo_patches import finite_numbers, with_inputs_apart
 from graphshard.frontend.inputs import without_values
 from graphshard.frontend.unit_boundaries import BOUNDARY, UnitBoundary
 from graphshard.guards.append_only_lists import lists_among, trace_lists, without_length
+from graphshard.guards.changing_numbers import numbers_change, with_symbols
 from graphshard.guards.unguarded_state import ExtraGuards, key_of, reject_unguarded, sources_of, with_grad_fns
 from graphshard.guards.value_branches import ValueBranches, begin_answers, branches_of, eager_answers
 from graphshard.ir.custom_functions import separate_results
@@ -296,6 +297,7 @@ _SETTINGS: dict[str, Any] = {
     "trace_autograd_ops": True,
     "error_on_nested_fx_trace": True,
     "use_numpy_random_stream": True,  # torch's draws are others
+    "skip_guards_on_constant_func_defaults": False,  # closures of the same code have other defaults
     "suppress_errors": False,
 }
 
@@ -308,10 +310,10 @@ def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
 _call_debugging, _make_proxy = DebuggingVariable.call_function, SubgraphTracer.create_proxy
 
 
-def _create_proxy(self: SubgraphTracer, *args: Any, **kwargs: Any) -> Any:
-    """Ask at each node whether another rank has failed: a trace may take minutes."""
+def _create_proxy(self: SubgraphTracer, kind: str, target: Any, args: Any, *others: Any, **kwargs: Any) -> Any:
+    """Ask at each node whether another rank has failed, because a trace may take minutes; keep symbols in indices."""
     check_cancelled()
-    return _make_proxy(self, *args, **kwargs)
+    return _make_proxy(self, kind, with_symbols(target, args), args, *others, **kwargs)
 
 
 def trace_call(
@@ -394,6 +396,7 @@ def _trace(
         stack.enter_context(replaced(DebuggingVariable, "call_function", print_later))
         changed = stack.enter_context(_changes())
         given = stack.enter_context(eager_answers(answers))
+        stack.enter_context(numbers_change())
         stack.enter_context(finite_numbers(name))
         stack.enter_context(with_inputs_apart())
         stack.enter_context(with_grad_fns())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import pgo
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.convert_frame import compile_lock, fullgraph_capture
 from torch._dynamo.device_interface import CudaInterface
@@ -30,6 +31,7 @@ from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
 )
+from torch._dynamo.variables import builder as variable_builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, CheckpointHigherOrderVariable

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import graphshard
 from tests.distributed.twins import world_mesh
-from tests.field.trials import assert_equal, full, gradients, on_fsdp2, on_plain_torch
+from tests.field.trials import assert_equal, full, gradients, on_fsdp2, on_graphshard, on_plain_torch
 from tests.ranks import Ranks
 
 WIDTH, STEPS = 4, 4
@@ -293,3 +293,109 @@ def _trial(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
 def test_hooks_that_come_and_go(ranks: Ranks, names: list[str]) -> None:
     captures, others = ranks(2).run(_trial, names)
     assert captures == others == {name: CALLS[name][1] for name in names}
+
+
+# --- numbers and names that change ------------------------------------------------------------------------------------
+
+
+class _Ablation:
+    """A hook that is an object with a number, as interpretability libraries have."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[..., self.index] = 0
+        return out
+
+
+GLOBAL = 0
+
+
+def _of_a_global(index: int) -> Any:
+    global GLOBAL
+    GLOBAL = index
+    return lambda module, args, out: out + out[0, GLOBAL]
+
+
+def _of_heads(index: int) -> Any:
+    pairs = [(0, index), (1, 11 - index)]
+
+    def ablate(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        for row, column in pairs:
+            out[row, column] *= 0.5
+        return out
+
+    return ablate
+
+
+def _of_a_name(index: int) -> Any:
+    found, name = dict[str, Tensor](), f"call {index}"
+    return lambda module, args, out: found.update({name: out.detach()})
+
+
+def _of_a_formatted_name(index: int) -> Any:
+    found = dict[str, Tensor]()
+    return lambda module, args, out: found.update({f"call {index}": out.detach()})
+
+
+# Makes the hook for a number, with the number of programs that ten numbers take: two, the first of which has the number
+# as a constant. A slice that reaches the end has another length; a name is no part of a program.
+NUMBERS: dict[str, tuple[Callable[[int], Any], int]] = {
+    "column": (lambda i: lambda module, args, out: out + out[:, i].unsqueeze(-1), 2),
+    "from the end, with a new dimension": (lambda i: lambda module, args, out: out + out[..., -1 - i, None], 2),
+    "slice": (lambda i: lambda module, args, out: out + out[:, i : i + 2].sum(), 2),
+    "slice to the end": (lambda i: lambda module, args, out: out + out[:, i:].sum(), 2),
+    "with a tensor": (lambda i: lambda module, args, out: out + out[torch.tensor([1, 0]), None, i], 2),
+    "list": (lambda i: lambda module, args, out: out + out[:, [i, 3]].sum(), 2),
+    "default": (lambda i: lambda module, args, out, i=i: out + out[0, i], 2),
+    "tuple as a default": (lambda i: lambda module, args, out, pair=(1, i): out + out[pair], 2),
+    "partial": (lambda i: functools.partial(lambda i, module, args, out: out + out[:, i].sum(), i), 2),
+    "object": (_Ablation, 2),
+    "global": (_of_a_global, 2),
+    "heads": (_of_heads, 2),
+    "floats": (lambda i: lambda module, args, out: out * (i / 3), 2),
+    "branch": (lambda i: lambda module, args, out: out * 2 if i > 5 else out + out[:, i].sum(), 3),
+    "name": (_of_a_name, 1),
+    "formatted name": (_of_a_formatted_name, 4),  # one for the first value, and those of the split module
+}
+
+
+def _with_a_number(make: Callable[[int], Any], model: Any) -> list[Tensor | None]:
+    seen: list[Tensor | None] = []
+    for index in (0, 1, 2, 7, 3, 9, 4, 8, 5, 6):
+        handle = model[0].register_forward_hook(make(index))
+        loss = model(torch.arange(24.0).view(2, 12) / 24).square().mean()
+        handle.remove()
+        loss.backward()
+        seen.append(loss.detach())
+    return [*seen, *map(_full, gradients(model))]
+
+
+def _numbers(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
+    programs = {}
+    for name in names:
+        made: list[nn.Module] = []
+
+        def build(made: list[nn.Module] = made) -> nn.Module:
+            made.append(nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 2)))
+            return made[-1]
+
+        train = functools.partial(_with_a_number, NUMBERS[name][0])
+        expected = on_plain_torch(build, train)
+        assert_equal(on_graphshard(build, train, max_captures=4), expected)
+        programs[name] = len(graphshard.programs(made[-1]))
+    return programs
+
+
+_FEW = ["column", "default", "heads", "name"]
+
+
+@pytest.mark.parametrize("names", [_FEW, [name for name in NUMBERS if name not in _FEW]], ids=["few", "others"])
+@pytest.mark.quick_cases("few")
+def test_numbers_that_change(ranks: Ranks, names: list[str]) -> None:
+    """A program serves all numbers; more names than programs may be kept do not end training."""
+    programs, others = ranks(2).run(_numbers, names)
+    assert programs == others == {name: NUMBERS[name][1] for name in names}
