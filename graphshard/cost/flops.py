@@ -28,7 +28,7 @@ from graphshard.cost.scalars import Scalar
 from graphshard.ir.graph import aten
 from graphshard.ir.subgraph import Subgraph, calls_in, is_higher_order, subgraphs_in
 from graphshard.torch_compat.symbolic_sizes import hint
-from graphshard.torch_compat.torch_ops import OpOverload
+from graphshard.torch_compat.torch_ops import OpOverload, pytree
 
 Shape = tuple[Scalar, ...]
 _HIGHER_ORDER = torch.ops.higher_order
@@ -81,6 +81,11 @@ def sizes(node: Node) -> Any:
 def _hinted(val: torch.Tensor) -> Shape:
     """Return a shape, with the sizes of the example inputs for the dynamic ones."""
     return tuple(map(hint, val.shape))
+
+
+def _known(val: Any) -> Any:
+    """Return a value with the sizes of the example inputs."""
+    return torch.empty(_hinted(val), dtype=val.dtype, device="meta") if isinstance(val, torch.Tensor) else hint(val)
 
 
 def runs_graphs(node: Node) -> bool:
@@ -152,8 +157,9 @@ def multiplies(node: Node) -> tuple[Any, Scalar, tuple[Gemm, ...] | Attention]:
         kernel = next((kernel for kernel in ("cudnn", "efficient") if kernel in str(packet)), "flash")
         return "attention", found.flop, replace(found, kernel=kernel)
     if packet in flop_registry:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return "attention", flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]), ()
+        # A symbol, such as the longest sequence of `varlen_attn`, would be guarded where counts are compared.
+        given = torch.fx.map_arg((node.args, node.kwargs, node), lambda n: pytree.tree_map(_known, n.meta["val"]))
+        return "attention", flop_registry[packet](*given[0], **given[1], out_val=given[2]), ()
     return "", 0, ()
 
 
