@@ -8,6 +8,7 @@ captured again as dynamic when it has another size.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.export import Dim
 
@@ -24,7 +26,7 @@ from graphshard.ir.subclasses import overrides_operators
 from graphshard.subclasses.results import DTensorParts, Layout
 from graphshard.torch_compat.dynamo import combine_args, process_dynamic_shapes
 from graphshard.torch_compat.fake_tensors import new_fake_mode
-from graphshard.torch_compat.torch_ops import distinct, pytree, sent_to
+from graphshard.torch_compat.torch_ops import distinct, pytree, replaced, sent_to
 from graphshard.utils.source_lines import PLAIN
 from graphshard.utils.text import brief
 
@@ -228,7 +230,16 @@ def stand_in_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch
         with mode:
             return without_values(tensor, device) if is_pretended() or tensor.is_meta else tensor
 
-    return pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    def of_leaf(leaf: Any) -> Any:
+        """Return a tensor's stand-in, or the copy of an object that holds tensors, such as PyG's `Data`."""
+        if isinstance(leaf, (torch.Tensor, nn.Module)):
+            return fake(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        before, copied = fake.cache_info(), leaf
+        with replaced(torch.Tensor, "__deepcopy__", lambda tensor, _: fake(tensor)), contextlib.suppress(Exception):
+            copied = copy.deepcopy(leaf)
+        return leaf if fake.cache_info() == before else copied
+
+    return pytree.tree_map(of_leaf, (args, kwargs))
 
 
 def input_path(structure: pytree.TreeSpec, index: int) -> str:

@@ -25,6 +25,7 @@ ROWS_REDUCED = "rows_reduced"
 
 # Dtypes, by item size, that gloo and NCCL both send; other dtypes are bitcast to these.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_PAIRS = torch.complex128  # travels as pairs of float64, for no dtype of 16 bytes can be sent
 _SENDABLE = frozenset({*_BITS.values(), torch.float32, torch.float64, torch.bfloat16, torch.int8})
 
 
@@ -53,7 +54,9 @@ def prologue(spec: ParamSpec) -> Steps:
     steps: Steps = []
     if spec.order:
         steps.append((aten.permute.default, (list(spec.order),), {}))
-    if spec.compute_dtype != carrier(spec.compute_dtype):
+    if spec.compute_dtype == _PAIRS:
+        steps.append((aten.view_as_real.default, (), {}))
+    elif spec.compute_dtype != carrier(spec.compute_dtype):
         steps.append((aten.view.dtype, (carrier(spec.compute_dtype),), {}))
     return steps
 
@@ -66,6 +69,7 @@ def gather_epilogue(spec: ParamSpec) -> Steps:
     if spec.extension:
         return []
     shape, dim = list(spec.in_memory(spec.padded_shape)), spec.memory_dim
+    shape += [2] * (spec.compute_dtype == _PAIRS)
     joined = [*shape[:dim], spec.num_shards * shape[dim], *shape[dim + 1 :]]
     steps: Steps = []
     if dim > 0:
@@ -74,7 +78,9 @@ def gather_epilogue(spec: ParamSpec) -> Steps:
         steps.append((aten.slice.Tensor, (dim, 0, spec.shape[spec.dim]), {}))
         if dim > 0:  # remove the gaps that the slice leaves, as the captured parameter is dense
             steps.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
-    if spec.compute_dtype != carrier(spec.compute_dtype):
+    if spec.compute_dtype == _PAIRS:
+        steps.append((aten.view_as_complex.default, (), {}))
+    elif spec.compute_dtype != carrier(spec.compute_dtype):
         steps.append((aten.view.dtype, (spec.compute_dtype,), {}))
     if spec.order:
         steps.append((aten.permute.default, (list(spec.inverse_order),), {}))

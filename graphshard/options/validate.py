@@ -36,7 +36,7 @@ from graphshard.utils.text import brief, users_class
 _VERIFY = "GRAPHSHARD_VERIFY"
 
 # Dtypes that gloo and NCCL reduce.
-_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 # --- options -----------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
             "parameter stem.weight is a TwoTensor, a tensor subclass, and in ignored_params",
         ),
         (with_stem_of(lambda weight: weight.as_subclass(Tagged)), given(), "parameter stem.weight is a Tagged, a"),
-        (lambda: Net().to(torch.complex128), given(), "stem.weight is trainable and of torch.complex128.*freeze it"),
+        (lambda: Net().to(torch.float8_e4m3fn), given(), "stem.weight is trainable and of torch.float8.*freeze it"),
     ]
     for make, options, text in wrong:
         assert re.search(text, _error(make, options)), (text, _error(make, options))

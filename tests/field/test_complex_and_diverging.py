@@ -97,6 +97,20 @@ class Conjugated(nn.Module):
         return ((x.to(torch.complex64) @ self.weight.mH) @ self.weight).real.to(x.dtype)
 
 
+class Doubles(nn.Module):
+    """Weights in complex128, of which no dtype holds the bits of an element: trained, frozen, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, dtype=torch.complex128) / 2)
+        self.poles = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.fixed = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = (x.to(torch.complex128) @ self.weight.mH @ self.weight) * self.poles
+        return (mixed + (self.fixed @ self.fixed.mH).sum()).real.to(x.dtype)
+
+
 class Halves(nn.Module):
     """A projection in bfloat16 and a norm in float32, in one unit."""
 
@@ -148,7 +162,7 @@ def _numbers(rank: int, world_size: int, units: list[Callable[[], nn.Module]], t
         assert_equal(on_graphshard(build, train), on_plain_torch(build, train))
 
 
-_COMPLEX = [Spectral, StateSpace, Conjugated]
+_COMPLEX = [Spectral, StateSpace, Conjugated, Doubles]
 
 
 @pytest.mark.parametrize(

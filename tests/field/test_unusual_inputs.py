@@ -10,6 +10,7 @@ import importlib
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 import graphshard
-from graphshard.errors import InputError
+from graphshard.errors import ArtifactError, InputError
 from graphshard.frontend.inputs import moved_to
 from graphshard.torch_compat.torch_ops import pytree
 from tests.distributed.twins import world_mesh
@@ -390,6 +391,15 @@ def test_devices() -> None:
     assert not given[0].x.is_meta
     assert moved[1] is given[1]
     assert not given[1].x.is_meta
+
+
+@pytest.mark.parametrize("make", [_Batch, lambda x: _Store(x=x), _Frozen])
+def test_explain_objects_on_absent_gpus(make: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    """Tensors in objects are on the GPU, too; a file holds none."""
+    given: dict[str, Any] = {"example_inputs": (make(_rows()),), "device": "cuda"}
+    assert graphshard.explain(_Net(lambda batch: batch.x * 2), (2,), **given).flop > 0
+    with pytest.raises(ArtifactError, match=r"which no file can hold\. Pass tensors, numbers and strings, in dicts"):
+        graphshard.export(_Net(lambda batch: batch.x * 2), (2,), tmp_path / "model.gshard", **given)
 
 
 # --- libraries ------------------------------------------------------------------------------------------------------
