@@ -22,7 +22,7 @@ FLOORS = (
     ("torch_compat",),
     ("utils",),
     ("ir",),
-    ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats"),
+    ("cost", "lower", "checkpoint", "exported", "subclasses", "guards", "repeats", "optim"),
     ("frontend", "passes", "cross"),
     ("schedule", "runtime"),
     ("pipeline",),

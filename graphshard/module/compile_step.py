@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.optim import MatrixOptimizer
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.parameter_writes import reject_former_parameters, report_step
 from graphshard.runtime.shards import shard_of
@@ -119,8 +120,12 @@ class CompiledStep:
     _prefetch: GatherPrefetch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
-        self._by_shards = is_elementwise(self._optimizer)
+        self._updates: Updates | MatrixOptimizer
+        if isinstance(self._optimizer, MatrixOptimizer):
+            self._updates = self._optimizer
+        else:
+            self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
+        self._as_they_arrive = is_elementwise(self._optimizer) or self._updates is self._optimizer
         self._consumer = GradientConsumer(self._update, self._model._graphshard.tracer.costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -197,6 +202,8 @@ class CompiledStep:
             self._update_rest()
         else:
             self._separate()
+        if isinstance(self._updates, MatrixOptimizer):
+            self._updates.finish()
         if self._scaler is None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
         self._optimizer.zero_grad()
@@ -207,6 +214,9 @@ class CompiledStep:
 
     def _update(self, arrivals: list[Arrival]) -> None:
         """Update parameters, and start to gather them if the next forward begins with that."""
+        if isinstance(self._updates, MatrixOptimizer):
+            self._updates.send(arrivals)  # updated together after backward, when each rank has its share of the work
+            return
         self._updates(arrivals)
         if self._prefetch is not None:
             at_the_end = self._consumer.at_the_end or self._model._graphshard.accumulation.consumer is None
@@ -219,8 +229,10 @@ class CompiledStep:
     def _taken(self, loss: torch.Tensor) -> set[str]:
         """Return names of parameters that are updated as gradients arrive; none if that would not be exact."""
         params = [(ref.name, ref.param) for ref in self._model._graphshard.tracer.params]
-        if not self._by_shards or self._scaler is not None or self._clip_norm is not None:
+        if not self._as_they_arrive or self._scaler is not None or self._clip_norm is not None:
             return set()
+        if self._updates is self._optimizer and self._model._graphshard.tracer.options.offload_policy is not None:
+            return set()  # gradients arrive in another thread, which may not communicate
         for _, param in params:  # a gradient may also be added to another one, or read by hooks
             hooks = param._backward_hooks or param._post_accumulate_grad_hooks
             if hooks or param.grad is not None or is_extended(param):
@@ -238,7 +250,7 @@ class CompiledStep:
         if self._scaler is not None:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        elif not self._by_shards or any(is_extended(param) for param in self._params()):
+        elif not self._as_they_arrive or any(is_extended(param) for param in self._params()):
             self._optimizer.step()
         else:
             self._update_rest()
@@ -269,7 +281,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "times, by a closure. Call optimizer.step(closure) instead, with a closure that calls "
             "optimizer.zero_grad(), computes the loss, calls loss.backward() and returns the loss."
         )
-    if not (is_elementwise(optimizer) or is_whole(optimizer)):
+    if not (is_elementwise(optimizer) or is_whole(optimizer) or isinstance(optimizer, MatrixOptimizer)):
         raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
     replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # a schedule's only counts

@@ -1,0 +1,18 @@
+"""Optimizers that need whole matrices, on sharded parameters.
+
+Elementwise optimizers run on shards. Muon, Shampoo and SOAP do not: they multiply whole matrices. Gathering every
+matrix on every rank repeats the same work on all of them. Here each matrix has one owner, which receives its gradient,
+computes the update, and sends every rank its piece of the result:
+
+    shards of gradients  --all-to-all-->  whole gradients at their owners
+                                          the optimizer's own step, on plain tensors
+    shards of parameters <--all-to-all--  whole parameters at their owners
+
+Why shards travel after the reduction, instead of reducing each gradient to its owner: on n ranks an all-to-all moves
+1/n of a gradient's bytes per rank, next to the whole of them in the reduce-scatter. So shards, state dicts and programs
+stay those of FSDP, and it costs 3/n of one reduce-scatter: a gradient, a parameter, and the parameter back.
+"""
+
+from graphshard.optim.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+
+__all__ = ["MatrixOptimizer"]
