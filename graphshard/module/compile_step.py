@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
-from graphshard.optim import MatrixOptimizer
+from graphshard.optim.matrix_optimizer import MatrixOptimizer
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.parameter_writes import reject_former_parameters, report_step
 from graphshard.runtime.shards import shard_of
@@ -65,8 +65,9 @@ def compile_step(
     Args:
         model: a compiled module.
         optimizer: of the model's parameters, or of some of them: one of torch.optim that computes element by element
-            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop), Muon, or one of torchao.optim
-            with states of few bits. Muon and torchao's run after the backward.
+            (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop), Muon, one of torchao.optim with
+            states of few bits, or a `graphshard.optim.MatrixOptimizer` around any other. Only optimizers that compute
+            element by element update inside backward.
         loss: is called with the model and the arguments of `step`, and returns the loss; None calls the model, which
             returns the loss itself.
         clip_norm: the largest norm of all gradients of the model, as for `clip_grad_norm_`; None clips nothing.
@@ -359,7 +360,8 @@ def _other_step(optimizer: Optimizer) -> str:
     return (
         f"{name} has a {method} of its own, {_place(inspect.unwrap(getattr(cls, method)))}, which may look at more "
         "than a parameter's elements one by one. Known to do just that are those of "
-        f"{', '.join(known.__name__ for known in ELEMENTWISE)} in torch.optim."
+        f"{', '.join(known.__name__ for known in ELEMENTWISE)} in torch.optim. If it treats each parameter by itself, "
+        "wrap it in graphshard.optim.MatrixOptimizer. Otherwise:"
     )
 
 

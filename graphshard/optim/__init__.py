@@ -9,8 +9,8 @@ computes the update, and sends every rank its piece of the result:
     shards of parameters <--all-to-all--  whole parameters at their owners
 
 Why shards travel after the reduction, instead of reducing each gradient to its owner: on n ranks an all-to-all moves
-1/n of a gradient's bytes per rank, next to the whole of them in the reduce-scatter. So shards, state dicts and programs
-stay those of FSDP, and it costs 3/n of one reduce-scatter: a gradient, a parameter, and the parameter back.
+1/n of a gradient's bytes per rank, where the reduce-scatter moves all of them. So shards, state dicts and programs stay
+as FSDP has them, for 3/n of one reduce-scatter: a gradient, a parameter, and the parameter back.
 """
 
 from graphshard.optim.matrix_optimizer import MatrixOptimizer as MatrixOptimizer

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import carry_attributes, is_extended, shard_in
-from graphshard.optim.owners import Group, Owned, Transfer, boxes_of
+from graphshard.optim._owners import Group, Owned, Transfer, boxes_of
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
 from graphshard.utils.argument_validation import check_function
 from graphshard.utils.text import brief
@@ -80,29 +80,30 @@ class _Arrived(NamedTuple):
 
 
 class MatrixOptimizer(Optimizer):
-    """Run an optimizer that needs whole matrices: each parameter is updated by one rank, its owner.
+    """Wrapper of an optimizer that needs whole matrices: one rank, its owner, updates each parameter.
 
         muon = torch.optim.Muon([p for p in model.layers.parameters() if p.ndim == 2], lr=0.02)
         optimizer = graphshard.optim.MatrixOptimizer(muon)
 
-    The optimizer's own step runs on plain whole parameters and gradients, so its results have the bits of the unsharded
-    model, and no product is computed twice. State is whole at the owner, and in state dicts it is DTensors, placed like
-    the parameter if it has its shape: they load with other numbers of ranks, and are those of the optimizer that is
-    wrapped. All ranks must call `state_dict` and `load_state_dict` together.
+    The optimizer's own step runs on plain whole parameters and gradients. Results have the bits of the unsharded model,
+    and no product is computed twice. The owner has the state of a parameter. State dicts contain DTensors, as from the
+    wrapped optimizer, and load with other numbers of ranks. All ranks must call `state_dict` and `load_state_dict`
+    together.
 
     `compile_step` starts to send gradients in backward, as they are reduced.
 
     Args:
         optimizer: any whose step treats each parameter by itself. Train with the wrapper only; parameter groups are the
             same objects in both.
-        batches: parameters whose first dim counts independent matrices, such as the weights (E, m, n) of E experts: the
-            matrices of one have several owners. The optimizer's step gets them in batches (e, m, n).
-        cost: returns the work of a parameter's update by its shape, in any unit; owners are chosen so that all ranks
-            have the same work. The default is the operations of Newton-Schulz iterations.
+        batches: parameters whose first dim counts independent matrices, such as the weights (E, m, n) of E experts.
+            Several ranks own such a parameter, and the optimizer's step gets batches (e, m, n).
+        cost: returns the work of an update by the parameter's shape, in any unit. Owners are chosen so that all ranks
+            have the same work. The default is the number of operations of Newton-Schulz iterations.
 
     Raises:
         ArgumentError: `optimizer` is not an optimizer, or has been wrapped before; `batches` are not its parameters.
-        UnsupportedError: it needs a closure, or a parameter is a tensor subclass or not reduced.
+        UnsupportedError: it needs a closure, or a parameter is a tensor subclass or not reduced; from `step`, a hook is
+            registered on the wrapped optimizer.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class MatrixOptimizer(Optimizer):
         return param in self._pieces
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and choose their owners; those of the others stay."""
+        """Add parameters, and choose their owners. Other parameters keep theirs."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         placed: dict[DeviceMesh, list[DTensor]] = {}
@@ -182,6 +183,11 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have gradients. All ranks call this together."""
+        if self._wrapped._optimizer_step_pre_hooks or self._wrapped._optimizer_step_post_hooks:
+            raise UnsupportedError(
+                f"MatrixOptimizer: a hook is registered on the step of {type(self._wrapped).__name__}, which each rank "
+                "runs for its own matrices. Register it on the MatrixOptimizer."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 import graphshard
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.optim import MatrixOptimizer
+from graphshard.optim._owners import boxes_of
 from graphshard.optim.matrix_optimizer import newton_schulz_flops
-from graphshard.optim.owners import boxes_of
 from tests.distributed.tensor_parallel import mesh_of, mlps, rows
 from tests.distributed.test_checkpoint import Net
 from tests.distributed.twins import assert_same, params_of, world_mesh
@@ -262,6 +262,14 @@ def test_wrong_arguments() -> None:
     assert text == "batches: a tensor of shape [4, 4] is not a parameter of the optimizer."
     text = _refused(lambda net: MatrixOptimizer(torch.optim.SGD([net.bias]), batches=[net.bias]), ArgumentError)
     assert text == "batches: a tensor of shape [4] is no batch of matrices."
+
+
+def test_hook_on_the_wrapped_optimizer() -> None:
+    """It would run for other parameters on each rank."""
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"hook is registered on the step of SGD.*Register it on the Matrix"):
+        MatrixOptimizer(optimizer).step()
 
 
 def test_plain_parameters() -> None:

@@ -51,7 +51,7 @@ class Owned:
         mesh: sizes of the axes of the mesh that it is placed on.
         owner: rank in the order of the mesh.
         start: the first matrix; 0 if the tensor is not a batch.
-        length: the number of matrices, which is that of rows if the tensor is not a batch.
+        length: the number of matrices, or of rows if the tensor is not a batch.
     """
 
     shape: tuple[int, ...]
