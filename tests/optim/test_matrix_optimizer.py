@@ -142,7 +142,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _whole_step(rank: int, world_size: int, options: dict[str, Any]) -> bool:
-    """`compile_step` beside the separate step."""
+    """Compare `compile_step` with the separate step."""
     models = [Net() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
