@@ -2,8 +2,8 @@
 
     python -m benchmarks.matrix_optimizers [--ranks 64 1024] [--hardware h100] [--tokens 8192] [--batch 8388608]
 
-The step without the optimizer is `explain`'s, times microbatches. Newton-Schulz iterations are five of torch's: three
-products in bfloat16.
+The step without the optimizer is `explain`'s, times microbatches. A Newton-Schulz iteration has three
+products in bfloat16, and torch.optim.Muon runs five.
 
 * gathered: each rank gathers all momenta in float32 and computes all matrices, one after the other.
 * after backward: owners receive shards, compute, and send pieces, all after backward, in rounds that overlap.
