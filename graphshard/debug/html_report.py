@@ -131,7 +131,10 @@ class RankBar:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step as it ran on all ranks; `spans` are of `rank`, `exposed` is the total wait of compute."""
+    """One step as it ran on all ranks; `spans` are of `rank`, `exposed` is the total wait of compute.
+
+    `curve` is memory over the share of another step.
+    """
 
     rank: int
     num_ranks: int
@@ -141,6 +144,7 @@ class Measured:
     exposed: Spread
     memory: Spread | None = None
     bars: tuple[RankBar, ...] = ()
+    curve: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ function fitting(all, pixels) {
 
 function drawMemory(plot) {
   const bottom = plot.clientHeight - AXIS;
-  const most = memory.peak_bytes * 1.12 || 1;
+  const most = Math.max(memory.peak_bytes, ...(timeline.measured?.curve ?? []).map(([, bytes]) => bytes)) * 1.12 || 1;
   const atByte = (bytes) => bottom - (bytes / most) * (bottom - 4);
   const parts = timeTicks(bottom);
   const step = niceStep(most / 5, 1024);
@@ -218,6 +218,10 @@ function drawMemory(plot) {
   }
   parts.push(...stackedGroups(atByte, bottom));
   parts.push(shape("path", { d: curve(atByte, bottom), class: memory.groups.length ? "curve over" : "curve" }));
+  const byShare = timeline.measured?.curve ?? []; // stretched to the predicted step
+  const seen = byShare.map(([share, bytes]) => [share * timeline.seconds, bytes]).filter(([time]) => time >= view.start && time <= view.end);
+  const dots = seen.map(([time, bytes]) => `${atPixel(time).toFixed(1)} ${atByte(bytes).toFixed(1)}`);
+  if (dots.length) parts.push(shape("path", { d: `M${dots.join("L")}`, class: "curve over measured", "stroke-dasharray": "5 3" }));
   const [x, y] = [atPixel(memory.peak_time), atByte(memory.peak_bytes)];
   if (x >= GUTTER && x <= width) {
     const label = `peak ${formatBytes(memory.peak_bytes)} at ${formatSeconds(memory.peak_time)}`;

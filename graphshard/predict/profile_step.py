@@ -284,6 +284,10 @@ class _Step:
         )
 
 
+# Parts of a step for which its memory is kept.
+_PARTS = 400
+
+
 @contextlib.contextmanager
 def _restored(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
     """Restore inputs, buffers and random number generators at the end."""
@@ -314,23 +318,38 @@ def _measure(step: _Step, record: Recording, mesh: DeviceMesh, device: torch.dev
     spans, seconds = tuple(measured_spans(record, began)), clock.seconds(began, ended)
     runs = list(record.runs)
     # What is freed while another stream uses it is no longer allocated, and still active.
-    peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"] if on_cuda else _peak_on_host(step)
+    memory = () if on_cuda else _memory_on_host(step)
+    peak = max((most for _, most in memory), default=None)
+    if on_cuda:
+        peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"]
     record.runs[:] = runs  # without the step that measures memory
-    return RankStep(dist.get_rank(), seconds, spans, peak)
+    return RankStep(dist.get_rank(), seconds, spans, peak, memory)
 
 
-def _peak_on_host(step: _Step) -> int | None:
-    """Return the bytes held before a step plus the most allocated during it at once, in one more step."""
+def _memory_on_host(step: _Step) -> tuple[tuple[float, int], ...]:
+    """Return the bytes held before a step plus those allocated during it, over the share of one more step."""
     if profiling():
         step.run()  # as on the other ranks
-        return None
+        return ()
     held = [*step.model.parameters(), *step.model.buffers(), *step.tensors]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
-    return sum(tensor.nbytes for tensor in local) + most_allocated(step.run)
+    before = sum(tensor.nbytes for tensor in local)
+    found = [(0.0, 0), *_allocated(step.run)]
+    first, last = found[min(1, len(found) - 1)][0], found[-1][0]
+    most: dict[int, int] = {}  # in each of so many parts of the step
+    for time, num_bytes in found:
+        part = max(0, int((time - first) / (last - first or 1.0) * _PARTS))
+        most[part] = max(most.get(part, 0), num_bytes)
+    return tuple((part / _PARTS, before + num_bytes) for part, num_bytes in most.items())
 
 
 def most_allocated(run: Callable[[], object]) -> int:
     """Return the most bytes at once that a function allocates on the CPU, beyond those that were there before."""
+    return max((num_bytes for _, num_bytes in _allocated(run)), default=0)
+
+
+def _allocated(run: Callable[[], object]) -> list[tuple[float, int]]:
+    """Return times, and the bytes that a function has allocated on the CPU by then."""
     # Without acc_events, torch 2.11 warns that it clears events.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
@@ -339,7 +358,8 @@ def most_allocated(run: Callable[[], object]) -> int:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text("utf-8"))["traceEvents"]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
-    return max(itertools.accumulate((change for _, change in changes), initial=0))
+    sums = itertools.accumulate(change for _, change in changes)
+    return [(time, num_bytes) for (time, _), num_bytes in zip(changes, sums)]
 
 
 def _gathered(mine: RankStep, mesh: DeviceMesh) -> list[RankStep]:

@@ -86,12 +86,14 @@ class RankStep:
     """The step on one rank, or its prediction, of rank -1.
 
     `peak_bytes` of a prediction is None if several programs ran, as one's saved tensors are alive while others run.
+    `memory` is over the share of a step, measured on a CPU in one more step, which takes longer.
     """
 
     rank: int
     seconds: float
     spans: tuple[TimedSpan, ...]
     peak_bytes: int | None
+    memory: tuple[tuple[float, int], ...] = ()
 
     def total(self, *kinds: str) -> float:
         """Return the seconds of all spans of the given kinds."""
@@ -315,7 +317,8 @@ class StepProfile:
             known, new = spreads.get(key, Spread(0.0, 0.0, 0.0)), timing.measured
             spreads[key] = Spread(known.least + new.least, known.median + new.median, known.most + new.most)
         bars = tuple(RankBar(step.rank, *_parts(step)) for step in self.ranks)
-        return Measured(middle.rank, len(self.ranks), tuple(spans), *sums, memory, bars), spreads
+        curve = middle.memory if len(self._programs) == 1 else ()
+        return Measured(middle.rank, len(self.ranks), tuple(spans), *sums, memory, bars, curve), spreads
 
 
 def profile_of(model: str, ranks: Sequence[RankStep], runs: Sequence[PhaseRun], costs: Costs) -> StepProfile:

@@ -72,6 +72,11 @@ def _measured(rank: int, world_size: int, backend: str, folder: str) -> dict[str
     profile.save_trace(f"{folder}/{rank}.json")
     profile.save_report(f"{folder}/{rank}.html")
     assert 'id="fsdp2-summary"' in Path(f"{folder}/{rank}.html").read_text()
+    assert "The dashed line is measured memory" in Path(f"{folder}/{rank}.html").read_text()
+    (mine,) = (step for step in profile.ranks if step.rank == rank)
+    assert len(mine.memory) > 10
+    assert [share for share, _ in mine.memory] == sorted(share for share, _ in mine.memory)
+    assert mine.peak_bytes == max(num_bytes for _, num_bytes in mine.memory)
     (program,) = graphshard.programs(model)
     assert program.plan is not None
     assert {t.name for t in profile.collectives} == {bucket.name for bucket in program.plan.buckets}
