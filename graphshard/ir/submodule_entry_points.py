@@ -84,8 +84,9 @@ class EntryPoint:
 def tracing() -> Iterator[None]:
     """Let entry points that forward calls be the methods that they stand for, in this thread and block."""
     torch.compiler.assume_constant_result(is_traced)
-    for cls in explained_attributes if not _tracing else ():
-        del cls.__getattr__  # type: ignore[attr-defined]
+    for cls in explained_attributes:
+        with contextlib.suppress(AttributeError):  # another thread traces, too
+            del cls.__getattr__  # type: ignore[attr-defined]
     _tracing.add(threading.get_ident())
     try:
         yield
