@@ -150,9 +150,7 @@ class _Code:
         at_the_end: number of groups before the last collective is started.
     """
 
-    def __init__(
-        self, program: BoundProgram, phase: Phase, taken: Sequence[Taken], costs: Costs | None = None
-    ) -> None:
+    def __init__(self, program: BoundProgram, phase: Phase, taken: Sequence[Taken], costs: Costs | None = None) -> None:
         assert isinstance(phase.module, Executor)
 
         def join(groups: Groups) -> list[int]:
