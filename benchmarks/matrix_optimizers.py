@@ -28,7 +28,7 @@ from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import load_profile
 from graphshard.ir.mesh import Mesh
-from graphshard.optim._owners import Group
+from graphshard.optim._owners import OwnerGroup
 from graphshard.optim.matrix_optimizer import _ROUNDS, newton_schulz_flops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -90,7 +90,7 @@ def _row(name: str, ranks: int, step: float, shapes: list[torch.Size], hardware:
     mesh = Mesh.of_shape((ranks,))
     costs = Costs(load_profile(hardware), mesh=mesh)
     seconds = {shape: _newton_schulz(costs, shape) for shape in set(shapes)}
-    group = object.__new__(Group)
+    group = object.__new__(OwnerGroup)
     group.size, group.loads = ranks, [0.0] * ranks
     owners = group.assign([newton_schulz_flops(shape) for shape in shapes], [None] * len(shapes))
     busy = [0.0] * ranks

@@ -274,7 +274,7 @@ def lines_of(graph: Graph) -> tuple[Line, ...]:
         call: dict[str, Any] = {"target": node.target, "args": args, "kwargs": kwargs, "several": node in parts}
         if node in waits:
             together = waits[node]
-            call["args"] = tuple(names[each.args[0]] for each in together)
+            call["args"] = tuple(names[each.all_input_nodes[0]] for each in together)
             results = tuple(map(names.__getitem__, together))
         if node in started or node in waits:
             kind = Start if node in started else WaitLine

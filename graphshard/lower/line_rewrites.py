@@ -97,9 +97,9 @@ def hand_over_gradients(
     launched = max((index for index, line in enumerate(body) if isinstance(line, Start)), default=0)
     order = sorted(due)[:-1]
     for joined in ([i for i in order if i < launched], [i for i in order if i >= launched]):
-        left = iter(joined)
+        remaining = iter(joined)
         for count in join([tuple(due[index]) for index in joined]):
-            *others, last = itertools.islice(left, count)
+            *others, last = itertools.islice(remaining, count)
             due[last] = [place for index in (*others, last) for place in due.pop(index)]
     found: list[Line] = []
     groups: Groups = []

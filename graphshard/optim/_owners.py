@@ -114,7 +114,7 @@ class Owned:
         return first, max(first, min(start + length, self.start + self.length))
 
 
-class Group:
+class OwnerGroup:
     """Ranks of a mesh that own tensors and exchange them with each other.
 
     Attributes:
@@ -147,7 +147,7 @@ class Group:
         self.loads = [load for load, _ in sorted(ranks, key=lambda each: each[1])]
         return owners
 
-    def collect(self, tensors: Sequence[Owned], shards: Sequence[torch.Tensor]) -> Transfer:
+    def collect(self, tensors: Sequence[Owned], shards: Sequence[torch.Tensor]) -> OwnerTransfer:
         """Start to send shards of one dtype to the owners of their tensors."""
         sent: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
         for each, shard in zip(tensors, shards):
@@ -163,7 +163,7 @@ class Group:
 
     def distribute(
         self, tensors: Sequence[Owned], wholes: Iterable[torch.Tensor], shards: Sequence[torch.Tensor]
-    ) -> Transfer:
+    ) -> OwnerTransfer:
         """Start to send each rank its parts of the tensors that this rank owns, in their order; fill the shards."""
         mine = list(zip((each for each in tensors if each.owner == self.rank), wholes, strict=True))
         sent = [[part(whole, each.place(rank)) for each, whole in mine] for rank in range(self.size)]
@@ -178,18 +178,18 @@ class Group:
         places: Sequence[Sequence[torch.Tensor]],
         filled: Sequence[torch.Tensor],
         dtype: torch.dtype,
-    ) -> Transfer:
+    ) -> OwnerTransfer:
         """Start an all-to-all, given the tensors to each rank and the places of those from each rank."""
         sizes, arriving = ([sum(one.numel() for one in each) for each in side] for side in (sent, places))
         packed = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         _copy(packed, itertools.chain.from_iterable(sent), pack=True)
         received = packed.new_empty(sum(arriving))
         work = dist.all_to_all_single(received, packed, arriving, sizes, group=self.group, async_op=True)
-        return Transfer(received, list(itertools.chain.from_iterable(places)), filled, work)
+        return OwnerTransfer(received, list(itertools.chain.from_iterable(places)), filled, work)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class OwnerTransfer:
     """Tensors under way.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import carry_attributes, is_extended, shard_in
-from graphshard.optim._owners import Group, Owned, Transfer, boxes_of
+from graphshard.optim._owners import Owned, OwnerGroup, OwnerTransfer, boxes_of
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
 from graphshard.utils.argument_validation import check_function
 from graphshard.utils.text import brief
@@ -49,13 +49,13 @@ class _Piece:
     """
 
     param: torch.Tensor
-    group: Group | None = None
+    group: OwnerGroup | None = None
     owned: Owned | None = None
     batched: bool = False
     state: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def owner(self) -> tuple[Group, int] | None:
+    def owner(self) -> tuple[OwnerGroup, int] | None:
         """Return the rank that updates it; None for each rank."""
         return None if self.group is None or self.owned is None else (self.group, self.owned.owner)
 
@@ -75,8 +75,8 @@ class _Arrived(NamedTuple):
     """Pieces that are on their way to their owners with their gradients, or that every rank has."""
 
     pieces: Sequence[_Piece]
-    values: Transfer | Sequence[torch.Tensor]
-    grads: Transfer | Sequence[torch.Tensor]
+    values: OwnerTransfer | Sequence[torch.Tensor]
+    grads: OwnerTransfer | Sequence[torch.Tensor]
 
 
 class MatrixOptimizer(Optimizer):
@@ -125,7 +125,7 @@ class MatrixOptimizer(Optimizer):
         if cost is not None:
             check_function("cost", cost, "lambda shape: shape.numel()")
         self._wrapped, self._cost, self._batches = optimizer, cost or newton_schulz_flops, set(batches)
-        self._groups: dict[DeviceMesh, Group] = {}
+        self._groups: dict[DeviceMesh, OwnerGroup] = {}
         self._pieces: dict[torch.Tensor, list[_Piece]] = {}
         self._arrived: list[_Arrived] = []
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -157,7 +157,7 @@ class MatrixOptimizer(Optimizer):
                 self._pieces[param].append(_Piece(param))
         for mesh, params in placed.items():
             if mesh not in self._groups:
-                self._groups[mesh] = Group(mesh)
+                self._groups[mesh] = OwnerGroup(mesh)
             for piece in _assigned(params, self._groups[mesh], self._batches, self._cost):
                 self._pieces[piece.param].append(piece)
 
@@ -222,13 +222,13 @@ class MatrixOptimizer(Optimizer):
         values, grads = dict[_Piece, torch.Tensor](), dict[_Piece, torch.Tensor]()
         for each in self._arrived:
             mine = [piece for piece in each.pieces if piece.is_mine]
-            values.update(zip(mine, each.values.wait() if isinstance(each.values, Transfer) else each.values))
-            grads.update(zip(mine, each.grads.wait() if isinstance(each.grads, Transfer) else each.grads))
+            values.update(zip(mine, each.values.wait() if isinstance(each.values, OwnerTransfer) else each.values))
+            grads.update(zip(mine, each.grads.wait() if isinstance(each.grads, OwnerTransfer) else each.grads))
         pieces = [piece for each in self._arrived for piece in each.pieces]
         for piece in pieces:
             self.state[piece.param]  # says that it has a state: see _forget_state
         self._arrived.clear()
-        under_way: list[Transfer] = []
+        under_way: list[OwnerTransfer] = []
         for members in _rounds(pieces):
             stand_in = self._update([piece for piece in members if piece.is_mine], values, grads)
             for group, owned, sent in _alike(members):
@@ -324,7 +324,7 @@ class MatrixOptimizer(Optimizer):
             for number, state in sorted(itertools.chain.from_iterable(each.items() for each in told)):
                 piece = pieces[number]
                 for name, value in state.items():
-                    if not isinstance(value, _Whole):
+                    if not isinstance(value, _WholeState):
                         found[piece.param][name] = value
                         continue
                     if name not in found[piece.param]:
@@ -338,7 +338,7 @@ class MatrixOptimizer(Optimizer):
 
 
 def _assigned(
-    params: Iterable[DTensor], group: Group, batches: Collection[torch.Tensor], cost: Callable[[torch.Size], float]
+    params: Iterable[DTensor], group: OwnerGroup, batches: Collection[torch.Tensor], cost: Callable[[torch.Size], float]
 ) -> list[_Piece]:
     """Choose the owners of parameters on one mesh."""
     pieces, costs = [], []
@@ -369,16 +369,16 @@ def _rounds(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
     return [members for members in rounds if members]
 
 
-def _alike(pieces: Iterable[_Piece]) -> list[tuple[Group, list[Owned], list[_Piece]]]:
+def _alike(pieces: Iterable[_Piece]) -> list[tuple[OwnerGroup, list[Owned], list[_Piece]]]:
     """Return pieces of sharded parameters by group and dtype, which travel together."""
-    alike: dict[tuple[Group, torch.dtype], list[_Piece]] = {}
+    alike: dict[tuple[OwnerGroup, torch.dtype], list[_Piece]] = {}
     for piece in pieces:
         if piece.group is not None:
             alike.setdefault((piece.group, piece.param.dtype), []).append(piece)
     return [(group, [p.owned for p in each if p.owned is not None], each) for (group, _), each in alike.items()]
 
 
-class _Whole(NamedTuple):
+class _WholeState(NamedTuple):
     """A tensor of the state, at its owner."""
 
     shape: torch.Size
@@ -390,11 +390,11 @@ def _told(state: Mapping[str, Any]) -> dict[str, Any]:
     told = dict(state)
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
-            told[name] = _Whole(value.shape, value.dtype) if value.ndim else value.cpu()
+            told[name] = _WholeState(value.shape, value.dtype) if value.ndim else value.cpu()
     return told
 
 
-def _empty_like(piece: _Piece, name: str, whole: _Whole) -> DTensor:
+def _empty_like(piece: _Piece, name: str, whole: _WholeState) -> DTensor:
     """Return a DTensor with memory for a tensor of a parameter's state, on the parameter's mesh."""
     param, owned, group = piece.param, piece.owned, piece.group
     assert isinstance(param, DTensor)
