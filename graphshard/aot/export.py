@@ -313,7 +313,7 @@ def _tracer_at(
     with simulated_mesh(model, shape, parallelize, device.type, rank=place) as (made, mesh):
         chosen = options_for(made, model, options)
         contents = ModelContents.of(made)
-        axes = find_axes(contents, mesh, chosen, dims_of(shape))
+        contents, axes = find_axes(contents, mesh, chosen, dims_of(shape))
         assert axes.data is not None
         tracer = make_tracer(request_for(contents, axes, chosen, device))
         if chosen.memory_limit is not None and not even_pieces(tracer.spec.mesh, tracer.spec.params):

@@ -91,7 +91,7 @@ def load(
     module: nn.Module = module_of(model)
     contents = check_model(module)
     mesh = mesh if mesh is not None else default_mesh()
-    axes = find_axes(contents, mesh, Options())
+    contents, axes = find_axes(contents, mesh, Options())
     data, tensor, experts = axes.data, axes.tensor, axes.experts
     assert data is not None
     whole = axes.mesh if tensor is None else axes.mesh.with_tensors(tensor)

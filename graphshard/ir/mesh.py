@@ -75,12 +75,14 @@ class DTensorLayout:
         cuts: a placement for each tensor axis, outermost first; a later one cuts the pieces of an earlier one.
         sums: reductions that the program leaves pending on its gradient, in order.
         around: names of the data axes that the model's DTensor also has, outside of the tensor axes.
+        local: forward finds this rank's piece as a plain tensor.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[AxisPlacement, ...]
     sums: tuple[PendingReduction, ...] = ()
     around: tuple[str, ...] = ()
+    local: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.errors import ArgumentError
-from graphshard.ir.mesh import AxisPlacement, DTensorLayout, Mesh
+from graphshard.ir.mesh import AxisPlacement, DTensorLayout, Mesh, PendingReduction
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.subclasses import Extension
 from graphshard.ir.units import Precision, keeps_wider_gradients, reduced_in, unit_of, units_within
@@ -33,6 +33,8 @@ Settings = tuple[bool, bool, float | None, bool, bool]
 
 # Attribute with the name of a full parameter that a shard has replaced.
 REPLACED = "_graphshard_replaced"
+# Attribute of a DTensor whose plain piece forward finds: the tensor axes over which its gradients are summed.
+SUMMED_OVER = "_graphshard_summed_over"
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,13 @@ class ParamSpec:
 
     @property
     def shows(self) -> bool:
-        """Whether modules show it unsharded between forward and backward; not if it is split over a tensor axis."""
-        return self.shown and self.split is None
+        """Whether modules show it unsharded between forward and backward; not if that is a DTensor."""
+        return self.shown and not self.is_dtensor
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether forward finds it as a DTensor."""
+        return self.split is not None and not self.split.local
 
     @property
     def settings(self) -> Settings:
@@ -410,4 +417,6 @@ def _on_tensor_axis(param: nn.Parameter, mesh: Mesh) -> tuple[torch.Tensor, DTen
     dims = (placement.dim if isinstance(placement, Shard) else None for placement in param.placements)
     cuts = tuple(AxisPlacement(name, dim) for name, dim in zip(names, dims) if name in tensors)
     around = tuple(name for name in names if name not in tensors)
-    return param._local_tensor, DTensorLayout(tuple(param.shape), cuts, around=around)
+    summed = vars(param).get(SUMMED_OVER)
+    sums = tuple(PendingReduction(axis, "sum") for axis in summed or ())
+    return param._local_tensor, DTensorLayout(tuple(param.shape), cuts, sums, around, local=summed is not None)

@@ -162,14 +162,6 @@ def _arguments(model: nn.Module, units: list[FSDP2Unit], whole: list[tuple[nn.Pa
         )
     patterns, policies = exact_units({tuple(paths): unit.settings.mp_policy for unit, paths in named})
     known = {id(param) for param, _ in whole}
-    local = {id(param) for param, record in whole if fsdp2.has_local_axes(record)}
-    for name, param in nn.Module.named_parameters(model):
-        if id(param) in local:
-            raise UnsupportedError(
-                f"parameter {name} has annotations of spmd_types on other axes than those that fully_shard was given, "
-                "where forward computes with this rank's part. Use DTensors on these axes (in torchtitan "
-                'spmd_backend="partial_dtensor"), or a mesh of the data axes alone.'
-            )
     return {
         "mesh": info.mesh if dims is None else info.spmd_mesh,
         "dp_mesh_dims": dims,

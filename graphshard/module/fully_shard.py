@@ -29,6 +29,7 @@ from graphshard.module._fsdp_module import strip_module
 from graphshard.module.compiled_module import make_runner, make_tracer, shard
 from graphshard.module.program_compiler import Cache
 from graphshard.module.runner import Runner
+from graphshard.options.annotations import with_annotations
 from graphshard.options.mesh_axes import (
     MeshAxes,
     check_meshes,
@@ -193,6 +194,7 @@ def _runner_with(
         known |= part.rows(mesh)
     left_out = {*known, *check_ignored(contents, options.ignored_params)}
     placements = placements_of(contents, options.shard_placement_fn, left_out)
+    contents = with_annotations(contents, mesh, axes.tensor, left_out)
     experts = find_experts(contents, mesh, axes.experts, placements, left_out, whole_model=False)
     tensor = tensor_axis(contents, mesh, axes.tensor, experts, known, whole_model=False)
     tensor, experts = _tensor_of_parts(tensor, parts, mesh), _experts_of_parts(experts, parts, mesh)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -128,6 +129,11 @@ class ProgramCompiler:
             raise UnsupportedError(
                 f"torch.jit.trace and torch.export cannot trace {self.tracer.label}, which graphshard has compiled: "
                 "its parameters are shards. Trace the model before compile, or use graphshard.export."
+            )
+        if "spmd_types" in sys.modules and sys.modules["spmd_types"].is_type_checking():
+            raise UnsupportedError(
+                f"spmd_types checks types of this call, and programs of {self.tracer.label} have no annotations. Check "
+                "the model before graphshard.compile, and call it under spmd_types.no_typecheck() after."
             )
         of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
         reason = self.executables.reason(of_inputs)

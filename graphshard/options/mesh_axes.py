@@ -14,7 +14,6 @@ An axis whose name says nothing is an error where it matters. Of two data axes t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -307,28 +306,6 @@ def check_placement(name: str, param: DTensor) -> None:
 
 
 # --- expert axes -------------------------------------------------------------------------------------------------
-
-
-def check_annotations(contents: ModelContents, data: DeviceMesh) -> None:
-    """Raise UnsupportedError if spmd_types says that gradients are summed over ranks beyond the data axes.
-
-    Only gradients of DTensors are: the tensors that forward computes with there are local.
-    """
-    spmd = sys.modules.get("spmd_types")
-    if spmd is None:
-        return
-    ranks = data.mesh.flatten()
-    reduced = set((ranks - ranks.min()).tolist())
-    for name, param in contents.named.items():
-        if isinstance(param, DTensor) or not param.requires_grad:
-            continue
-        for axis, kind in spmd.get_local_type(param).items():
-            if kind is spmd.R and not reduced.issuperset(axis.layout.all_ranks_from_zero()):
-                raise UnsupportedError(
-                    f"parameter {name} is annotated as replicated (spmd_types.R) on {axis}, along which its gradient "
-                    "would have to be summed, and the mesh has no such data axis. Annotate it as invariant "
-                    "(spmd_types.I) and convert it in forward, or make it a DTensor."
-                )
 
 
 def experts_by_name(mesh: DeviceMesh, dp_mesh_dims: Any = None) -> ExpertMeshes | None:

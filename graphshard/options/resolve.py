@@ -30,9 +30,9 @@ from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.param_table import ParamSpec, build_table
 from graphshard.ir.units import MODULE_SEPARATOR, find_units, precision_of
+from graphshard.options.annotations import with_annotations
 from graphshard.options.mesh_axes import (
     MeshAxes,
-    check_annotations,
     data_and_tensor,
     experts_by_name,
     find_experts,
@@ -114,19 +114,25 @@ def resolve(model: Any, mesh: DeviceMesh | None, options: Options, *, dp_mesh_di
     model, options = resolve_model(model, options)
     contents = check_model(model)
     mesh = default_mesh(contents.params.values()) if mesh is None else mesh
-    axes = find_axes(contents, mesh, options, dp_mesh_dims)
+    contents, axes = find_axes(contents, mesh, options, dp_mesh_dims)
     assert axes.data is not None
     return replace(request_for(contents, axes, options, device_of(axes.data)), mesh=mesh)
 
 
-def find_axes(contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None) -> MeshAxes:
-    """Return the axes of a mesh by what a model does along them; `dp_mesh_dims` is as for `resolve`."""
+def find_axes(
+    contents: ModelContents, mesh: DeviceMesh, options: Options, dp_mesh_dims: Any = None
+) -> tuple[ModelContents, MeshAxes]:
+    """Return the contents of a model with DTensors for annotated parameters, and the axes of a mesh by their roles.
+
+    `dp_mesh_dims` is as for `resolve`.
+    """
     by_name = experts_by_name(mesh, dp_mesh_dims)
     data, tensor = data_and_tensor(mesh, dp_mesh_dims)
     axes, ignored = check_mesh(data), check_ignored(contents, options.ignored_params)
     placements = placements_of(contents, options.shard_placement_fn, ignored)
+    contents = with_annotations(contents, data, tensor, ignored)
     experts = find_experts(contents, data, by_name, placements, ignored)
-    return MeshAxes(axes, data, tensor_axis(contents, data, tensor, experts), experts, placements)
+    return contents, MeshAxes(axes, data, tensor_axis(contents, data, tensor, experts), experts, placements)
 
 
 def request_for(
@@ -142,8 +148,6 @@ def request_for(
     `device` is this rank's, or the kind that the program is for. Parts of the model may be sharded already: `known` are
     their parameters, and `whole` is the mesh of all axes if they have DTensors on it.
     """
-    if axes.data is not None:
-        check_annotations(contents, axes.data)
     spec = capture_spec(contents, axes, options, device, known, whole)
     profile = profile_here(device, options.hardware)
     costs = Costs(profile, mesh=spec.mesh) if profile is not None else None

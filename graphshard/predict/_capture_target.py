@@ -122,7 +122,7 @@ def _spec_on(
     model: nn.Module, options: Options, device_mesh: DeviceMesh, device: torch.device, dims: Any = None
 ) -> CaptureSpec:
     contents = ModelContents.of(model)
-    axes = find_axes(contents, device_mesh, options, dims)
+    contents, axes = find_axes(contents, device_mesh, options, dims)
     assert axes.data is not None
     spec = capture_spec(contents, axes, options, device)
     return replace(spec, groups=make_groups(spec.mesh, whole_mesh(axes.data, axes.tensor), axes.experts))

@@ -265,7 +265,7 @@ class Executable:
         units = {table[name].unit for name in self._read}
         kept = (row for row in map(table.__getitem__, self.values.params) if row.unit in units and not row.reshard)
         kept = (row for row in kept if row.name not in self._read or (row.num_shards == 1 and row.shows))
-        plain = (row for row in kept if not (row.partly or row.ignored or row.split or row.extension))
+        plain = (row for row in kept if not (row.partly or row.ignored or row.is_dtensor or row.extension))
         return [ref for row in plain if (ref := self.values.params[row.name]) not in self._attributes]
 
     def hide(self) -> None:

@@ -222,7 +222,7 @@ class Shown:
             return
         shard, made = ref.param, self._made.get(ref.name)
         shown: nn.Parameter
-        if ref.row.split is not None:
+        if ref.row.is_dtensor:
             shown = shown_dtensor(full, shard, ref.row, ref.name)
         elif made is not None and made.fits(full.dtype, shard):
             made.show(full)
@@ -294,7 +294,7 @@ class Shown:
             assert shard is not None
             ref.put(shard, instead_of=shown)
             if isinstance(shown, ShownParameter):
-                resized += [name] if shown.shape != shard.shape else []
+                resized += [name] if shown.shape != ref.row.shape else []
                 if use_count(shown) > 1:
                     self._made.pop(name, None)
                 else:

@@ -54,7 +54,7 @@ def distributed(
     found = dict(used)
     for slot, tensor in used.items():
         split = params[slot.name].split if slot.kind == "param" else None
-        if split is not None:
+        if split is not None and not split.local:
             found[slot] = Distributed.apply(tensor, params[slot.name], meshes[split.found_on])
     return found
 
@@ -121,7 +121,7 @@ class Distributed(torch.autograd.Function):
 def take_off_wrapping(phase: Phase, params: ParamTable) -> None:
     """Let readers of a piece read the input itself: making a DTensor of it computes nothing."""
     for node, slot in phase.slot_of().items():
-        if slot.kind != "param" or params[slot.name].split is None:
+        if slot.kind != "param" or not params[slot.name].is_dtensor:
             continue
         for user in [user for user in node.users if user.target is aten.detach.default]:
             user.replace_all_uses_with(node)
@@ -138,7 +138,7 @@ def take_off_last_sums(phase: Phase, params: ParamTable, mesh: Mesh) -> ParamTab
     rows, results = {row.name: row for row in params}, phase.results
     for index, slot in enumerate(phase.outputs):
         row = rows[slot.name] if slot.kind == "grad" and slot.of == "param" else None
-        if row is None or row.split is None:
+        if row is None or row.split is None or row.split.local:  # where it is local, they are the model's
             continue
         sums: list[PendingReduction] = []
         kinds = _SUMS if row.has_even_pieces(mesh) else _SUMS[:1]

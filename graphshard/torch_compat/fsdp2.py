@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,21 +84,22 @@ def has_spmd_types(param: FSDPParam) -> bool:
     return bool(getattr(param, "is_spmd_types", False))
 
 
-def has_local_axes(param: FSDPParam) -> bool:
-    """Return whether forward computes with this rank's part of a parameter, along axes other than the data axes."""
-    info: Any = param.mesh_info
-    return has_spmd_types(param) and info.spmd_mesh is not None and info.spmd_mesh.size() > info.mesh.size()
-
-
 def unsharded_like(param: FSDPParam, shard: nn.Parameter) -> nn.Parameter:
-    """Return a parameter on the meta device like the one that `fully_shard` was given, as trainable as the shard."""
+    """Return a parameter on the meta device like the one that `fully_shard` was given, as trainable as the shard.
+
+    It has that one's annotations of spmd_types.
+    """
     size, dtype = param._orig_size, shard.dtype
     local = torch.empty(size, dtype=dtype, device="meta")
     spec: Any = getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)
     whole: torch.Tensor = local
     if spec is not None and param.is_dtensor and not has_spmd_types(param):
         whole = dtensor_of(local, spec.mesh, spec.placements, spec.shape, spec.tensor_meta.stride)
-    return nn.Parameter(whole, requires_grad=shard.requires_grad)
+    found = nn.Parameter(whole, requires_grad=shard.requires_grad)
+    if has_spmd_types(param):
+        record: Any = param
+        sys.modules["spmd_types"].assert_type(found, record._spmd_init_local_type, record._spmd_partition_spec)
+    return found
 
 
 def same_sharding(first: DTensor, second: DTensor) -> bool:

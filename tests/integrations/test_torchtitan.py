@@ -19,7 +19,9 @@ import torch.distributed as dist
 from sybil import Example
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.torch_version import TorchVersion
 
+import graphshard
 from tests.distributed.twins import assert_same, params_of
 from tests.docs.test_pages import parse
 from tests.ranks import Ranks
@@ -29,7 +31,9 @@ pytest.importorskip("triton", reason="torchtitan imports it")
 pytestmark = pytest.mark.slow
 
 PAGE = "docs/integrations/torchtitan.md"
-LENGTH = 16
+LENGTH, VOCAB = 16, 2048
+DEFAULT = "spmd_types"
+OPTIONS = {"bf16": False, "tied": False, "checkpointing": False}
 
 
 def _from_the_manual() -> Callable[..., nn.Module]:
@@ -60,20 +64,25 @@ def _config(parallelism: Any, tied: bool) -> Any:
     return config
 
 
+def _dims(world_size: int, backend: str, tp: int = 1) -> Any:
+    """Return torchtitan's meshes."""
+    from torchtitan.distributed import ParallelDims
+
+    degrees = {"dp_replicate": 1, "dp_shard": world_size // tp, "cp": 1, "tp": tp, "pp": 1, "ep": 1}
+    dims = ParallelDims(**degrees, world_size=world_size, spmd_backend=backend)
+    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):  # it would assume a GPU
+        dims.build_mesh()
+    return dims
+
+
 def _model(
-    parallelize: Callable[..., nn.Module], world_size: int, folder: str, *, bf16: bool, tied: bool, checkpointing: bool
+    parallelize: Callable[..., nn.Module], dims: Any, folder: str, *, bf16: bool, tied: bool, checkpointing: bool
 ) -> nn.Module:
     """Create a model as torchtitan's trainer does: on the meta device, parallelized, then initialized."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC
 
-    # The default needs a feature of FSDP2 after torch 2.13.
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-    degrees = {"dp_replicate": 1, "dp_shard": world_size, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
-    dims = ParallelDims(**degrees, world_size=world_size, spmd_backend=parallelism.spmd_backend)
-    with mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):  # it would assume a GPU
-        dims.build_mesh()
+    parallelism = ParallelismConfig(spmd_backend=dims.spmd_backend, tensor_parallel_degree=dims.tp)
     with torch.device("meta"):
         model = _config(parallelism, tied).build()
     model = parallelize(
@@ -92,23 +101,24 @@ def _model(
     return model
 
 
-def _train(model: nn.Module, chunks: int) -> dict[str, Tensor]:
+def _train(model: nn.Module, chunks: int, dims: Any) -> dict[str, Tensor]:
     """Train two steps as torchtitan's trainer does; return losses and norms."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.utils import clip_grad_norm_
 
+    entropy = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
     if chunks:
-        criterion = ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=CrossEntropyLoss.Config()).build()
+        criterion = ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=entropy).build()
         criterion.set_lm_head(model.lm_head)
         model._skip_lm_head = True
     else:
-        criterion = CrossEntropyLoss.Config().build()
+        criterion = entropy.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen: dict[str, Tensor] = {}
     for step in range(2):
-        torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
-        tokens, labels = torch.randint(0, 2048, (2, 2, LENGTH)).unbind()
-        count = torch.tensor(labels.numel() * dist.get_world_size())
+        torch.manual_seed(step * dist.get_world_size() + dist.get_rank() // dims.tp)
+        tokens, labels = torch.randint(0, VOCAB, (2, 2, LENGTH)).unbind()
+        count = torch.tensor(labels.numel() * dims.dp_shard)
         loss, _ = criterion(model(tokens), labels, count)
         loss.backward()
         seen[f"loss {step}"] = loss.detach()
@@ -118,19 +128,34 @@ def _train(model: nn.Module, chunks: int) -> dict[str, Tensor]:
     return seen
 
 
-def _side_by_side(rank: int, world_size: int, folder: str, chunks: int, options: dict[str, bool]) -> None:
+def _side_by_side(
+    rank: int, world_size: int, folder: str, chunks: int, options: dict[str, bool], backend: str, tp: int
+) -> None:
+    from torchtitan.distributed.utils import get_spmd_context
     from torchtitan.models.llama3 import parallelize_llama
 
-    with mock.patch("torchtitan.distributed.utils._spmd_backend", "partial_dtensor"):  # as set by its trainer
-        models = [_model(make, world_size, folder, **options) for make in (_from_the_manual(), parallelize_llama)]
-        assert_same(params_of(models[0]), params_of(models[1]), "after initialisation")
-        for module in models[1].modules():
-            if isinstance(module, FSDPModule):  # otherwise FSDP2 needs a premultiplied sum, which only NCCL has
-                module.set_force_sum_reduction_for_comms(True)
-        ours, theirs = (_train(model, chunks) for model in models)
-    assert_same(ours, theirs, "losses and norms")
-    assert ours["loss 0"] != ours["loss 1"]
-    assert_same(params_of(models[0]), params_of(models[1]), "after two steps")
+    def taken_over(model: nn.Module, **given: Any) -> nn.Module:
+        return graphshard.compile(parallelize_llama(model, **given), backend="eager")
+
+    dims = _dims(world_size, backend, tp)
+    ways = [_from_the_manual(), parallelize_llama]
+    if backend == DEFAULT:
+        ways.append(taken_over)
+    set_backend = mock.patch("torchtitan.distributed.utils._spmd_backend", backend)  # as its trainer does
+    with set_backend, get_spmd_context(parallel_dims=dims)():
+        ours, theirs, *taken = (_model(make, dims, folder, **options) for make in ways)
+        assert_same(params_of(ours), params_of(theirs), "after initialisation")
+        assert [p.placements for p in ours.parameters()] == [p.placements for p in theirs.parameters()]
+        for model in (theirs, *taken):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):  # FSDP2 needs a premultiplied sum, which only NCCL has
+                    module.set_force_sum_reduction_for_comms(True)
+        expected = _train(theirs, chunks, dims)
+        for model in (ours, *taken):
+            assert_same(_train(model, chunks, dims), expected, "losses and norms")
+    assert expected["loss 0"] != expected["loss 1"]
+    for model in (ours, *taken):
+        assert_same(params_of(model), params_of(theirs), "after two steps")
 
 
 @pytest.mark.parametrize(
@@ -140,5 +165,17 @@ def _side_by_side(rank: int, world_size: int, folder: str, chunks: int, options:
 )
 def test_matches_torchtitans_fsdp2(ranks: Ranks, tmp_path: Path, chunks: int, changed: dict[str, bool]) -> None:
     """Losses, norms and parameters of two steps."""
-    options = {"bf16": False, "tied": False, "checkpointing": False} | changed
-    ranks(2).run(_side_by_side, str(tmp_path), chunks, options)
+    ranks(2).run(_side_by_side, str(tmp_path), chunks, OPTIONS | changed, "partial_dtensor", 1)
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.14", reason="FSDP2 reads annotations from 2.14 on")
+@pytest.mark.parametrize(
+    ("num_ranks", "tp", "chunks", "changed"),
+    [(2, 1, 4, {"bf16": True}), (2, 2, 0, {}), (4, 2, 0, {"checkpointing": True})],
+    ids=["data", "tensor", "both"],
+)
+def test_default_backend(
+    ranks: Ranks, tmp_path: Path, num_ranks: int, tp: int, chunks: int, changed: dict[str, bool]
+) -> None:
+    """Annotated local tensors: by the manual's function, and what torchtitan has sharded taken over."""
+    ranks(num_ranks).run(_side_by_side, str(tmp_path), chunks, OPTIONS | changed, DEFAULT, tp)
