@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -32,7 +31,7 @@ from graphshard.pipeline.instrumentation import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
 from graphshard.runtime.executable import BackwardFactory, Strides, Variant
 from graphshard.runtime.unsharded import Unsharded
-from graphshard.torch_compat.autograd_state import without_dispatch_modes
+from graphshard.torch_compat.autograd_state import modes_of_functions, without_dispatch_modes
 from graphshard.torch_compat.torch_ops import forget_sources, pytree
 from graphshard.utils.progress import progress
 
@@ -130,10 +129,10 @@ class ProgramCompiler:
                 f"torch.jit.trace and torch.export cannot trace {self.tracer.label}, which graphshard has compiled: "
                 "its parameters are shards. Trace the model before compile, or use graphshard.export."
             )
-        if "spmd_types" in sys.modules and sys.modules["spmd_types"].is_type_checking():
+        if "_SpmdTypeMode" in modes_of_functions():
             raise UnsupportedError(
                 f"spmd_types checks types of this call, and programs of {self.tracer.label} have no annotations. Check "
-                "the model before graphshard.compile, and call it under spmd_types.no_typecheck() after."
+                "the model before graphshard.compile, and call it outside of spmd_types.checker.typecheck() after."
             )
         of_inputs = self.tracer.signature(call.module, *pytree.tree_flatten((call.args, call.kwargs)))
         reason = self.executables.reason(of_inputs)
