@@ -74,7 +74,7 @@ def measured_spans(recording: Recording, since: Stamp) -> list[TimedSpan]:
                 kind = kinds.get(line.bucket, "gather")
                 started[line.bucket] = TimedSpan(*phase, kind, line.bucket, "", start, end)
             elif isinstance(line, WaitLine):
-                # Several tensors of a bucket are awaited one by one; it is in flight until the last has arrived.
+                # A bucket may have several waits; it is in flight until the last tensor has arrived.
                 started[line.bucket] = started[line.bucket]._replace(end=end)
                 found.append(started[line.bucket]._replace(kind="exposed", start=start))
         found += started.values()

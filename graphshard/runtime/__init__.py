@@ -15,6 +15,10 @@ its status and watches another rank (`health_monitor.py`), so that no rank waits
 * **Gathers on gloo are launched as `torch.distributed` launches them**, not as functional collectives, which corrupt
   the heap now and then while several are under way (torch 2.11 and 2.13; `benchmarks/gloo_gathers.py`). In the graphs
   they stay functional; only the bound executor differs, and only on gloo.
+* **A bucket has one wait.** A bound executor launches a coalesced bucket by a function that registers the work with the
+  first result alone. Each `wait_tensor` is a call through the dispatcher; Llama 8B would make 774 of them in a step.
+* **Updates of small buckets wait for each other** (`cost.costs.joined_updates`), but not across the last launch, and
+  not for the last bucket: nothing would hide them.
 * **Reduce-scatter as all-to-all is not a pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
   executor gets the all-to-all when the group is bound, for two ranks only, because of the bits. Not under a memory
   limit: on a mesh with a tensor axis a step took 4 % more than predicted.

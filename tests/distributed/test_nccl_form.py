@@ -1,7 +1,7 @@
 """Programs in their CUDA form, on ranks that are threads, match FSDP2 on the same groups bit for bit.
 
-Gloo programs use different collectives (`runtime/collective_launches.py`). Here functional collectives are launched as
-planned, including coalesced ones, and `wait_tensor` waits. Programs are exported once, and each thread loads them.
+Gloo programs use different collectives (`runtime/collective_launches.py`). Here collectives are launched as planned,
+and a coalesced bucket has one launch and one wait. Programs are exported once, and each thread loads them.
 """
 
 from __future__ import annotations
