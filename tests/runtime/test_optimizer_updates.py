@@ -72,7 +72,8 @@ def test_fused_by_default(name: str) -> None:
     ours, fused, plain = _params(), _params(), _params()
     optimizers = [cls(params, **{"lr": 0.02, **options}) for params in (ours, plain)]  # type: ignore[arg-type]
     expected = cls(fused, **{"lr": 0.02, **options, "fused": True})  # type: ignore[arg-type]
-    with mock.patch.object(torch.optim.adam, "_fused_adam", wraps=torch.optim.adam._fused_adam) as kernel:
+    fused_adam = f"_fused_{cls.__name__.lower()}_"
+    with mock.patch.object(torch, fused_adam, wraps=getattr(torch, fused_adam)) as kernel:
         _train(ours, optimizers[0], Updates(optimizers[0], fuses=True))
     assert kernel.called  # on some CPUs it rounds as separate operators do
     _train(fused, expected)
