@@ -21,7 +21,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -97,6 +97,8 @@ class TracedFunction:
     Automatic dynamic shapes remember these by code object, and models must not share them.
     """
 
+    NAMES: ClassVar = ("__name__", "__builtins__", BOUNDARY, "_graphshard_begin", "_graphshard_forward")
+
     name: str
     seen: Any = field(default_factory=lambda: defaultdict(pgo.CodeState))
     opaque: OpaqueFunctions = field(default_factory=OpaqueFunctions)
@@ -141,8 +143,8 @@ class DynamoTrace:
     graph: GraphModule
     inputs: tuple[GraphInput, ...]
     sizes: ShapeEnv | None
-    _captured: Any
-    _code: types.CodeType
+    captured: Any
+    code: types.CodeType
     repeats: Repeats | None = None
     method: str = "forward"
     branches: ValueBranches | None = None
@@ -174,17 +176,17 @@ class DynamoTrace:
     @property
     def names(self) -> dict[str, Any]:
         """Globals that sources read."""
-        return self._captured.graph_capture_output.f_globals
+        return self.captured.graph_capture_output.f_globals
 
     def replay(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Return the function (module, args, kwargs) -> result that calls `run` with the graph's inputs.
 
         It replays the side effects of forward, too: on attributes, lists, dicts, globals.
         """
-        output = self._captured.graph_capture_output
-        if self._captured.backend_input is None:
+        output = self.captured.graph_capture_output
+        if self.captured.backend_input is None:
             return types.FunctionType(output.bytecode, output.f_globals, closure=output.closure)
-        names = {**output.f_globals, self._captured.backend_input.backend_id: run}
+        names = {**output.f_globals, self.captured.backend_input.backend_id: run}
         aliases = output.import_sources
         names |= {alias: importlib.import_module(module) for alias, module in aliases.items() if alias not in names}
         return types.FunctionType(output.bytecode, names, closure=output.closure)
@@ -201,7 +203,7 @@ class DynamoTrace:
         Args:
             keep: whether to keep a guard, given its source, its kind and, for a key of a dict, the key.
         """
-        output = self._captured.graph_capture_output
+        output = self.captured.graph_capture_output
         graph = output.output_graph
         kept = [
             without_length(guard, self.growing)
@@ -228,12 +230,12 @@ class DynamoTrace:
 
     def _guard_manager(self) -> Any:
         """Return what checks the guards of the trace, without having checked or measured them."""
-        output = self._captured.graph_capture_output
+        output = self.captured.graph_capture_output
         output.output_graph.skip_guards_check = True  # to measure them, Dynamo flushes the caches: 0.1 s
         for guard in output.output_graph.guards:
             guard.guarded_class_weakref = None  # it had another class when constraints were checked
         with _metrics():
-            manager = output.build_guards(self._code)
+            manager = output.build_guards(self.code)
         made = manager.guard_manager
         # Functions and classes that forward reads keep the manager as long as they live, to tell it of their end; with
         # it they would keep the trace, and the process groups of its tensors.

@@ -122,6 +122,20 @@ class Agreement:
         self._know(program, text)
         return ""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the next program is the first one, which all ranks make in the same call."""
+        return not self._known
+
+    def may_skip_trace(self, program: Program | None) -> bool:
+        """Return whether a program that was found before a trace, or None, may be run.
+
+        All ranks ask for the first program: they trace it together. Later, only ranks that have found one ask.
+        """
+        if self.is_first:
+            return self.all_load(program)
+        return program is not None and not self.why_not_found(program)
+
     def _tell_missing(self) -> None:
         """Tell the ranks that have found a program that this one has not, if it has not told them yet."""
         if self._untold and self.peers is not None:

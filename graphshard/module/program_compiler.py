@@ -16,6 +16,7 @@ from torch import nn
 
 from graphshard.codec.program_format import graph_digest
 from graphshard.errors import GraphBreak, UnsupportedError
+from graphshard.frontend.dynamo_capture import DynamoTrace
 from graphshard.frontend.graph_breaks import raise_break
 from graphshard.frontend.signature import Signature
 from graphshard.ir.program import Program
@@ -45,12 +46,14 @@ class LoweredProgram(NamedTuple):
     Attributes:
         compiled: its regions by key, if they are not the tracer's yet.
         of_file: it is from a file that `graphshard.export` wrote.
+        remember: keeps its trace when guards were built, so that later launches need not trace.
     """
 
     program: Program
     make_backward: BackwardFactory | None
     compiled: Mapping[str, RegionCall] = MappingProxyType({})
     of_file: bool = False
+    remember: Callable[[Program, DynamoTrace], None] | None = None
 
 
 class EqualProgram(NamedTuple):
@@ -73,6 +76,7 @@ class ProgramSearch(Protocol):
 
     def find(self) -> LoweredProgram | None: ...
     def keep(self, program: Program, partitioned: Partitioned | None) -> None: ...
+    def remember(self, of_inputs: Signature, program: Program, trace: DynamoTrace) -> None: ...
 
 
 class Cache(Protocol):
@@ -82,6 +86,9 @@ class Cache(Protocol):
         self, maker: Any, module: nn.Module, signature: Signature, tensors: Sequence[torch.Tensor], program: Program
     ) -> ProgramSearch | None:
         """Return the search for a traced program, before passes; None if it cannot be kept."""
+
+    def recall(self, maker: Any, call: ModuleCall, of_inputs: Signature) -> LoweredProgram | None:
+        """Return the program of a call whose trace would be one of an earlier launch; None if that is not sure."""
 
 
 class Library(Protocol):
@@ -166,6 +173,13 @@ class ProgramCompiler:
         self.executables.log_capture(tracer.label, reason)
         with progress(f"graphshard: {tracer.label}") as show:
             recorder = self.recorder(f"{tracer.label}-{number}")
+            recalled = None
+            if self.cache and recorder is None and self.library is None:
+                recalled = self.cache.recall(self, call, of_inputs)
+            asked = recalled is not None and not self.agreement.is_first
+            if self.agreement.may_skip_trace(None if recalled is None else recalled.program):
+                assert recalled is not None
+                return self._cached(recalled, call, reason, number)
             search: ProgramSearch | None = None
             digest = ""
 
@@ -179,8 +193,9 @@ class ProgramCompiler:
                     raise _Found(EqualProgram(equal, traced))
                 stored = self._load(call, of_inputs, traced) if self.library is not None else None
                 if stored is not None:
-                    stored.program.model, stored.program.capture = tracer.label, number
                     raise _Found(stored)
+                if asked:  # another rank has said that it compiles
+                    return
                 if self.cache and recorder is None:
                     leaves = pytree.tree_leaves((call.args, call.kwargs))
                     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -191,11 +206,11 @@ class ProgramCompiler:
                 if cached is not None and refused:
                     cache_log.info("cache: %s is compiled, although it was found: %s", tracer.label, refused)
                 elif cached is not None:
-                    found = cached.program
-                    found.model, found.reason, found.capture = tracer.label, reason.text, number
-                    found.take_trace(traced, digest)
-                    tracer.compiled.update(cached.compiled)
-                    raise _Found(cached)
+                    cached.program.take_trace(traced, digest)
+                    raise _Found(cached._replace(remember=remember_of(search)))
+
+            def remember_of(search: ProgramSearch | None) -> Callable[[Program, DynamoTrace], None] | None:
+                return None if search is None else functools.partial(search.remember, of_inputs)
 
             show("capture")
             begin_compiling(tracer.options.backend, tracer.spec.device)
@@ -216,11 +231,8 @@ class ProgramCompiler:
                 made = found.made
                 if isinstance(made, EqualProgram):
                     log.info("%s computes the same and serves this call, too", made.installed.executable.program.title)
-                else:
-                    self.agreement.plan_others_like(made.program)
-                    again = tracer.recapture(call)
-                    tracer.keep_captured(made.program, again, (self.passes or tracer.pipeline).passes)
-                return made
+                    return made
+                return self._cached(made, call, reason, number)
             program.digest = digest
             show("compare with the other ranks")
             new = self.agreement.check(program)
@@ -232,7 +244,19 @@ class ProgramCompiler:
             if search is not None:
                 show("keep")
                 search.keep(program, partitioned() if callable(partitioned) else partitioned)
-        return LoweredProgram(program, self.backward_factory(program, partitioned))
+        make_backward = self.backward_factory(program, partitioned)
+        return LoweredProgram(program, make_backward, remember=remember_of(search))
+
+    def _cached(self, made: LoweredProgram, call: ModuleCall, reason: Reason, number: int) -> LoweredProgram:
+        """Return a program that was not captured in this launch, ready to be installed."""
+        program, tracer = made.program, self.tracer
+        program.model, program.capture = tracer.label, number
+        program.reason = program.reason if made.of_file else reason.text
+        tracer.compiled.update(made.compiled)
+        passes = self.passes  # whose planner is told of the program
+        self.agreement.plan_others_like(program)
+        tracer.keep_captured(program, tracer.recapture(call), (passes or tracer.pipeline).passes)
+        return made
 
     def _load(self, call: ModuleCall, of_inputs: Signature, traced: Program) -> LoweredProgram | None:
         """Return the program of the file for a trace; None, and a warning, if it is to be compiled.

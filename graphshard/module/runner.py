@@ -188,7 +188,11 @@ class Runner(ProgramCompiler):
             eager=eager,
             gathers=gathers,
         )
-        return Installed(signature, executable, guard_of(program, tracer.tree(module), executable), of_file)
+        trace = program.trace
+        guard = guard_of(program, tracer.tree(module), executable)
+        if made.remember is not None and trace is not None:
+            made.remember(program, trace)
+        return Installed(signature, executable, guard, of_file)
 
     @functools.cached_property
     def _full_parameters(self) -> FullParameters:

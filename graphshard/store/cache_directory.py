@@ -1,5 +1,7 @@
 """Directory of the compile cache: an archive for each program, named by the hash of all that the program depends on.
 
+A `.gstrace` next to it is what a launch compares instead of tracing, see `_trace_record.py`.
+
 `GRAPHSHARD_CACHE` chooses it, `GRAPHSHARD_CACHE_LIMIT` limits its bytes: the least recently used programs are removed.
 This module needs no torch.
 """
@@ -21,11 +23,12 @@ from graphshard.utils.archive import WRITES_FOR, remove, remove_left_behind, rem
 VARIABLE = "GRAPHSHARD_CACHE"
 LIMIT_VARIABLE = "GRAPHSHARD_CACHE_LIMIT"
 ENDING = ".gscache"
+OF_TRACES = ".gstrace"
 LIMIT = 4 << 30
 _LONGEST_LINE = 64 << 20
 _ON = ("on", "1", "yes", "true")
 _OFF = ("", "off", "0", "no", "false")
-_NAME = re.compile(r"[0-9a-f]{32}\.gscache")
+_NAME = re.compile(r"[0-9a-f]{32}\.(gscache|gstrace)")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -82,9 +85,11 @@ class Entry:
 
 
 def entries(directory: Path) -> list[Entry]:
-    """Return the readable files of the cache, the most recently used first."""
+    """Return the readable files of programs, the most recently used first."""
     found = []
     for path in _files(directory):
+        if path.suffix != ENDING:
+            continue
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             about = path.stat()
             with path.open("rb") as file:
@@ -103,15 +108,19 @@ def _files(directory: Path) -> list[Path]:
 def shrink(directory: Path, limit: int, keep: Path | None = None) -> int:
     """Remove the least recently used files beyond a limit of bytes, but for `keep`; return how many."""
     remove_left_behind(directory, ENDING)
+    remove_left_behind(directory, OF_TRACES)
     return remove_oldest(_files(directory), limit, keep)
 
 
 def clear(directory: Path) -> tuple[int, int]:
-    """Remove all files of the cache; return how many, and their bytes."""
+    """Remove all files of the cache; return how many programs they had, and their bytes."""
     remove_left_behind(directory, ENDING, WRITES_FOR)
-    sizes = []
+    remove_left_behind(directory, OF_TRACES, WRITES_FOR)
+    sizes, programs = [], 0
     for path in _files(directory):
         with contextlib.suppress(OSError):
             size = path.stat().st_size
-            sizes += [size] if remove(path) else []
-    return len(sizes), sum(sizes)
+            if remove(path):
+                sizes.append(size)
+                programs += path.suffix == ENDING
+    return programs, sum(sizes)

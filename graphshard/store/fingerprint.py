@@ -294,8 +294,8 @@ def decode_shapes(text: str) -> Any:
 _VERSIONED = ("cattrs", "networkx", "numpy", "sympy")
 
 
-def why_not_cached(tracer: Tracer, program: Program) -> str:
-    """Return why a program of a tracer is not cached; "" if it may be."""
+def why_not_cached(tracer: Tracer, program: Program | None = None) -> str:
+    """Return why a program of a tracer, or none of them, is cached; "" if it may be."""
     spec = tracer.spec
     if spec.tensor is not None or spec.whole is not None:
         return "the model has a tensor axis: its programs are those of a rank's place on it"
@@ -312,9 +312,9 @@ def why_not_cached(tracer: Tracer, program: Program) -> str:
             return f"the planner {type(planner).__qualname__} is not graphshard's: its code is not compared"
     if modes_of_functions():
         return "a mode of torch is active that sees every function"
-    if program.sizes:
+    if program is not None and program.sizes:
         return "it has dynamic sizes"
-    if set(program.mesh.axes) - set(spec.mesh.axes):
+    if program is not None and set(program.mesh.axes) - set(spec.mesh.axes):
         return "the model communicates in process groups of its own"
     return ""
 

@@ -1,8 +1,9 @@
 """Compile cache: finds the program of a trace that an earlier launch compiled, and writes one.
 
-* A stale hit would be a silently wrong result. So each launch traces, and the key has the digest of the whole graph
-  and everything else in `fingerprint.key_facts`. A program whose key cannot be written down is not cached.
-* Guards come from this launch's trace. The file has what passes and compilation made of the graph.
+* A stale hit would be a silently wrong result. So the key has the digest of the whole traced graph, and everything else
+  in `fingerprint.key_facts`. A program whose key cannot be written down is not cached.
+* A launch traces unless it can be sure of the graph: `_trace_record.py` compares everything that the trace has read,
+  and all code that it ran. Guards come from the trace, or are built anew from such a record.
 * All ranks or none: ranks compare what they found, and compile together if one of them found something else.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphshard.codec.converter import decode_structure, encode_structure
 from graphshard.codec.graph_format import short_name
 from graphshard.codec.program_format import (
     decode_lowered,
@@ -30,16 +32,23 @@ from graphshard.codec.program_format import (
     encode_partitioned,
     graph_digest,
 )
+from graphshard.exported.exported_program import joint_of
+from graphshard.frontend.dynamo_capture import DynamoTrace
+from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.signature import Signature
-from graphshard.ir.program import Program
+from graphshard.ir.program import EagerForward, Program
+from graphshard.ir.submodule_entry_points import method_of
 from graphshard.lower.region_store import KeptRegion, Package
 from graphshard.lower.regions import RegionCall
 from graphshard.module.program_compiler import LoweredProgram, ProgramCompiler
+from graphshard.module.tracer import ModuleCall, Tracer
 from graphshard.pipeline.pipeline import Partitioned
+from graphshard.store._trace_record import global_state, record_of, restore
 from graphshard.store.artifact_file import ArtifactWriter, CompiledProgram, artifact_of, to_bytes
 from graphshard.store.artifact_manifest import CacheLabel, MeshEntry
 from graphshard.store.cache_directory import (
     ENDING,
+    OF_TRACES,
     VARIABLE,
     HomelessError,
     directory_of,
@@ -50,10 +59,12 @@ from graphshard.store.cache_directory import (
 from graphshard.store.fingerprint import describe_options, environment, key_facts, model_facts, why_not_cached
 from graphshard.store.program_library import StoredProgram, read_region
 from graphshard.torch_compat.torch_ops import pytree
-from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch
+from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch, write_archive
 
 log = logging.getLogger("graphshard.cache")
 
+# Records of one call that are compared.
+_MOST_RECORDS = 8
 _ELSEWHERE = f"{VARIABLE}=DIRECTORY, or compile(..., cache=DIRECTORY)"
 _REMEDY = (
     f"Make it writable, give another directory ({_ELSEWHERE}), or switch the cache off ({VARIABLE}=off, or "
@@ -97,6 +108,52 @@ class ProgramCache:
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         return CacheLookup(self, maker, module, signature, tensors, json.loads(text), self.directory / f"{key}{ENDING}")
+
+    def recall(self, maker: ProgramCompiler, call: ModuleCall, of_inputs: Signature) -> LoweredProgram | None:
+        """Return the program of a trace that this call would repeat; None if there is none, and the log says why."""
+        tracer, module = maker.tracer, call.module
+        try:
+            if others_can_write(self.directory) or why_not_cached(tracer) or joint_of(module) is not None:
+                return None
+            facts = _facts_of_call(module, tracer, of_inputs)
+            scope = {"module": module, "args": call.args, "kwargs": dict(call.kwargs)}
+            forward, why = method_of(module, tracer.spec.method), "no trace was kept"
+            for path in _records(self.directory, facts)[:_MOST_RECORDS]:
+                content = read_private(path).json("trace.json")
+                with without_torchs_hooks():
+                    trace = restore(content["trace"], tracer.traced, forward, scope)
+                if isinstance(trace, str):
+                    why = trace
+                    continue
+                touch(path)
+                return self._recalled(maker, call, of_inputs, facts, content, trace)
+        except OSError:
+            return None  # the search after the trace says why
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        log.info("cache: %s is traced: %s", tracer.label, why)
+        return None
+
+    def _recalled(
+        self,
+        maker: ProgramCompiler,
+        call: ModuleCall,
+        of_inputs: Signature,
+        facts: dict[str, Any],
+        content: dict[str, Any],
+        trace: DynamoTrace,
+    ) -> LoweredProgram | None:
+        """Return the program of a record, with what a trace knows of it."""
+        file = self.directory / f"{content['program']}{ENDING}"
+        found = CacheLookup(self, maker, call.module, of_inputs, (), facts, file).find()
+        if found is not None:
+            program, again = found.program, maker.tracer.recapture(call)
+            program.trace, program.digest, program.taken = trace, content["digest"], tuple(content["taken"])
+            program.out_spec = decode_structure(content["out_spec"], "outputs")
+            if content["eager"] is not None:
+                draws, overwritten = content["eager"]
+                program.eager = EagerForward(lambda: again().eager.function(), draws, tuple(overwritten))  # type: ignore[union-attr]
+        return found
 
     def warn(self, message: str, *args: Any) -> None:
         """Log a problem of the directory once."""
@@ -159,6 +216,31 @@ class CacheLookup:
         make_backward = maker.backward_factory(program, partitioned if starts else None)
         return LoweredProgram(program, make_backward, {key: compiled[key] for key in stored.regions})
 
+    def remember(self, of_inputs: Signature, program: Program, trace: DynamoTrace) -> None:
+        """Keep a trace next to its program, so that a later launch need not repeat it."""
+        tracer = self.maker.tracer
+        try:
+            if not self.path.exists():
+                return
+            eager = program.eager and (program.eager.draws, program.eager.overwritten)
+            record = record_of(trace, tracer.traced)
+            content = {
+                "program": self.path.stem,
+                "digest": program.digest,
+                "taken": list(program.taken),
+                "out_spec": encode_structure(program.out_spec, "outputs"),
+                "eager": eager,
+                "trace": record,
+            }
+            facts = _facts_of_call(self.module, tracer, of_inputs)
+            stem = _hash(facts) + _hash([self.path.stem, record["facts"]])
+            path = self.path.with_name(f"{stem}{OF_TRACES}")
+            if not path.exists() and not is_being_written(path):
+                write_archive(path, {"model": facts["model"]}, {"trace.json": to_bytes(content)})
+                shrink(path.parent, self.cache.limit, path)
+        except Exception as error:  # of many kinds, for values that cannot be described or written
+            log.info("cache: the trace of %s is not kept, so each launch traces: %s", tracer.label, error)
+
     def _difference(self) -> str:
         """Return what differs from the most recently used program of the same model."""
         for entry in entries(self.cache.directory):
@@ -212,6 +294,21 @@ class CacheLookup:
         label = CacheLabel(path.stem, self.facts["model"], *of_call)
         writer.write(path, here, model_facts(self.module), cached=label)
         return True
+
+
+def _facts_of_call(module: nn.Module, tracer: Tracer, of_inputs: Signature) -> dict[str, Any]:
+    """Return all that a trace depends on, except what its guards read."""
+    return {**key_facts(module, tracer, of_inputs), "state": global_state(), "device": str(tracer.spec.device)}
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+
+
+def _records(directory: Path, facts: dict[str, Any]) -> list[Path]:
+    """Return the records of traces of a call, the most recently used first."""
+    found = [(path.stat().st_mtime, path) for path in directory.glob(f"{_hash(facts)}*{OF_TRACES}")]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphshard.torch_compat.torch_ops import OpOverload, make_contiguous_strides_for, replaced
+from graphshard.torch_compat.torch_ops import OpOverload, dispatch_keys, make_contiguous_strides_for, replaced
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
@@ -44,7 +44,7 @@ def fake_tensor(
 def guarded_as_real(fake: torch.Tensor) -> torch.Tensor:
     """Let Dynamo's guards on a fake tensor expect a plain tensor of its device, which the module has when it runs."""
     assert isinstance(fake, FakeTensor)
-    fake.pytype, fake.dispatch_keys = torch.Tensor, torch._C._dispatch_keys(torch.empty(0, device=fake.device))
+    fake.pytype, fake.dispatch_keys = torch.Tensor, dispatch_keys(torch.empty(0, device=fake.device))
     return fake
 
 

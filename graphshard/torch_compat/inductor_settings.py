@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache
 
 
-def changed_settings() -> dict[str, str]:
-    """Return the settings of AOTAutograd and Inductor that differ from their defaults."""
+def changed_settings(modules: Sequence[Any] = (functorch_config, inductor_config)) -> dict[str, str]:
+    """Return the settings, of AOTAutograd and Inductor or of other modules, that differ from their defaults."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of deprecated settings
-        for module in (functorch_config, inductor_config):
-            settings: Any = module
-            for name, entry in settings._config.items():
+        for module in modules:
+            for name, entry in module._config.items():
                 value = entry.default if entry.alias is not None else getattr(module, name)
                 if value is not entry.default and value != entry.default:
                     found[f"{module.__name__}.{name}"] = repr(value)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 accelerator = torch._C._accelerator_getAccelerator
 assert_async = torch._assert_async
+dispatch_keys = torch._C._dispatch_keys
 foreach_copy_ = torch._foreach_copy_
 make_subclass = torch.Tensor._make_subclass
 # Number of references to a tensor in C++. A graph of autograd that has saved it has one.

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.module import tracer
+from graphshard.store.cache_directory import OF_TRACES
 
 HELPER = """
 FACTOR = 2.0
@@ -157,7 +158,9 @@ class Launches:
             yield
 
     def files(self) -> list[str]:
-        return sorted(os.listdir(self.cache)) if self.cache.exists() else []
+        """Return the names of the files of programs."""
+        names = sorted(os.listdir(self.cache)) if self.cache.exists() else []
+        return [name for name in names if not name.endswith(OF_TRACES)]
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -76,7 +75,7 @@ def test_ranks_find_programs_together(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train_and_evaluate, cache)
     assert [each[1] for each in first] == [2, 2]
-    assert len(os.listdir(cache)) == 2
+    assert len(list(Path(cache).glob("*.gscache"))) == 2
     second = ranks(2).run(_train_and_evaluate, cache)
     assert [each[1] for each in second] == [0, 0], second
     assert _same(first, second)
@@ -92,7 +91,7 @@ def test_one_rank_is_late(ranks: Ranks, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     first = ranks(2).run(_train_late, cache)
     assert [each[1] for each in first] == [1, 1]
-    assert len(os.listdir(cache)) == 1
+    assert len(list(Path(cache).glob("*.gscache"))) == 1
 
 
 def _train_late(rank: int, world_size: int, cache: str) -> Any:
@@ -116,7 +115,7 @@ def test_one_rank_has_no_cached_program(ranks: Ranks, tmp_path: Path) -> None:
     second = ranks(2).run(_train_without, cache)
     assert [each[1] for each in second] == [2, 2]
     assert _same(first, second)
-    assert "is compiled, although it was found: another rank has not found it" in second[0][2][1]
+    assert any("is compiled, although it was found: another rank has not found it" in text for text in second[0][2])
 
 
 def _train_without(rank: int, world_size: int, cache: str) -> Any:
