@@ -191,6 +191,7 @@ def _facts(
 ) -> list[Any]:
     """Return what the guards read, with the source of each."""
     first: dict[int, int] = {}
+    kept: list[Any] = []  # sources make dicts, whose ids would be used again
     found: list[Any] = [["torch.Tensor", describer.cls(torch.Tensor)]]
     if record["reads environment"]:
         found.append(["os.environ", environment_of(os.environ, set(record["named"]))])
@@ -203,6 +204,7 @@ def _facts(
                 value = eval(source, {**values})
             except Exception as error:
                 raise UndescribedError(f"{source} cannot be read: {error!r}") from None
+            kept.append(value)
             if differs_by_rank(value):
                 raise UndescribedError(f"{source} may answer otherwise on another rank")
             same = first.setdefault(id(value), place) if isinstance(value, (torch.Tensor, nn.Module, dict, list)) else 0
