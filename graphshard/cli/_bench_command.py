@@ -144,7 +144,7 @@ def _launcher(args: argparse.Namespace, device: str) -> Iterator[Callable[[str],
 
     def start(variant: str) -> dict[str, Any]:
         with socket.socket() as free:
-            free.bind(("", 0))
+            free.bind(("127.0.0.1", 0))
             agreed = [free.getsockname()[1], f"{tempfile.gettempdir()}/graphshard-bench-{time.time_ns():x}"]
         if launched:
             dist.broadcast_object_list(agreed)

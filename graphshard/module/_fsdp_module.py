@@ -1,8 +1,7 @@
 """A unit of a compiled model, and the model itself: an `FSDPModule`, with FSDP2's methods.
 
-    model.set_requires_gradient_sync(False)             all units, as FSDP2's methods with `recurse` do
-    model.layers[0].unshard()                           this unit only, as FSDP2's other methods do
-    model.unshard(units=["layers.*"])                   the named units, which FSDP2 does not have
+    model.set_requires_gradient_sync(False)    all units, as FSDP2's methods with `recurse` do
+    model.layers[0].unshard()                  this unit only, as its other methods; `units=["layers.*"]` names units
 
 A choice holds from the next call of the model on. A unit keeps its forward and its class by `isinstance`.
 """
@@ -80,10 +79,9 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         """Return names of the parameters that a method is for."""
         check_bool("recurse", recurse)
         unit = self._graphshard_unit
-        params = unit.runner.tracer.spec.params
+        params, prefix = unit.runner.tracer.spec.params, f"{unit.path}." if unit.path else ""
         if units is not None:
             check_texts("units", units, "['layers.*']")
-            prefix = f"{unit.path}." if unit.path else ""
             return params.of_units([f"{prefix}{pattern}" if pattern else unit.name for pattern in units])
         names = unit.inside(recurse=recurse)
         return {row.name for row in params if row.unit in names}

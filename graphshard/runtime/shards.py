@@ -218,6 +218,18 @@ class ParamRef:
                 f"distribute_tensor(value, mesh, [Shard({self.row.dim})]), or copy into the one that is "
                 f"there. {REBUILD}"
             )
+        if isinstance(param, DTensor) and param.__dict__.get(_STORAGE) != _storage_of(param):
+            self._check_data(param)
+        if self.tied:
+            self.check_tied(self.tied)
+        return param
+
+    def _check_data(self, param: nn.Parameter) -> None:
+        """Raise ParameterError if a tensor was assigned to the parameter's `.data`; once if it was a DTensor.
+
+        The assignment replaces only the storage of the DTensor itself, which is empty. Its shard stays, so the values
+        are ignored.
+        """
         # A DTensor has no memory except its shard's, but the offset of a shard that is a part of a larger tensor.
         if not self.row.ignored and param.data_ptr() != param.storage_offset() * param.element_size():
             raise ParameterError(
@@ -225,17 +237,6 @@ class ParamRef:
                 "without changing its values. Make the model again, and copy instead, within torch.no_grad(): "
                 f"param.copy_(torch.distributed.tensor.distribute_tensor(value, mesh, [Shard({self.row.dim})]))."
             )
-        if isinstance(param, DTensor):
-            self._check_data(param)
-        if self.tied:
-            self.check_tied(self.tied)
-        return param
-
-    def _check_data(self, param: nn.Parameter) -> None:
-        """Raise ParameterError, once, if a DTensor was assigned to the parameter's `.data`: torch ignores its values.
-
-        The assignment replaces only the storage of the DTensor itself, which is empty. Its shard stays.
-        """
         found = _storage_of(param)
         last = param.__dict__.setdefault(_STORAGE, found)
         if last == found:

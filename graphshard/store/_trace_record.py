@@ -178,7 +178,8 @@ def _check_target(target: Any) -> None:
         known = target.namespace in ("aten", "prims")
     else:
         package = str(getattr(target, "__module__", None) or "torch").partition(".")[0]
-        known = isinstance(target, _FUNCTIONS) and package in _OF_LIBRARY
+        is_local = "<locals>" in getattr(target, "__qualname__", "")  # one that calls an opaque function
+        known = isinstance(target, _FUNCTIONS) and package in _OF_LIBRARY and not is_local
     if not known:
         raise UndescribedError(f"it calls {getattr(target, '__name__', target)}")
 
@@ -210,7 +211,7 @@ def _facts(
             same = first.setdefault(id(value), place) if isinstance(value, (torch.Tensor, nn.Module, dict, list)) else 0
             try:
                 fact = _fact(kind, key, value, describer)
-            except UndescribedError as error:
+            except Exception as error:  # a fact of another type than the value now
                 raise UndescribedError(f"{source}: {error}") from None
             found.append([source, kind, describer.type_of(value), same, fact])
     return _as_json(found)

@@ -129,12 +129,12 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]], str]] = 
     "mesh is a shape": (
         _hooked,
         lambda: {"mesh": (2,)},
-        r"mesh must be a torch\.distributed DeviceMesh, got tuple\. Make one with .*init_device_mesh\('cuda', \(world",
+        r"mesh must be a torch\.distributed DeviceMesh, got \(2,\)\. Make one with .*init_device_mesh\('cuda', \(world",
     ),
     "mesh is a device": (
         _hooked,
         lambda: {"mesh": "cpu"},
-        r"mesh must be a torch\.distributed DeviceMesh, got str\. Make one with",
+        r"mesh must be a torch\.distributed DeviceMesh, got 'cpu'\. Make one with",
     ),
     "two axes without names": (
         _hooked,
