@@ -28,7 +28,7 @@ from graphshard.cost.flops import Gemm
 from graphshard.cost.kernels import Work
 from graphshard.cost.profile import load_profile
 from graphshard.ir.mesh import Mesh
-from graphshard.optim._owners import OwnerGroup
+from graphshard.optim._owners import longest_first
 from graphshard.optim.matrix_optimizer import _ROUNDS, newton_schulz_flops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -90,9 +90,8 @@ def _row(name: str, ranks: int, step: float, shapes: list[torch.Size], hardware:
     mesh = Mesh.of_shape((ranks,))
     costs = Costs(load_profile(hardware), mesh=mesh)
     seconds = {shape: _newton_schulz(costs, shape) for shape in set(shapes)}
-    group = object.__new__(OwnerGroup)
-    group.size, group.loads = ranks, [0.0] * ranks
-    owners = group.assign([newton_schulz_flops(shape) for shape in shapes], [None] * len(shapes))
+    costs_of = [newton_schulz_flops(shape) for shape in shapes]
+    owners = longest_first(costs_of, [None] * len(shapes), [0.0] * ranks)
     busy = [0.0] * ranks
     for shape, owner in zip(shapes, owners):
         busy[owner] += seconds[shape]

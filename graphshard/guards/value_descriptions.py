@@ -184,19 +184,8 @@ def environment_of(variables: Mapping[str, str], named: set[str]) -> dict[str, s
 
 # Environment variables that differ between ranks or launches of one job.
 _OF_LAUNCHES = (
-    *(
-        "RANK",
-        "LOCAL_",
-        "WORLD_SIZE",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "OMPI_",
-        "PMI",
-        "SLURM",
-        "HOSTNAME",
-    ),
+    *("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM"),
+    "HOSTNAME",
     *("PWD", "OLDPWD", "SHLVL", "TERM", "COLUMNS", "LINES", "TMPDIR", "SSH_", "XDG_", "DBUS_", "PYTEST_", "_"),
     *("TORCHINDUCTOR_CACHE_DIR", "GRAPHSHARD_CACHE"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from graphshard.ir.param_table import chunk_range
 from graphshard.torch_compat.dtensor import cuts_of, flattened_mesh
 
 # Part of a tensor: start and length along each dim.
@@ -28,9 +30,8 @@ def boxes_of(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Pl
         box = [(0, size) for size in shape]
         for axis, dim in cuts:
             start, length = box[dim]
-            step = -(-length // mesh[axis])  # as torch.chunk
-            before = min(place[axis] * step, length)
-            box[dim] = start + before, min(step, length - before)
+            offset, length = chunk_range(length, mesh[axis], place[axis])
+            box[dim] = start + offset, length
         found.append(tuple(box))
     return tuple(found)
 
@@ -73,13 +74,13 @@ class Owned:
 
     def sends(self, rank: int) -> bool:
         """Return whether a rank sends the owner its part: it is in the owner's replica."""
+        return all(rank // inner % size == self.owner // inner % size for inner, size in self._copies)
+
+    @functools.cached_property
+    def _copies(self) -> list[tuple[int, int]]:
+        """Return the axes whose ranks hold the same: the ranks between two neighbors, and the size."""
         cut = {axis for axis, _ in cuts_of(self.placements)}
-        inner = 1
-        for axis, size in reversed(list(enumerate(self.mesh))):
-            if axis not in cut and rank // inner % size != self.owner // inner % size:
-                return False
-            inner *= size
-        return True
+        return [(math.prod(self.mesh[axis + 1 :]), size) for axis, size in enumerate(self.mesh) if axis not in cut]
 
     def holder(self) -> int | None:
         """Return the first rank that holds all of it; None if its parts are on several."""
@@ -114,6 +115,30 @@ class Owned:
         return first, max(first, min(start + length, self.start + self.length))
 
 
+def longest_first(costs: Sequence[float], holders: Sequence[int | None], loads: list[float]) -> list[int]:
+    """Return an owner for each tensor: its holder, or the longest first, to the rank with the least work.
+
+    The makespan is at most 4/3 of the shortest one (Graham, Bounds on Multiprocessing Timing Anomalies, 1969). All
+    ranks find the same owners, as they see the same costs.
+
+    Args:
+        loads: work of each rank, to which the tensors' is added.
+    """
+    owners = [0 if holder is None else holder for holder in holders]
+    for cost, holder in zip(costs, holders):
+        if holder is not None:
+            loads[holder] += cost
+    ranks = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(ranks)
+    free = [index for index, holder in enumerate(holders) if holder is None]
+    for index in sorted(free, key=lambda index: -costs[index]):
+        _, rank = ranks[0]
+        owners[index] = rank
+        loads[rank] += costs[index]
+        heapq.heapreplace(ranks, (loads[rank], rank))
+    return owners
+
+
 class OwnerGroup:
     """Ranks of a mesh that own tensors and exchange them with each other.
 
@@ -127,25 +152,6 @@ class OwnerGroup:
         self.rank, self.size = self.group.rank(), self.group.size()
         self.device = torch.device(mesh.device_type)
         self.loads = [0.0] * self.size
-
-    def assign(self, costs: Sequence[float], holders: Sequence[int | None]) -> list[int]:
-        """Return an owner for each tensor: its holder, or the longest first, to the rank with the least work.
-
-        The makespan is at most 4/3 of the shortest one (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
-        All ranks find the same owners, as they see the same costs.
-        """
-        owners = [0 if holder is None else holder for holder in holders]
-        for cost, holder in zip(costs, holders):
-            if holder is not None:
-                self.loads[holder] += cost
-        ranks = [(load, rank) for rank, load in enumerate(self.loads)]
-        heapq.heapify(ranks)
-        free = [index for index, holder in enumerate(holders) if holder is None]
-        for index in sorted(free, key=lambda index: -costs[index]):
-            load, owners[index] = ranks[0]
-            heapq.heapreplace(ranks, (load + costs[index], owners[index]))
-        self.loads = [load for load, _ in sorted(ranks, key=lambda each: each[1])]
-        return owners
 
     def collect(self, tensors: Sequence[Owned], shards: Sequence[torch.Tensor]) -> OwnerTransfer:
         """Start to send shards of one dtype to the owners of their tensors."""

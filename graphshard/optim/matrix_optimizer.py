@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import carry_attributes, is_extended, shard_in
-from graphshard.optim._owners import Owned, OwnerGroup, OwnerTransfer, boxes_of
+from graphshard.optim._owners import Owned, OwnerGroup, OwnerTransfer, boxes_of, longest_first
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
 from graphshard.utils.argument_validation import check_function
 from graphshard.utils.text import brief
@@ -351,7 +351,7 @@ def _assigned(
             costs.append(cost(torch.Size(owned.own_shape)))
     # Matrices of a batch that one rank has whole stay there.
     holders = [piece.owned.holder() if piece.batched and piece.owned is not None else None for piece in pieces]
-    for piece, owner in zip(pieces, group.assign(costs, holders)):
+    for piece, owner in zip(pieces, longest_first(costs, holders, group.loads)):
         assert piece.owned is not None
         piece.owned = replace(piece.owned, owner=owner)
     return pieces
