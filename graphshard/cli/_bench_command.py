@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -171,14 +172,22 @@ def _launcher(args: argparse.Namespace, device: str) -> Iterator[Callable[[str],
         finally:
             if local == "0":
                 shutil.rmtree(folder, ignore_errors=True)
-        # The first error in words: a rank that waits for one that has failed is ended.
-        return min(found, key=lambda each: ("error" not in each, each.get("error", "").startswith("rank ")))
+        return min(found, key=_cause)
 
     try:
         yield start
     finally:
         if launched:
             dist.destroy_process_group()
+
+
+def _cause(found: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return a key that is least for the rank that failed first, which the others waited for.
+
+    It has ended by itself, or says why; a rank that waits is killed.
+    """
+    ended = re.fullmatch(r"rank \d+ ended with exit status (-?)\d+", found.get("error", ""))
+    return "error" not in found, 1 if ended is None else 2 if ended[1] else 0
 
 
 def run_ranks(command: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> list[dict[str, Any]]:
