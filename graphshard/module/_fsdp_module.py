@@ -23,6 +23,7 @@ from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.frontend.unit_boundaries import BoundaryModule
 from graphshard.ir.submodule_entry_points import EntryPoint, install_entry, is_traced, without_entries
 from graphshard.ir.units import modules_of
+from graphshard.module._composable_state import UnitRegistry, UnitState
 from graphshard.options.resolve import Direction
 from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
 from graphshard.runtime.unsharded import UnshardHandle
@@ -334,7 +335,7 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
     __prepare_scriptable__ = _refusal("torch.jit.script", "Script the model before compile, or use graphshard.export.")
 
     def _get_fsdp_state(self) -> Any:
-        return _State(self._graphshard_unit)
+        return UnitState(self._graphshard_unit)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of shards; `unshard` is undone until the next call."""
@@ -434,36 +435,6 @@ def _on(stream: torch.cuda.Stream | None, hook: Hook) -> Hook:
     return on_stream
 
 
-class _State:
-    """Stand-in for FSDP2's state of a module, for torch's functions that ask for it.
-
-    Stages of `torch.distributed.pipelining` let the state of each unit reduce gradients after the last microbatch.
-    """
-
-    def __init__(self, unit: UnitRef) -> None:
-        self._unit = unit
-        self._state_ctx = self._fsdp_param_group = self  # the latter for stages of torch 2.11
-        self.all_states = self._fsdp_param_groups = [self]
-
-    def post_backward(self) -> None:
-        self._unit.runner.finish()
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Do nothing: reductions were waited for."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        """Return self: the copy of a module gets another state."""
-        return self
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # copying asks for such names
-            raise AttributeError(name)
-        raise UnsupportedError(
-            f"{name} of FSDP2's state is asked for, and a model that graphshard has compiled has none. For "
-            "register_fsdp_forward_method use graphshard.register_forward_method."
-        )
-
-
 def become_units(root: nn.Module, runner: Runner) -> None:
     """Give the modules of all units, and the root, their place and a class of `GraphshardFSDPModule`."""
     for name in ("", *runner.tracer.spec.units):
@@ -472,7 +443,7 @@ def become_units(root: nn.Module, runner: Runner) -> None:
             if not isinstance(module, GraphshardFSDPModule):
                 module.__class__ = unit_class(type(module), GraphshardFSDPModule)
             unit = module.__dict__["_graphshard_unit"] = UnitRef(runner, path, name)
-            register_as(module, fully_shard, _State(unit))
+            register_as(module, fully_shard, UnitState(unit), UnitRegistry)
 
 
 def strip_module(module: nn.Module) -> None:

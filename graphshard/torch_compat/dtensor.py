@@ -231,7 +231,8 @@ def take_checkpoint_hooks(module: nn.Module) -> tuple[tuple[str, Any], ...] | No
     return tuple([*known, ("context_fn", contexts)] if contexts is not None else known)
 
 
-def register_as(module: nn.Module, function: Any, state: Any) -> None:
+def register_as(module: nn.Module, function: Any, state: Any, registry: type[dict[str, Any]]) -> None:
     """Tell torch's composable functions, such as `replicate`, that one was applied; set `function.state(module)`."""
-    module.__dict__.setdefault(REGISTRY_KEY, {})[function.__name__] = RegistryItem()
+    applied = module.__dict__.get(REGISTRY_KEY, {})
+    module.__dict__[REGISTRY_KEY] = registry(applied | {function.__name__: RegistryItem()})
     module.__dict__.setdefault(STATE_KEY, {})[function.__wrapped__] = state

@@ -58,26 +58,6 @@ def mistake(expected: str) -> Callable[[Mistake], Mistake]:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-@mistake("Compile the module in it, without this wrapper")
-def compile_ddp(mesh: DeviceMesh) -> None:
-    compiled(mesh, nn.parallel.DistributedDataParallel(Net()))
-
-
-@mistake("its submodule '0' is a DistributedDataParallel")
-def compile_around_ddp(mesh: DeviceMesh) -> None:
-    compiled(mesh, nn.Sequential(nn.parallel.DistributedDataParallel(Net())))
-
-
-@mistake("it is a DataParallel")
-def compile_data_parallel(mesh: DeviceMesh) -> None:
-    compiled(mesh, nn.DataParallel(Net()))
-
-
-@mistake("it is a FullyShardedDataParallel")
-def compile_fsdp1(mesh: DeviceMesh) -> None:
-    compiled(mesh, fsdp.FullyShardedDataParallel(Net(), device_id=torch.device("cpu")))
-
-
 @mistake("its submodule 'layers.0' is sharded by FSDP2. Call torch's fully_shard on the model, too")
 def compile_after_fsdp2_of_a_part(mesh: DeviceMesh) -> None:
     model = Net()
@@ -98,11 +78,6 @@ def export_after_compile(mesh: DeviceMesh) -> None:
 @mistake("fully_shard has already been applied")
 def fsdp2_after_compile(mesh: DeviceMesh) -> None:
     fsdp.fully_shard(compiled(mesh), mesh=mesh)
-
-
-@mistake("graphshard reduces gradients itself. Leave DistributedDataParallel out")
-def ddp_after_compile(mesh: DeviceMesh) -> None:
-    nn.parallel.DistributedDataParallel(compiled(mesh))
 
 
 @mistake("Script the model before compile, or use graphshard.export")
@@ -413,24 +388,7 @@ def plain_tensor_copied(mesh: DeviceMesh) -> None:
         compiled(mesh).head.weight.copy_(torch.zeros(4, 8))
 
 
-# --- methods of FSDP1 and DDP, and pickling ----------------------------------------------------------------------
-
-
-@mistake("Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)")
-def clip_method(mesh: DeviceMesh) -> None:
-    compiled(mesh).clip_grad_norm_(1.0)
-
-
-@mistake("graphshard.compile returns the model itself, not a wrapper with the model in module. Use the model")
-def module_of_ddp(mesh: DeviceMesh) -> None:
-    model = compiled(mesh)
-    assert not hasattr(model, "module")
-    _ = model.module
-
-
-@mistake("Read full parameters with param.full_tensor(), or within graphshard.unsharded(model)")
-def summon_full_params(mesh: DeviceMesh) -> None:
-    compiled(mesh).summon_full_params()
+# --- pickling, and what is not there ----------------------------------------------------------------------
 
 
 @mistake("Save its state_dict(), or use graphshard.checkpoint.save_checkpoint")

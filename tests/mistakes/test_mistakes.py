@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import graphshard
+import tests.mistakes.wrappers  # noqa: F401 - it adds rows
 from graphshard.errors import ParameterError
 from tests.distributed.twins import world_mesh
 from tests.mistakes.table import MISTAKES, Net, X, Y, compiled, made
