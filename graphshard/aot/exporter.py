@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.codec.program_format import encode_lowered, encode_partitioned, graph_digest
+from graphshard.codec.program_format import encode_lowered, encode_partitioned, graph_digest, own_names
 from graphshard.cost.costs import Costs, model_collective
 from graphshard.cost.flops import flop_of
 from graphshard.cross.driver import package
@@ -206,20 +206,16 @@ class Exporter:
         observer.lowered(program, self.tracer.compiled)
 
     def _encoded(self, program: Program, module: nn.Module) -> dict[str, Any]:
-        """Return the program as data, and write its regions.
-
-        A region that was compiled under conditions on dynamic sizes belongs to the program alone.
-        """
+        """Return the program as data, and write its regions."""
         compiled = self.tracer.compiled
-        names = {key: key if compiled[key].within is None else f"{key}-{program.capture}" for key in program.regions}
+        names = own_names(program, compiled, program.capture)
         for key, name in names.items():
             if name not in self.writer.regions:
                 code, region = compiled[key].fn, program.regions[key]
                 assert isinstance(code, Package)
                 later = self.later and not runs_as_it_is(region.module)
                 self.writer.add_region(name, region, code, otherwise="later" if later else "operators")
-        data = encode_lowered(program, module)
-        return {**data, **{field: [names[key] for key in data[field]] for field in ("regions", "region_calls")}}
+        return encode_lowered(program, module, names)
 
     def _backwards(
         self,

@@ -37,6 +37,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ from graphshard.utils.json_dataclasses import typed
 _PHASES = ("joint", "forward", "backward")
 # Levels of a key's content that have a line for each item; 1 for others.
 _LEVELS = {"phases": 3, "plan": 2, "params": 2}
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def graph_digest(program: Program) -> str:
@@ -167,8 +169,19 @@ def _lines(value: Any, levels: int) -> str:
 # --- lowered programs --------------------------------------------------------------------------------------------
 
 
-def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
-    """Return a lowered program as JSON, without tensors of the captured module; raise ArtifactError if it cannot be."""
+def own_names(program: Program, compiled: Mapping[str, RegionCall], mark: object) -> dict[str, str]:
+    """Return the names of a program's regions in a file, by key.
+
+    A region that was compiled under conditions on dynamic sizes belongs to the program alone, whose mark is added.
+    """
+    return {key: key if compiled[key].within is None else f"{key}-{mark}" for key in program.regions}
+
+
+def encode_lowered(program: Program, module: nn.Module, names: Mapping[str, str] = _NO_NAMES) -> dict[str, Any]:
+    """Return a lowered program as JSON, without tensors of the captured module; raise ArtifactError if it cannot be.
+
+    `names` are of its regions in the file, by key.
+    """
     values, own = {}, _own_tensors(module)
     for name, tensor in program.constants.items():
         if name not in own:
@@ -183,7 +196,8 @@ def encode_lowered(program: Program, module: nn.Module) -> dict[str, Any]:
                 "data": base64.b64encode(_bytes_of(tensor)).decode(),
             }
     structure, conditions = encode_structure(program.out_spec, "outputs"), _conditions(program.sizes)
-    return {**_encode(program), "out_spec": structure, "conditions": conditions, "values": values}
+    data = {**_encode(program), "out_spec": structure, "conditions": conditions, "values": values}
+    return {**data, **{field: [names.get(key, key) for key in data[field]] for field in ("regions", "region_calls")}}
 
 
 def decode_lowered(

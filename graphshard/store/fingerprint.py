@@ -312,8 +312,6 @@ def why_not_cached(tracer: Tracer, program: Program | None = None) -> str:
             return f"the planner {type(planner).__qualname__} is not graphshard's: its code is not compared"
     if modes_of_functions():
         return "a mode of torch is active that sees every function"
-    if program is not None and program.sizes:
-        return "it has dynamic sizes"
     if program is not None and set(program.mesh.axes) - set(spec.mesh.axes):
         return "the model communicates in process groups of its own"
     return ""

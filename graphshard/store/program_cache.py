@@ -31,12 +31,13 @@ from graphshard.codec.program_format import (
     encode_lowered,
     encode_partitioned,
     graph_digest,
+    own_names,
 )
 from graphshard.exported.exported_program import joint_of
 from graphshard.frontend.dynamo_capture import DynamoTrace
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.signature import Signature
-from graphshard.ir.program import EagerForward, Program
+from graphshard.ir.program import EagerForward, Program, Size
 from graphshard.ir.submodule_entry_points import method_of
 from graphshard.lower.region_store import KeptRegion, Package
 from graphshard.lower.regions import RegionCall
@@ -57,7 +58,7 @@ from graphshard.store.cache_directory import (
     shrink,
 )
 from graphshard.store.fingerprint import describe_options, environment, key_facts, model_facts, why_not_cached
-from graphshard.store.program_library import StoredProgram, read_region
+from graphshard.store.program_library import StoredProgram, read_region, within_of
 from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.archive import is_being_written, others_can_write, read_private, remove, touch, write_archive
 
@@ -70,6 +71,10 @@ _REMEDY = (
     f"Make it writable, give another directory ({_ELSEWHERE}), or switch the cache off ({VARIABLE}=off, or "
     "cache=False)."
 )
+
+
+class _OtherSizesError(Exception):
+    """A stored program does not hold at the sizes of the call."""
 
 
 @dataclass
@@ -107,7 +112,8 @@ class ProgramCache:
             log.info("cache: %s is neither looked for nor kept: %s", tracer.label, problem)
             return None
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return CacheLookup(self, maker, module, signature, tensors, json.loads(text), self.directory / f"{key}{ENDING}")
+        path = self.directory / f"{key}{ENDING}"
+        return CacheLookup(self, maker, module, signature, tensors, json.loads(text), path, program.sizes)
 
     def recall(self, maker: ProgramCompiler, call: ModuleCall, of_inputs: Signature) -> LoweredProgram | None:
         """Return the program of a trace that this call would repeat; None if there is none, and the log says why."""
@@ -166,7 +172,8 @@ class ProgramCache:
 class CacheLookup:
     """One program that may be in the cache, or is to be put there, of a call with tensors.
 
-    `facts` are everything that it depends on, by name, and `path` is named by their hash.
+    `facts` are everything that it depends on, by name, and `path` is named by their hash. Conditions of the program on
+    `sizes`, which are dynamic, are added to the guards of the trace.
     """
 
     cache: ProgramCache
@@ -176,6 +183,7 @@ class CacheLookup:
     tensors: Sequence[torch.Tensor]
     facts: dict[str, Any]
     path: Path
+    sizes: Sequence[Size] = ()
 
     def find(self) -> LoweredProgram | None:
         """Return the program, ready to be installed; None if there is none, and the log says why."""
@@ -187,6 +195,9 @@ class CacheLookup:
             return None
         except OSError as error:
             self.cache.warn("cache: %s cannot be read (%s): compiling. %s", path.parent, error, _REMEDY)
+            return None
+        except _OtherSizesError as error:
+            log.info("cache: %s in %s is for other sizes: %s", label, path, error)
             return None
         except Exception as error:
             what = "removed, and the program is compiled again" if remove(path) else _REMEDY
@@ -201,11 +212,13 @@ class CacheLookup:
         tracer, device = maker.tracer, maker.tracer.spec.device
         ((entry,),) = (mesh.programs for mesh in artifact.manifest.meshes)
         stored, compiled = StoredProgram.of(artifact, entry), dict(tracer.compiled)
+        if otherwise := stored.conflict(self.sizes):
+            raise _OtherSizesError(otherwise)
         for key in stored.regions:
             if key not in compiled:
                 fn, _ = read_region(artifact, key, tracer.options.backend, device)
                 # Damage is found before the code is needed.
-                compiled[key] = RegionCall(fn.load() if isinstance(fn, KeptRegion) else fn)
+                compiled[key] = RegionCall(fn.load() if isinstance(fn, KeptRegion) else fn, within_of(key))
         program = decode_lowered(stored.data, compiled, self.module, device)
         program.regions = {key: artifact.region(key, device) for key in program.regions}
         starts = [artifact.archive.members[file] for file in entry.partitioned_files]
@@ -267,7 +280,8 @@ class CacheLookup:
     def _write(self, program: Program, partitioned: Partitioned | None) -> bool:
         path, tracer = self.path, self.maker.tracer
         # The structure of the outputs is the trace's: its classes need not say how they are stored.
-        data = encode_lowered(replace(program, out_spec=pytree.tree_structure(())), self.module)
+        names = own_names(program, tracer.compiled, path.stem)
+        data = encode_lowered(replace(program, out_spec=pytree.tree_structure(())), self.module, names)
         start = None if partitioned is None else encode_partitioned(partitioned, program)
         # Another rank has written it, or does: a thousand of them would, on a file system of all machines.
         if path.exists() or is_being_written(path):
@@ -281,7 +295,9 @@ class CacheLookup:
                 from graphshard.lower import inductor  # it has compiled the region
 
                 kernels = inductor.kernels_of(fn)
-            writer.add_region(key, region, Package(kernels), otherwise="later" if generated else "operators")
+                if kernels is None and names[key] != key:
+                    raise ValueError(f"region {key} has dynamic sizes, and code that only Inductor can load")
+            writer.add_region(names[key], region, Package(kernels), otherwise="later" if generated else "operators")
         digests = [self.facts["graph"]]
         compiled = CompiledProgram.of(
             data, entry=tracer.name, digests=digests, signature=self.signature, partitioned=start

@@ -24,7 +24,7 @@ from graphshard.cross.gpu_kernels import GpuRegion
 from graphshard.errors import ArtifactError, GraphBreak
 from graphshard.frontend.signature import Signature
 from graphshard.ir.printer import describe, number, print_program
-from graphshard.ir.program import Phase, Program, Region
+from graphshard.ir.program import Phase, Program, Region, Size
 from graphshard.lower.backends import Backend
 from graphshard.lower.eager import compile_eager, compile_operators
 from graphshard.lower.region_store import KeptRegion
@@ -65,6 +65,14 @@ class StoredProgram:
         """Keys of the regions that it calls."""
         return list(dict.fromkeys(key for data in (self.data, *self.backwards.values()) for key in data["regions"]))
 
+    def conflict(self, sizes: Sequence[Size]) -> str:
+        """Return the first condition of the program that does not hold at the sizes of a trace; "" if all do.
+
+        Those that hold become guards of the trace.
+        """
+        known = {size.name: size.value for size in sizes}
+        return next((text for text in strings(self.data["conditions"]) if not bool(parse_size(text, known))), "")
+
 
 @dataclass
 class ProgramLibrary:
@@ -92,12 +100,9 @@ class ProgramLibrary:
 
         Raise ArtifactError if the program of this digest belongs to another trace: export did not write the file.
         """
-        digest, sizes = graph_digest(traced), {size.name: size.value for size in traced.sizes}
+        digest = graph_digest(traced)
         for stored in self.of(runner.tracer.name):
-            if digest not in stored.entry.digests:
-                continue
-            # The program's assumptions about dynamic sizes are added to the guards of the trace.
-            if not all(bool(parse_size(text, sizes)) for text in strings(stored.data["conditions"])):
+            if digest not in stored.entry.digests or stored.conflict(traced.sizes):
                 continue
             program = _decoded(stored.data, module, runner)
             fault = differs_from_trace(program, traced)
@@ -201,8 +206,7 @@ def read_programs(
                 *(artifact.path, key, artifact.path),
             )
         fn, regions[key] = read_region(artifact, key, tracer.options.backend, tracer.spec.device, made)
-        # Regions with dynamic sizes have the number of their program in their keys.
-        tracer.compiled[key] = RegionCall(fn, _CONDITIONAL if "-" in key else None, kept=True)
+        tracer.compiled[key] = RegionCall(fn, within_of(key), kept=True)
     programs = []
     for stored in library.programs:
         module = model.get_submodule(stored.entry.entry)
@@ -212,6 +216,11 @@ def read_programs(
         check_program(program, stored.entry.phases, module, called)
         programs.append(program)
     return library, programs
+
+
+def within_of(key: str) -> object:
+    """Return what a region of a file is `within`: one with dynamic sizes has a mark of its program in its key."""
+    return _CONDITIONAL if "-" in key else None
 
 
 def read_region(
