@@ -1,4 +1,4 @@
-"""Layouts of tensors, and which memory they share."""
+"""Layouts of tensors, which memory they share, and sums of their bits."""
 
 from __future__ import annotations
 
@@ -92,3 +92,21 @@ def apart(made: Sequence[Tensor], others: Sequence[Tensor], metas: Sequence[Tens
         laid = restride(tensor, meta.stride)
         yield copied(laid) if memory_of(laid) in seen else laid
         seen.add(memory_of(laid))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_ROW = 1024
+
+
+def bit_sums(tensor: Tensor) -> Tensor:
+    """Return sums over a tensor's bits, as int64: by rows and columns of 1,024 elements.
+
+    A change of one element changes two of them. Exchanged elements change them, too, unless they are the corners of a
+    rectangle. Computing them reads the tensor twice.
+    """
+    flat = tensor.reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+    table = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = bits[table.numel() :].to(torch.int64)
+    return torch.cat([table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest])

@@ -24,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import is_extended, shard_in
 from graphshard.module.compiled_module import CompiledModule, compiled_module
+from graphshard.optim.master_weights import MasterWeights
 from graphshard.optim.matrix_optimizer import MatrixOptimizer
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.parameter_writes import reject_former_parameters, report_step
@@ -33,6 +34,7 @@ from graphshard.runtime.step_overlap import (
     Arrival,
     GatherPrefetch,
     GradientConsumer,
+    MasterUpdates,
     Updates,
     is_elementwise,
     is_whole,
@@ -66,8 +68,8 @@ def compile_step(
         model: a compiled module.
         optimizer: of the model's parameters, or of some of them: one of torch.optim that computes element by element
             (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, ASGD, NAdam, RAdam, RMSprop), Muon, one of torchao.optim with
-            states of few bits, or a `graphshard.optim.MatrixOptimizer` around any other. Only optimizers that compute
-            element by element update inside backward.
+            states of few bits, a `graphshard.optim.MatrixOptimizer` around any other, or `MasterWeights` around one of
+            these. Only optimizers that compute element by element update inside backward.
         loss: is called with the model and the arguments of `step`, and returns the loss; None calls the model, which
             returns the loss itself.
         clip_norm: the largest norm of all gradients of the model, as for `clip_grad_norm_`; None clips nothing.
@@ -121,18 +123,22 @@ class CompiledStep:
     _prefetch: GatherPrefetch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._updates: Updates | MatrixOptimizer
+        self._consumer = GradientConsumer(self._update, self._model._graphshard.tracer.costs)
+        fuses = self._model._graphshard.tracer.options.backend != "eager"
+        self._updates: Updates | MasterUpdates | MatrixOptimizer
         if isinstance(self._optimizer, MatrixOptimizer):
             self._updates = self._optimizer
+        elif isinstance(self._optimizer, MasterWeights):
+            self._updates = MasterUpdates(self._optimizer, self._consumer.thread, fuses=fuses)
         else:
-            self._updates = Updates(self._optimizer, fuses=self._model._graphshard.tracer.options.backend != "eager")
+            self._updates = Updates(self._optimizer, fuses=fuses)
         self._as_they_arrive = is_elementwise(self._optimizer) or self._updates is self._optimizer
-        self._consumer = GradientConsumer(self._update, self._model._graphshard.tracer.costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train one step; return the loss, or for several microbatches a tensor of their losses."""
         check_step(self._optimizer, self._model, (ref.param for ref in self._model._graphshard.tracer.params))
-        self._updates.begin()
+        if self._as_they_arrive:
+            self._updates.begin()
         if self._accumulate == 1:
             return self._last(self._loss_of(args, kwargs))
         calls = self._microbatches(args, kwargs)
@@ -203,7 +209,7 @@ class CompiledStep:
             self._update_rest()
         else:
             self._separate()
-        if isinstance(self._updates, MatrixOptimizer):
+        if self._as_they_arrive and self._scaler is None:
             self._updates.finish()
         if self._scaler is None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules check it
@@ -215,13 +221,10 @@ class CompiledStep:
 
     def _update(self, arrivals: list[Arrival]) -> None:
         """Update parameters, and start to gather them if the next forward begins with that."""
-        if isinstance(self._updates, MatrixOptimizer):
-            self._updates.send(arrivals)  # updated together after backward, when each rank has its share of the work
-            return
-        self._updates(arrivals)
-        if self._prefetch is not None:
+        updated = self._updates.take(arrivals)
+        if self._prefetch is not None and updated:
             at_the_end = self._consumer.at_the_end or self._model._graphshard.accumulation.consumer is None
-            self._prefetch.updated([param for param, _ in arrivals], start=at_the_end)
+            self._prefetch.updated(updated, start=at_the_end)
 
     def _is_late(self, arrivals: Iterable[Arrival]) -> bool:
         """Return whether parameters may be updated last: the next forward does not begin with them."""
@@ -282,8 +285,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "times, by a closure. Call optimizer.step(closure) instead, with a closure that calls "
             "optimizer.zero_grad(), computes the loss, calls loss.backward() and returns the loss."
         )
-    if not (is_elementwise(optimizer) or is_whole(optimizer) or isinstance(optimizer, MatrixOptimizer)):
-        raise UnsupportedError(f"compile_step: optimizer: {_other_step(optimizer)} {_SEPARATELY}")
+    runs = optimizer.wrapped if isinstance(optimizer, MasterWeights) else optimizer
+    if not (is_elementwise(runs) or is_whole(runs) or isinstance(runs, MatrixOptimizer)):
+        raise UnsupportedError(f"compile_step: optimizer: {_other_step(runs)} {_SEPARATELY}")
     replaced = optimizer.__dict__.get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # a schedule's only counts
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, on sharded parameters.
+"""Wrappers of optimizers of sharded parameters: float32 copies of parameters in 16 bits, and owners of matrices.
 
 Elementwise optimizers run on shards. Muon, Shampoo and SOAP do not: they multiply whole matrices. Gathering every
 matrix on every rank repeats the same work on all of them. Here each matrix has one owner, which receives its gradient,
@@ -13,6 +13,7 @@ Why shards travel after the reduction, instead of reducing each gradient to its 
 as FSDP has them, for 3/n of one reduce-scatter: a gradient, a parameter, and the parameter back.
 """
 
+from graphshard.optim.master_weights import MasterWeights as MasterWeights
 from graphshard.optim.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
 
-__all__ = ["MatrixOptimizer"]
+__all__ = ["MasterWeights", "MatrixOptimizer"]

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from graphshard.errors import ArgumentError, UnsupportedError
 from graphshard.ir.subclasses import carry_attributes, is_extended, shard_in
 from graphshard.optim._owners import Owned, OwnerGroup, OwnerTransfer, boxes_of, longest_first
+from graphshard.optim._wrapped import check_hooks, check_wrapped
 from graphshard.torch_compat.dtensor import cuts_of, dtensor_of
 from graphshard.utils.argument_validation import check_function
-from graphshard.utils.text import brief
 
 # Results travel in so many parts, each under the computation of the next.
 _ROUNDS = 4
@@ -113,15 +113,7 @@ class MatrixOptimizer(Optimizer):
         batches: Iterable[torch.Tensor] = (),
         cost: Callable[[torch.Size], float] | None = None,
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, MatrixOptimizer):
-            raise ArgumentError(
-                f"optimizer must be a torch.optim.Optimizer such as torch.optim.Muon, got {brief(optimizer)}."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise UnsupportedError(
-                "MatrixOptimizer: LBFGS computes the loss several times in one step, over all parameters together. "
-                "Call optimizer.step(closure) of the LBFGS itself."
-            )
+        check_wrapped(optimizer, self, "torch.optim.Muon")
         if cost is not None:
             check_function("cost", cost, "lambda shape: shape.numel()")
         self._wrapped, self._cost, self._batches = optimizer, cost or newton_schulz_flops, set(batches)
@@ -161,6 +153,15 @@ class MatrixOptimizer(Optimizer):
             for piece in _assigned(params, self._groups[mesh], self._batches, self._cost):
                 self._pieces[piece.param].append(piece)
 
+    def with_params(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> MatrixOptimizer:
+        """Return one for copies of the parameters, which takes the wrapped optimizer away from this one."""
+        self._wrapped.param_groups = [
+            {**group, "params": [copies[param] for param in group["params"]]} for group in self.param_groups
+        ]
+        self._wrapped.state = defaultdict(dict, {copies[p]: values for p, values in self._sharded_state().items()})
+        batches = [copies[param] for param in self._batches]
+        return MatrixOptimizer(self._wrapped, batches=batches, cost=self._cost)
+
     def _check(self, param: DTensor, which: str) -> None:
         if is_extended(param):
             raise UnsupportedError(
@@ -183,17 +184,13 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have gradients. All ranks call this together."""
-        if self._wrapped._optimizer_step_pre_hooks or self._wrapped._optimizer_step_post_hooks:
-            raise UnsupportedError(
-                f"MatrixOptimizer: a hook is registered on the step of {type(self._wrapped).__name__}, which each rank "
-                "runs for its own matrices. Register it on the MatrixOptimizer."
-            )
+        check_hooks(self._wrapped, self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.begin()
-        self.send([(param, shard_in(param.grad)) for param in self._pieces if param.grad is not None])
+        self.take([(param, shard_in(param.grad)) for param in self._pieces if param.grad is not None])
         self.finish()
         return loss
 
@@ -202,8 +199,11 @@ class MatrixOptimizer(Optimizer):
         self._arrived.clear()
 
     @torch.no_grad()
-    def send(self, arrivals: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Start to send parameters and the local tensors of their gradients to the owners."""
+    def take(self, arrivals: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Start to send parameters and the local tensors of their gradients to the owners.
+
+        Returns no parameter that has its value now: `finish` updates them, when each rank has its share of the work.
+        """
         given = dict(arrivals)
         pieces = [piece for param in given for piece in self._pieces[param]]
         whole = [piece for piece in pieces if piece.group is None]
@@ -212,6 +212,7 @@ class MatrixOptimizer(Optimizer):
             grads = group.collect(owned, [given[piece.param] for piece in members])
             values = group.collect(owned, [shard_in(piece.param).detach() for piece in members])
             self._arrived.append(_Arrived(members, values, grads))
+        return []
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -22,13 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from graphshard.errors import ParameterError
 from graphshard.ir.param_table import REPLACED
 from graphshard.ir.subclasses import parts_of, shard_in
+from graphshard.ir.tensor_memory import bit_sums
 from graphshard.runtime.process_groups import any_rank
 from graphshard.runtime.shards import ParamRef
 
 # Identity and version of a shard, and version of its parameter.
 Version = tuple[int, int, int]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_ROW = 1024
 
 
 def version_of(param: nn.Parameter) -> Version:
@@ -140,21 +139,8 @@ def _written_before_backward(name: str, model: str, how: str) -> ParameterError:
 
 @torch.no_grad()
 def sums_of(param: nn.Parameter) -> torch.Tensor:
-    """Return sums over the bits of a parameter's shard, as int64: by rows and columns of 1,024 elements.
-
-    A change of one element changes two of them. Exchanged elements change them, too, unless they are the corners of a
-    rectangle. Computing them reads the shard twice.
-    """
-    return torch.cat([_sums(part) for part in parts_of(shard_in(param.detach()))])
-
-
-def _sums(local: torch.Tensor) -> torch.Tensor:
-    flat = local.reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
-    table = bits[: bits.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = bits[table.numel() :].to(torch.int64)
-    return torch.cat([table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest])
+    """Return sums over the bits of a parameter's shard."""
+    return torch.cat([bit_sums(part) for part in parts_of(shard_in(param.detach()))])
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ from graphshard.ir.program import Phase, Slot
 from graphshard.ir.subclasses import shard_in
 from graphshard.lower.executor import Arrive, Boxed, Executor, Start
 from graphshard.lower.line_rewrites import Groups, Taken, hand_over_gradients, take_out_gathers
+from graphshard.optim.master_weights import Master, MasterWeights
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
 from graphshard.runtime.parameter_writes import Version, version_of
 from graphshard.runtime.shards import ParamRef
@@ -292,7 +293,7 @@ class GatherPrefetch:
         """Return whether some parameters are among the first gathers."""
         return any(not gather.own.isdisjoint(params) for gather in self._gathers)
 
-    def updated(self, params: Collection[nn.Parameter], *, start: bool) -> None:
+    def updated(self, params: Collection[torch.Tensor], *, start: bool) -> None:
         """Note that parameters have their values for the next forward; start gathers that wait for no other."""
         for gather in self._gathers:
             gather.left.difference_update(params)
@@ -360,6 +361,8 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step is an unchanged one of torch that computes element by element."""
+    if isinstance(optimizer, MasterWeights):
+        return is_elementwise(optimizer.wrapped)
     return any(
         isinstance(optimizer, known)
         and all(_plain(type(optimizer), name) is _plain(known, name) for name in ("step", "_init_group"))
@@ -400,13 +403,17 @@ class Updates:
         return id(param) in self._group_of
 
     @torch.no_grad()
-    def __call__(self, arrivals: Iterable[Arrival]) -> None:
-        """Update parameters of the optimizer by their gradients."""
+    def take(self, arrivals: Sequence[Arrival]) -> list[torch.Tensor]:
+        """Update parameters of the optimizer by their gradients; return which have their values now: all."""
         groups: dict[int, list[Arrival]] = {}
         for arrival in arrivals:
             groups.setdefault(self._group_of[id(arrival.param)], []).append(arrival)
         for number, members in groups.items():
             self._update(self._optimizer.param_groups[number], members)
+        return [param for param, _ in arrivals]
+
+    def finish(self) -> None:
+        """Do nothing: all updates have run."""
 
     def _update(self, group: Mapping[str, Any], members: list[Arrival]) -> None:
         shards, state = [], defaultdict[torch.Tensor, dict[str, Any]](dict)
@@ -432,6 +439,35 @@ class Updates:
                 if isinstance(value, torch.Tensor) and isinstance(param, DTensor) and name not in _NUMBERS:
                     value = sharded_like(value, param)
                 self._optimizer.state[param][name] = value
+
+
+class MasterUpdates:
+    """Updates of master weights, those on the host in a thread."""
+
+    def __init__(self, optimizer: MasterWeights, thread: UpdateThread, *, fuses: bool = False) -> None:
+        self._optimizer, self._thread = optimizer, thread
+        self._copies = Updates(optimizer.wrapped, fuses=fuses)
+
+    def begin(self) -> None:
+        """Look at which groups there are now, and their settings."""
+        self._optimizer.begin()
+        self._copies.begin()
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer has a parameter."""
+        return param in self._optimizer
+
+    def take(self, arrivals: Sequence[Arrival]) -> list[torch.Tensor]:
+        """Update parameters by their gradients; return which have their values now."""
+        return self._optimizer.take(arrivals, self._update, self._thread.run)
+
+    def finish(self) -> None:
+        """Wait for updates on the host."""
+        self._thread.finish()
+        self._optimizer.finish()
+
+    def _update(self, members: Sequence[tuple[Master, torch.Tensor]]) -> None:
+        self._copies.take([Arrival(cast(nn.Parameter, master.tensor), grad) for master, grad in members])
 
 
 def _can_fuse(group: Mapping[str, Any], state: Iterable[Mapping[str, Any]]) -> bool:

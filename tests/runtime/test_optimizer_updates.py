@@ -44,7 +44,7 @@ def _train(
             optimizer.zero_grad()
         else:
             updates.begin()
-            updates([Arrival(param, grad) for param, grad in zip(params, given)])
+            updates.take([Arrival(param, grad) for param, grad in zip(params, given)])
 
 
 def _assert_same(ours: tuple[Params, Optimizer], theirs: tuple[Params, Optimizer]) -> None:
