@@ -1,4 +1,4 @@
-"""Wrappers of optimizers of sharded parameters: float32 copies of parameters in 16 bits, and owners of matrices.
+"""Wrappers of optimizers: float32 copies of 16-bit parameters, and owners of matrices.
 
 Elementwise optimizers run on shards. Muon, Shampoo and SOAP do not: they multiply whole matrices. Gathering every
 matrix on every rank repeats the same work on all of them. Here each matrix has one owner, which receives its gradient,
