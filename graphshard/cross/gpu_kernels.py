@@ -16,10 +16,8 @@ to.
 from __future__ import annotations
 
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +26,9 @@ from torch.fx import Graph, GraphModule
 
 from graphshard.errors import ArtifactError
 from graphshard.ir.gpus import Capability, dotted
+from graphshard.lower.cubin_kernels import aligned, load_cubin
 from graphshard.lower.inductor_cache import ELF_HEADER, elf_sections
 from graphshard.torch_compat.torch_ops import current_raw_stream, static_launcher, use_boxed_calls
-
-# Kernels are compiled for tensors that begin at multiples of this number of bytes, as torch's allocator places them.
-_ALIGNMENT = 16
 
 _MACHINE = 190
 _SYMBOL = struct.Struct("<IBBHQQ")
@@ -183,7 +179,7 @@ class GpuRegion:
         self._switches = launches is None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        inputs[:] = [_aligned(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        inputs[:] = [aligned(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         if not self._switches or torch.cuda.current_device() == self._index:
             return self._run(inputs)
         with torch.cuda.device(self._index):
@@ -195,38 +191,14 @@ class OnGpu:
 
     def __init__(self, kernel: Kernel, index: int) -> None:
         self._kernel, self._index = kernel, index
-        self._module: Any = None
         self._function: Any = None
 
     def __call__(self, args: list[Any], grid: list[int]) -> None:
-        if self._function is None:
-            self._load()
         kernel, stream = self._kernel, current_raw_stream(self._index)
+        if self._function is None:
+            self._function = load_cubin(kernel.name, kernel.cubin, kernel.shared, self._index)
         launch = static_launcher()._launch_kernel
         launch(self._function, *grid, kernel.warps, kernel.shared, kernel.types, tuple(args), stream)
-
-    def _load(self) -> None:
-        kernel = self._kernel
-        with tempfile.TemporaryDirectory(prefix="graphshard-") as directory:
-            path = Path(directory, f"{kernel.name}.cubin")
-            path.write_bytes(kernel.cubin)
-            try:
-                loaded = static_launcher()._load_kernel(str(path), kernel.name, kernel.shared, self._index)
-            except (AttributeError, RuntimeError) as error:
-                raise ArtifactError(
-                    f"kernel {kernel.name} cannot be loaded here: {str(error).splitlines()[0]}. It takes torch built "
-                    "for CUDA, and a driver that knows the GPU: update the driver, or export again on this machine."
-                ) from error
-        # The function, its registers and spills; newer releases of torch have the module before them.
-        self._module, self._function = (loaded[0], loaded[1]) if len(loaded) > 3 else (None, loaded[0])
-
-
-def _aligned(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor that does not begin where kernels need it: a piece of another one may begin anywhere."""
-    if value.data_ptr() % _ALIGNMENT == 0:
-        return value
-    length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-    return value.as_strided((length,), (1,)).clone().as_strided(value.shape, value.stride())
 
 
 def check_code(name: str, code: GpuCode, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

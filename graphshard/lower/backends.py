@@ -23,13 +23,15 @@ def compiler_for(backend: Backend) -> Compiler:
 def begin_compiling(backend: Backend, device: torch.device) -> None:
     """Start in a thread what a backend does once before it compiles: a few seconds of a core with an empty cache.
 
-    Where code of regions was kept nothing is begun for a CPU: there may be nothing to compile.
+    Where code of regions was kept nothing is begun: there may be nothing to compile.
     """
-    if backend == "inductor" and device.type == "cuda":
+    if backend != "inductor" or store_here().has(device.type):
+        return
+    if device.type == "cuda":
         from graphshard.lower._batch_compile import TRITON_COMPILER
 
         TRITON_COMPILER.begin()
-    elif backend == "inductor" and not store_here():
+    else:
         from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 
         VECTOR_INSTRUCTIONS.begin()

@@ -37,6 +37,7 @@ from graphshard.ir.strides import laid_out
 from graphshard.ir.subgraph import with_attributes
 from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower._batch_compile import TRITON_COMPILER, Batch, load, pending_in
+from graphshard.lower.cubin_kernels import CubinKernel, KernelVariant
 from graphshard.lower.eager import compile_operators, outputs_of, runs_as_it_is
 from graphshard.lower.inductor_cache import Claim, Claims, cores_here, place_here, shares_of, writable_cache
 from graphshard.lower.inductor_rewrites import (
@@ -56,6 +57,7 @@ from graphshard.lower.regions import Boxed, Compiled, compile_seconds
 from graphshard.torch_compat.aot_autograd import TracingContext, fake_mode_of, get_decompositions, tracing
 from graphshard.torch_compat.inductor_compiler import (
     CompiledFxGraph,
+    GridExpr,
     LinearUnary,
     PyCodeCache,
     TensorBox,
@@ -163,7 +165,7 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
                 start = time.perf_counter()
                 made = finish()
                 compile_seconds[keys[name]] += time.perf_counter() - start
-                store.keep(regions[name], kernels_of(made), getattr(made, "source_code", ""))
+                store.keep(regions[name], kernels_of(made) or gpu_kernels_of(made), getattr(made, "source_code", ""))
                 claim.release(name)
                 yield name, made
 
@@ -255,13 +257,10 @@ def _operators_instead(region: Region, name: str, error: Exception) -> Boxed:
 def kernels_of(fn: Boxed) -> Kernels | None:
     """Return the code of a compiled region for a file; None if it has more than code, or code for a GPU."""
     if isinstance(fn, KeptRegion):
-        return fn.kernels
+        return None if fn.kernels.on_gpu else fn.kernels
     if not isinstance(fn, CompiledFxGraph) or fn.device_types != {"cpu"}:
         return None
-    holds = (fn.constants, fn.torchbind_constants, fn.inputs_to_check, fn.mutated_input_idxs, fn.guards_expr)
-    if any(holds) or any(getattr(extern_kernels, n, None) is not f for n, f in EXTERN_KERNELS.items()):
-        return None
-    module = next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", "") == fn.cache_key), None)
+    module = None if fn.inputs_to_check else _module_of(fn)
     if module is None:
         return None
     libraries = {}
@@ -270,6 +269,73 @@ def kernels_of(fn: Boxed) -> Kernels | None:
         if isinstance(value, types.BuiltinFunctionType) and file.endswith(".so") and value.__name__ == "kernel":
             libraries[name] = Path(file).read_bytes()
     return trimmed(fn.source_code, libraries)
+
+
+def _module_of(fn: CompiledFxGraph) -> types.ModuleType | None:
+    """Return the generated module of a region; None if the region has more than code."""
+    holds = (fn.constants, fn.torchbind_constants, fn.mutated_input_idxs, fn.guards_expr)
+    if any(holds) or any(getattr(extern_kernels, n, None) is not f for n, f in EXTERN_KERNELS.items()):
+        return None
+    return next((m for m in reversed(PyCodeCache.modules) if getattr(m, "key", "") == fn.cache_key), None)
+
+
+def gpu_kernels_of(fn: Boxed) -> Kernels | None:
+    """Return the code of a region compiled for one GPU; None if it takes more than code and cubins."""
+    if not isinstance(fn, CompiledFxGraph) or fn.device_types != {"cuda"} or len(fn.device_idxs) != 1:
+        return None
+    if torch.version.hip or (module := _module_of(fn)) is None:
+        return None
+    tuners = {name: value for name, value in vars(module).items() if hasattr(value, "compile_results")}
+    try:
+        found = {name: _cubin_kernel(tuner) for name, tuner in tuners.items()}
+    except Exception as error:  # another release of Inductor
+        log.info("kernels of a region are not kept: %s: %s", type(error).__name__, error)
+        return None
+    kernels = {name: kernel for name, kernel in found.items() if kernel is not None}
+    return trimmed(fn.source_code, {}, kernels) if len(kernels) == len(found) else None
+
+
+def _cubin_kernel(tuner: Any) -> CubinKernel | None:
+    """Return a Triton kernel in the configurations that Inductor chooses from; None if they are not enough."""
+    left = [launcher.config for launcher in tuner.launchers]
+    results = [each for each in tuner.compile_results if not left or any(each.config is config for config in left)]
+    names = results[0].kernel.arg_names if results and hasattr(results[0].kernel, "arg_tys") else []
+    # Memory that is to be zero before each launch cannot be measured here.
+    if not names or tuner.reset_to_zero_arg_names or any(name.startswith(("ws_ptr", "sem_ptr")) for name in names):
+        return None
+    if not all(hasattr(each.kernel, "arg_tys") for each in results):  # Triton's own launcher starts it
+        return None
+    called = results[0]._get_arg_lists(names, results[0].kernel.declared_constexprs)[1]
+    writes = tuple(place for place, name in enumerate(called) if name in tuner.mutated_arg_names)
+    return CubinKernel(tuple(map(_variant, results)), writes)
+
+
+def _variant(result: Any) -> KernelVariant:
+    kernel = result.kernel
+    _, given, nothing = result._get_arg_lists(kernel.arg_names, kernel.declared_constexprs)
+    left_out = {kernel.arg_names[place] for place in kernel.full_constexprs} | set(nothing)
+    passed = [name for name in kernel.arg_names if name not in left_out]
+    grid = GridExpr.from_meta(result.inductor_meta, result.config)
+    lines = [*grid.prefix, f"runner({grid.x_grid}, {grid.y_grid}, {grid.z_grid}, stream, {', '.join(passed)})"]
+    return KernelVariant(
+        name=kernel.name,
+        launcher="\n    ".join([f"def launcher({', '.join(given)}, stream):", *lines]),
+        types=kernel.arg_tys,
+        scratch=kernel.has_global_scratch + kernel.has_profile_scratch,
+        warps=kernel.num_warps,
+        shared=kernel.shared,
+        constants=dict(result.config.kwargs),
+        cubin=_cubin(result),
+    )
+
+
+def _cubin(result: Any) -> bytes:
+    kernel = result.kernel
+    if getattr(kernel, "cubin_raw", None) is not None:
+        return bytes(kernel.cubin_raw)
+    if not kernel.cubin_path:  # Inductor forgets it when it has loaded the kernel
+        result.reload_cubin_path()
+    return Path(kernel.cubin_path).read_bytes()
 
 
 def package_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:

@@ -290,8 +290,8 @@ class CacheLookup:
         for key, region in program.regions.items():
             fn = tracer.compiled[key].fn
             generated = bool(getattr(fn, "source_code", ""))
-            kernels = None
-            if generated:
+            kernels = fn.kernels if isinstance(fn, KeptRegion) and not fn.kernels.on_gpu else None
+            if generated and not isinstance(fn, KeptRegion):
                 from graphshard.lower import inductor  # it has compiled the region
 
                 kernels = inductor.kernels_of(fn)

@@ -25,7 +25,7 @@ from graphshard.errors import ArtifactError, GraphBreak
 from graphshard.frontend.signature import Signature
 from graphshard.ir.printer import describe, number, print_program
 from graphshard.ir.program import Phase, Program, Region, Size
-from graphshard.lower.backends import Backend
+from graphshard.lower.backends import Backend, compiler_for
 from graphshard.lower.eager import compile_eager, compile_operators
 from graphshard.lower.region_store import KeptRegion
 from graphshard.lower.regions import Boxed, RegionCall
@@ -241,9 +241,7 @@ def read_region(
         check_region(region, made)
     if code == "operators":
         return (compile_eager if backend == "eager" else compile_operators)(region), region
-    from graphshard.lower import inductor  # takes seconds to import
-
-    ((_, fn),) = inductor.compile_all({key: region}, lambda _: None)
+    ((_, fn),) = compiler_for("inductor")({key: region}, lambda _: None)
     return fn, region
 
 

@@ -13,6 +13,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import triton_compat
+from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.triton_bundler import TritonBundler
