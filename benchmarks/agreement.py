@@ -13,8 +13,9 @@ import argparse
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -34,6 +35,7 @@ class Counted:
     read: int = 0
     requests: int = 0
     checks: int = 0
+    keys: Counter[str] = field(default_factory=Counter)  # how often each was read
 
     def set(self, key: str, value: str) -> None:
         self._ask(key, value)
@@ -41,6 +43,7 @@ class Counted:
 
     def get(self, key: str) -> bytes:
         self._ask(key)
+        self.keys[key] += 1
         return self._answer(self.store.get(key))
 
     def add(self, key: str, amount: int) -> int:

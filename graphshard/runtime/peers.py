@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import os
 import re
+import socket
+import tempfile
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -65,8 +70,13 @@ class Rendezvous:
         rank 5                "odd": 5 and another hash                compares texts, sets "end" to how they differ
         a rank that leaves    sets "failed" and why
 
+        rank 0                "given": hash of a text for all          the text, compressed
+        one of each machine   "reader MACHINE"                         reads it, sets "copy MACHINE" to a file with it
+        others                read the file
+
     All ranks wait for the same key, so all know the result at once. A hash for each rank and one text travel, and the
-    text is read once if there is a difference: O(N) bytes for N ranks, and a few requests for each.
+    text is read once if there is a difference: O(N) bytes for N ranks, and a few requests for each. A text for all
+    leaves the store once for each machine.
 
     An occasion, such as a new program, may have several: `number` counts them. A rank that fails fails all of them.
     """
@@ -113,11 +123,23 @@ class Rendezvous:
 
     def give(self, text: str) -> None:
         """Leave a text for the other ranks."""
-        self.store.set(f"{self.name} given", text)
+        packed = zlib.compress(text.encode())
+        self.store.set(f"{self.name} text for all", packed)  # type: ignore[arg-type]
+        self.store.set(f"{self.name} given", hashlib.sha256(packed).hexdigest())
 
     def take(self, look: Look) -> str:
-        """Wait for the text that another rank gives."""
-        return self._wait_for("given", look)
+        """Wait for the text that another rank gives; one rank of each machine reads it from the store."""
+        digest, machine, mine = self._wait_for("given", look), _machine(), str(self.rank)
+        reads = self._set_once(f"reader {machine}", mine) == mine
+        if not reads:
+            with contextlib.suppress(OSError):  # processes of a machine may have other directories
+                packed = Path(self._wait_for(f"copy {machine}", look)).read_bytes()
+                if hashlib.sha256(packed).hexdigest() == digest:
+                    return zlib.decompress(packed).decode()
+        packed = self.store.get(f"{self.name} text for all")
+        if reads:
+            self.store.set(f"{self.name} copy {machine}", _copy_of(packed))
+        return zlib.decompress(packed).decode()
 
     def raise_to(self, number: int) -> None:
         """Leave a number for the other ranks, unless a larger one is there."""
@@ -145,6 +167,29 @@ class Rendezvous:
     def _set_once(self, key: str, value: str) -> str:
         """Set a key unless it is set; return its value."""
         return self.store.compare_set(f"{self.name} {key}", "", value).decode()
+
+
+@functools.cache
+def _machine() -> str:
+    """Return a name that the processes of this machine have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+@functools.cache
+def _copies() -> tempfile.TemporaryDirectory[str]:
+    """Return a directory for other ranks of this user to read from, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="graphshard-", ignore_cleanup_errors=True)
+
+
+def _copy_of(content: bytes) -> str:
+    """Leave a file for the ranks of this machine; "" if it cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=_copies().name, delete=False) as file:
+            file.write(content)
+    except OSError:
+        return ""
+    return file.name
 
 
 def _settings() -> tuple[bool, float]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.agreement import Counted
 from graphshard.errors import PeerError
+from graphshard.runtime import peers
 from graphshard.runtime.peers import Rendezvous
 
 
@@ -92,6 +97,50 @@ def test_one_rank_sends_a_text(store: dist.Store) -> None:
         return meeting.give("a plan") if meeting.rank == 0 else meeting.take(patient)
 
     assert each(store, 3, act)[0][1:] == ["a plan"] * 2
+
+
+def _take_on(machines: int, plan: str) -> Callable[[Rendezvous], Any]:
+    """Let ranks take a text, as many on each machine."""
+
+    def act(meeting: Rendezvous) -> Any:
+        if meeting.rank == 0:
+            return meeting.give(plan)
+        machine.name = f"node {meeting.rank % machines}"
+        return meeting.take(patient)
+
+    return act
+
+
+machine = threading.local()
+
+
+def test_a_text_leaves_the_store_once_for_each_machine(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks of a machine read a file; a plan is text that repeats itself."""
+    monkeypatch.setattr(peers, "_machine", lambda: machine.name)
+    plan = "".join(f"all-gather block {n} of 126 after matmul {n % 7}\n" for n in range(7000))
+    found, counted = each(store, 33, _take_on(4, plan))
+    assert found[1:] == [plan] * 32
+    read = sum((one.keys for one in counted), Counter())
+    assert read["step 1.0 text for all"] == 4
+    assert max(count for key, count in read.items() if "given" not in key) == 7  # the path of the file
+    assert sum(one.read for one in counted) < 4 * len(plan) / 4 + 32 * 300
+    assert max(one.requests for one in counted[1:]) == 4
+
+
+@pytest.mark.parametrize("fault", ["no file", "another file", "no directory"])
+def test_ranks_without_the_file_read_the_store(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    monkeypatch.setattr(peers, "_machine", lambda: "node")
+    (tmp_path / "changed").write_bytes(b"another text")
+    paths = {"no file": "/nowhere", "another file": str(tmp_path / "changed")}
+    if fault in paths:
+        monkeypatch.setattr(peers, "_copy_of", lambda content: paths[fault])
+    else:
+        monkeypatch.setattr(peers, "_copies", lambda: SimpleNamespace(name=str(tmp_path / "missing")))
+    found, counted = each(store, 4, _take_on(1, "a plan"))
+    assert found[1:] == ["a plan"] * 3
+    assert sum(one.keys["step 1.0 text for all"] for one in counted) == 3
 
 
 def test_waiting_can_be_cancelled(store: dist.Store) -> None:
