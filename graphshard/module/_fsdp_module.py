@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -25,10 +25,18 @@ from graphshard.ir.submodule_entry_points import EntryPoint, install_entry, is_t
 from graphshard.ir.units import modules_of
 from graphshard.module._composable_state import UnitRegistry, UnitState
 from graphshard.options.resolve import Direction
-from graphshard.runtime.collective_launches import Comm, Hook, UserCollectives, UserObject
+from graphshard.runtime.collective_launches import Comm, Hook, MemoryKind, UserCollectives, UserObject
+from graphshard.runtime.communication_memory import is_there
 from graphshard.runtime.unsharded import UnshardHandle
 from graphshard.torch_compat.dtensor import register_as
-from graphshard.utils.argument_validation import check_bool, check_count, check_function, check_number, check_texts
+from graphshard.utils.argument_validation import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_function,
+    check_number,
+    check_texts,
+)
 from graphshard.utils.text import MADE_OF, brief, users_class
 
 if TYPE_CHECKING:
@@ -61,7 +69,10 @@ def _refusal(method: str, why: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_NO_BUFFERS = "Large tensors are sent from where they are, so there are no buffers of their own to allocate."
+def _place_gathers(unit: UnitRef, setter: str, kind: MemoryKind | None) -> None:
+    spec = unit.runner.tracer.spec
+    if kind is None or is_there(kind, unit.runner.groups[spec.mesh.shard.name], spec.device, setter):
+        unit.runner.place_gathers(setter, [unit.name], kind)
 
 
 class GraphshardFSDPModule(FSDPModule, BoundaryModule):
@@ -307,6 +318,23 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         chosen = UserCollectives({("hook", unit.name): UserObject(_on(stream, hook))})
         unit.runner.customize("set_all_reduce_hook", chosen)
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let all-gathers of this unit write to memory from the process group's pool, which NCCL has registered.
+
+        Gradients are reduced from where regions write them. Groups without a pool, such as gloo's, keep torch's memory.
+        """
+        name = "set_allocate_memory_from_process_group_for_comm"
+        check_bool("enable", enable)
+        _place_gathers(self._graphshard_unit, name, "group" if enable else None)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Let all-gathers of this unit write to symmetric memory, with NCCL's kernels or copy engines for it.
+
+        Groups without it, such as gloo's, keep torch's memory.
+        """
+        check_choice("backend", backend, ["NCCL"])
+        _place_gathers(self._graphshard_unit, "set_symm_mem_for_comm", "symmetric")
+
     # --- settings of FSDP2 without effect ------------------------------------------------------------------------
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -324,10 +352,6 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
         "set_keep_unsharded_storage",
         "Programs make what they gather anew. set_reshard_after_backward(False) keeps it over microbatches.",
     )
-    set_allocate_memory_from_process_group_for_comm = _refusal(
-        "set_allocate_memory_from_process_group_for_comm", _NO_BUFFERS
-    )
-    set_symm_mem_for_comm = _refusal("set_symm_mem_for_comm", _NO_BUFFERS)
 
     # --- nn.Module -----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from graphshard.module.tracer import ModuleCall, Tracer, entry_name
 from graphshard.options.resolve import Direction, planned_by_unit, with_prefetch
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.runtime.bound_program import BoundProgram, SlotValues
-from graphshard.runtime.collective_launches import UserCollectives
+from graphshard.runtime.collective_launches import MemoryKind, UserCollectives
 from graphshard.runtime.cuda_graphs import ModelGraphs
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
@@ -450,8 +450,7 @@ class Runner(ProgramCompiler):
         """Let the gradients of `most` units be reduced at once; of several choices the largest counts."""
         name = "set_reduce_scatter_max_input_buffers"
         chosen = {**self.reductions_under_way, **dict.fromkeys(units, most)}
-        most = max(chosen.values(), default=1)
-        self.replan(planned_by_unit(self._pipeline(name), name, reductions_under_way=most))
+        self.replan(planned_by_unit(self._pipeline(name), name, reductions_under_way=max(chosen.values(), default=1)))
         self.reductions_under_way = chosen
 
     def customize(self, setter: str, chosen: UserCollectives, names: Mapping[str, str] | None = None) -> None:
@@ -463,6 +462,11 @@ class Runner(ProgramCompiler):
             )
         self.replan(planned_by_unit(self._pipeline(setter), setter))
         self.custom.update(chosen, names)
+
+    def place_gathers(self, setter: str, units: Collection[str], kind: MemoryKind | None) -> None:
+        """Let units' gathers write to registered memory, or to torch's."""
+        self.replan(self._pipeline(setter))
+        self.custom.place(units, kind)
 
     def separate_reductions(self, units: Collection[str], *, enable: bool) -> None:
         """Reduce gradients of units in a separate process group, or in the all-gathers' group.
@@ -491,5 +495,6 @@ class Runner(ProgramCompiler):
                 self.prefetch(direction, names[unit], tuple(names[name] for name in following if name in names))
         for unit, most in old.reductions_under_way.items():
             self.limit_reductions([names[unit]] if unit in names else [], most)
-        if old.custom != UserCollectives(group=old.custom.group):
-            self.customize("fully_shard", old.custom, names)
+        if old.custom.chosen or old.custom.separate:
+            self.customize("fully_shard", UserCollectives())
+        self.custom.update(old.custom, names)

@@ -39,7 +39,7 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -66,6 +66,8 @@ from graphshard.ir.operators import DOWNLOAD
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
+from graphshard.runtime.communication_memory import REGISTERED
+from graphshard.runtime.communication_memory import MemoryKind as MemoryKind
 from graphshard.torch_compat.dtensor import all_gather_into, process_group, rank_in_group, started
 
 Hook = Callable[[torch.Tensor], None]
@@ -105,18 +107,26 @@ class UserCollectives:
 
     Attributes:
         separate: units whose gradients are reduced in `group`, "" until it is made.
+        memory: of the results of gathers, by unit. A bucket of several units takes it if one of them does.
     """
 
     chosen: dict[tuple[UserChoice, str], UserObject] = field(default_factory=dict)
     separate: set[str] = field(default_factory=set)
     group: str = ""
+    memory: dict[str, MemoryKind] = field(default_factory=dict)
 
     def update(self, other: UserCollectives, names: Mapping[str, str] | None = None) -> None:
         """Add the choices of another model or part for units that `names` renames, or for all of them."""
         chosen = {key: of for key, of in other.chosen.items() if names is None or key[1] in names}
         self.chosen.update({(kind, names[unit] if names else unit): of for (kind, unit), of in chosen.items()})
         self.separate |= {names[unit] if names else unit for unit in other.separate if names is None or unit in names}
+        self.memory.update((names[u] if names else u, m) for u, m in other.memory.items() if not names or u in names)
         self.group = self.group or other.group
+
+    def place(self, units: Collection[str], kind: MemoryKind | None) -> None:
+        """Let units' gathers write to registered memory, or to torch's."""
+        self.memory = {unit: known for unit, known in self.memory.items() if unit not in units}
+        self.memory.update(dict.fromkeys(units, kind) if kind is not None else {})
 
     def bind(self, phase: Phase, mesh: Mesh) -> None:
         """Change an executor whose collectives have the names of their process groups."""
@@ -138,6 +148,12 @@ class UserCollectives:
             kind: UserChoice = "gather" if node.target in GATHERS else "reduce"
             if node.target in _BY_USER and (kind, unit) in self.chosen:
                 launch_by(node, _BY_USER[node.target], comm=self.chosen[kind, unit].number)
+            elif node.target in REGISTERED and (memory := self._memory_of(unit)):
+                launch_by(node, REGISTERED[node.target], memory=memory)
+
+    def _memory_of(self, unit: str) -> MemoryKind | None:
+        joined = next(iter(self.memory.values()), None) if unit == "(several)" else None
+        return self.memory.get(unit, joined)
 
 
 def launch_by(node: Node, target: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as _symmetric_memory
 from torch import nn
 from torch._C._distributed_c10d import _register_work
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -174,6 +175,32 @@ def started(result: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
     if work is not None:
         _register_work(result, work)
     return result
+
+
+def group_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return what allocates elements in the pool of a group's backend; None if it has none for the device."""
+    backend = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    return lambda size, dtype, _: backend.allocate_tensor(size, dtype=dtype, device=device)
+
+
+def symmetric_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return what allocates elements in symmetric memory of NCCL; None for devices and backends without.
+
+    The ranks of a group call it together: they tell each other where the memory is.
+    """
+    if device.type != "cuda" or backend_of(group, device.type) != "nccl":
+        return None
+    _symmetric_memory.set_backend("NCCL")
+
+    def allocate(size: int, dtype: torch.dtype, among: dist.ProcessGroup) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(_symmetric_memory.get_mem_pool(device)):
+            made = torch.empty(size, dtype=dtype, device=device)
+        _symmetric_memory.rendezvous(made, group=among.group_name)
+        return made
+
+    return allocate
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ _OF_DOORS = {
     "autograd_state": {"torch.autograd.forward_ad": "_current_level"},
     "dtensor": {
         "torch.distributed.device_mesh.DeviceMesh": "_concatenate _flatten _get_root_mesh _unflatten",
+        "torch.distributed._symmetric_memory": "get_mem_pool rendezvous set_backend",
+        "torch.distributed.ProcessGroup": "_get_backend",
         "torch.distributed.distributed_c10d": "_get_default_store _world",
     },
     "dynamo": {

@@ -256,7 +256,8 @@ ERRORS: dict[str, Callable[[Any], None]] = {
     r"max_input_buffers must be a positive int, got 0": lambda m: m.set_reduce_scatter_max_input_buffers(0),
     r"enable must be": lambda m: m.set_separate_reduce_scatter_group("x"),
     r"event must be a torch\.Event, got 3": lambda m: m.set_post_optim_event(3),
-    r"set_symm_mem_for_comm is not supported": lambda m: m.set_symm_mem_for_comm(),
+    r"backend must be one of 'NCCL', got 'NVSHMEM'": lambda m: m.set_symm_mem_for_comm("NVSHMEM"),
+    r"enable must be a bool, got 1|enable must be": lambda m: m.set_allocate_memory_from_process_group_for_comm(1),
 }
 
 

@@ -311,8 +311,7 @@ def test_errors_name_the_argument(ranks: Ranks, message: str) -> None:
 
 
 REFUSED = {
-    "set_allocate_memory_from_process_group_for_comm": r"sent from where they are",
-    "set_symm_mem_for_comm": r"sent from where they are",
+    "set_keep_unsharded_storage": r"keeps it over microbatches",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import graphshard
 from tests.distributed.twins import (
@@ -71,6 +71,24 @@ def test_training_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
 @DEVICES
 def test_training_in_float32_equals_fsdp2(ranks: Ranks, device: str, backend: str) -> None:
     ranks(2, backend).run(_train, device, "fp32", ())
+
+
+def _registered(rank: int, world_size: int, device: str, setter: str) -> None:
+    model, batch = _llama(device)
+    pair = twins(model, _mesh(device))
+    for module in pair[0].modules():
+        if setter == "symmetric" and isinstance(module, FSDPModule):
+            module.set_symm_mem_for_comm()
+        elif isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    train_side_by_side(pair, batch, steps=2)
+
+
+@DEVICES
+@pytest.mark.parametrize("setter", ["group", "symmetric"])
+def test_registered_memory(ranks: Ranks, device: str, backend: str, setter: str) -> None:
+    """NCCL's registered and symmetric memory change no bits; gloo has neither, and does without."""
+    ranks(2, backend).run(_registered, device, setter)
 
 
 def _compiled(rank: int, world_size: int, device: str) -> None:
