@@ -235,8 +235,8 @@ class CompiledStep:
         params = [(ref.name, ref.param) for ref in self._model._graphshard.tracer.params]
         if not self._as_they_arrive or self._scaler is not None or self._clip_norm is not None:
             return set()
-        if self._updates is self._optimizer and self._model._graphshard.tracer.options.offload_policy is not None:
-            return set()  # gradients arrive in another thread, which may not communicate
+        if not isinstance(self._updates, Updates) and self._model._graphshard.tracer.options.offload_policy is not None:
+            return set()  # gradients arrive in another thread, which may neither communicate nor start others
         for _, param in params:  # a gradient may also be added to another one, or read by hooks
             hooks = param._backward_hooks or param._post_accumulate_grad_hooks
             if hooks or param.grad is not None or is_extended(param):

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -76,7 +77,8 @@ def _input(rank: int, step: int) -> Tensor:
 def _train(rank: int, world_size: int, name: str, shape: tuple[int, ...], host: float, whole: dict[str, Any]) -> bool:
     """Train beside a copy of the model that FSDP2 has sharded; return whether updates ran in backward."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    pair = twins(Net().to(BF16), mesh)
+    whole = dict(whole)
+    pair = twins(Net().to(BF16), mesh, offload_policy=whole.pop("offload_policy", OffloadPolicy()))
     optimizer, by_hand = MasterWeights(OPTIMIZERS[name](pair[0].parameters()), host_fraction=host), None
     by_hand = _Copies(pair[1], OPTIMIZERS[name])
     schedules = [ExponentialLR(each, 0.5) for each in (optimizer, by_hand.optimizer)]
@@ -115,6 +117,7 @@ CASES = [
     *(("adamw", (2,), host, {"gather_ahead": True}) for host in HOST),
     ("adamw", (2,), 0.5, {"accumulate": 2, "clip_norm": 0.01}),
     ("muon", (2,), 0.0, {"accumulate": 2}),
+    ("adamw", (2,), 0.5, {"accumulate": 1, "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 ]
 
 
