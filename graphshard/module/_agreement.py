@@ -41,6 +41,8 @@ class Agreement:
     _known: set[str] = field(default_factory=set)
     # What known programs send, in any order.
     _sent: list[frozenset[tuple[str, ...]]] = field(default_factory=list)
+    # There are new programs that not all ranks are known to have bound.
+    _unbound: bool = False
     # This rank has not found a program in the cache, and has not told the others, who may have found it.
     _untold: bool = False
     _pipeline: Pipeline | None = None
@@ -144,6 +146,7 @@ class Agreement:
 
     def _know(self, program: Program, text: str) -> None:
         self._known.add(text)
+        self._unbound = True
         self._sent.append(_sent_by(program))
 
     def all_load(self, program: Program | None) -> bool:
@@ -162,6 +165,13 @@ class Agreement:
         """Wait until the other ranks have compiled a new program, too; raise `PeerError` if one cannot."""
         if self.peers is not None:
             self.peers.agree("compiled", lambda *_: "")
+
+    def bound(self) -> None:
+        """Wait until the other ranks have bound a new program, too; raise `PeerError` if one cannot."""
+        if self._unbound:
+            if self.peers is not None:
+                self.peers.agree("bound", lambda *_: "")
+            self._unbound = False
 
     @contextlib.contextmanager
     def on_graph_breaks(self) -> Iterator[None]:

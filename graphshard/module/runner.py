@@ -98,6 +98,7 @@ class Runner(ProgramCompiler):
     def __post_init__(self) -> None:
         if self.model_runner is None:
             self.unsharded.shown.connector = self.connect
+            self.accumulation.own = {ref.name: ref for ref in self.tracer.params}
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -164,8 +165,11 @@ class Runner(ProgramCompiler):
             # If it is of a file, that program stays, and the one with this guard may be evicted.
             installed = replace(made.installed, guard=guard, loaded=False)
         else:
-            self.agreement.check(made.program)
-            installed = self._bind(module, signature, made)
+            # Ctrl-C on one rank is an error of all ranks, which otherwise would begin to run the program.
+            with self.agreement.together(self.tracer.label, made.program.reason):
+                self.agreement.check(made.program)
+                installed = self._bind(module, signature, made)
+                self.agreement.bound()
             self.programs.append(made.program)
         self.executables.add(installed)
         self._evict()

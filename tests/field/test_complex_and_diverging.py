@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import linecache
+import os
 import pkgutil
 import re
+import signal
 import sys
 import time
 import types
@@ -310,6 +312,7 @@ def test_ranks_that_take_other_branches(ranks: Ranks, run: Callable[[int], None]
 # --- notebooks -------------------------------------------------------------------------------------------------------
 
 
+_BIND = "graphshard.module.runner.Runner._bind"
 _TRACE = "graphshard.frontend.dynamo_capture.fullgraph_capture"
 
 
@@ -319,7 +322,12 @@ def _interrupted(rank: int, world_size: int, name: str, on_ranks: list[int]) -> 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         if len(calls) == 1 and rank in on_ranks:
-            raise KeyboardInterrupt
+            previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+            finally:
+                signal.signal(signal.SIGINT, previous)
         return real(*args, **kwargs)
 
     def train(model: nn.Module) -> list[Tensor | None]:
@@ -328,8 +336,12 @@ def _interrupted(rank: int, world_size: int, name: str, on_ranks: list[int]) -> 
         return [loss, *gradients(model)]
 
     def interrupted(model: nn.Module) -> list[Tensor | None]:
-        with mock.patch(name, interrupt), pytest.raises((KeyboardInterrupt, PeerError)):
+        start = time.monotonic()
+        with mock.patch(name, interrupt), pytest.raises((KeyboardInterrupt, PeerError)) as caught:
             model(_rows(0))
+        if rank not in on_ranks:
+            assert re.search(r"rank 0 makes a program of Net .*failed: KeyboardInterrupt", str(caught.value)), caught
+        assert time.monotonic() - start < 30  # of capture; the others know within seconds
         check_modes()
         return train(model)
 
@@ -343,7 +355,7 @@ def _interrupted(rank: int, world_size: int, name: str, on_ranks: list[int]) -> 
     [
         _TRACE,
         "graphshard.frontend._joint_graph.aot_export_joint_with_descriptors",
-        "graphshard.module.runner.Runner._bind",
+        _BIND,
     ],
     ids=["trace", "joint graph", "binding"],
 )
@@ -353,8 +365,10 @@ def test_an_interrupt_while_capturing(ranks: Ranks, name: str, world_size: int) 
     ranks(world_size).run(_interrupted, name, list(range(world_size)))
 
 
-def test_an_interrupt_of_one_rank(ranks: Ranks) -> None:
-    ranks(2).run(_interrupted, _TRACE, [0])
+@pytest.mark.parametrize("name", [_TRACE, _BIND], ids=["trace", "binding"])
+def test_an_interrupt_of_one_rank(ranks: Ranks, name: str) -> None:
+    """The other ranks get an error, also when all have agreed on the program; the next call works on all."""
+    ranks(2).run(_interrupted, name, [0])
 
 
 _CELL = """
