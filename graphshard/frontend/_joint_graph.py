@@ -35,6 +35,7 @@ from graphshard.ir.program import LinalgCheck, Phase, RuntimeAssert, Slot
 from graphshard.ir.recompute import BACKWARD_OF, RECOMPUTE, REPEATED, SAVE, maker_of, save_leaving
 from graphshard.ir.sizes import expression
 from graphshard.ir.subgraph import Subgraph, calls_in, subgraph_of, take_attributes
+from graphshard.subclasses.dtensor_conversions import convert_differentiably
 from graphshard.subclasses.results import Layout, in_parts
 from graphshard.subclasses.tensor_parallel import OneCast
 from graphshard.torch_compat.aot_autograd import (
@@ -134,6 +135,7 @@ class FlatGraph(nn.Module):
         """Let eager mode differentiate functions of the graph twice, and forget what its nodes were traced with."""
         graph = self.__dict__["_graph"]
         differentiate_functions_again(graph)
+        convert_differentiably(graph)
         for node in _nodes_of(graph):
             node.meta.clear()
 

@@ -65,6 +65,7 @@ class Executable:
         names: of the outputs that are computed, tensors and dynamic sizes; the others are constants.
         names_in_model: names of the parameters in the model by their names in the program.
         trained: parameters that backward computes gradients of, by their names in the model.
+        summands: sums over tensor axes that the program leaves to the reduction of these gradients.
         grads: slots of the gradients that backward computes.
         wrt: for each gradient its parameter; None for an input's.
         differentiated: whether these are of a "param" or an "input", for each gradient that backward computes.
@@ -107,6 +108,8 @@ class Executable:
         self.grads = tuple(slot for slot in phase.outputs if slot.kind == "grad") if phase is not None else ()
         self.wrt = [self.values.params[slot.name] if slot.of == "param" else None for slot in self.grads]
         self.trained = {names[ref.row.name]: ref for ref in self.wrt if ref is not None}
+        splits = {name: program.params[ref.row.name].split for name, ref in self.trained.items()}
+        self.summands = {name: split.sums if split else () for name, split in splits.items()}
         if phase is not None:
             expected = {slot.name: fake(node) for node, slot in phase.slot_of().items() if slot.kind == "tangent"}
             self.follows_strides &= all(type(s) is int for t in expected.values() for s in (*t.shape, *t.stride()))
@@ -279,13 +282,14 @@ class Executable:
         saved: dict[Slot, Any],
         tangents: dict[str, torch.Tensor],
         fates: Sequence[Fate] = (),
-        deferred: Collection[str] = (),
+        deferred: Collection[str] | None = (),
     ) -> list[torch.Tensor | None]:
         """Run the backward executor for the given tangents; `saved` is emptied.
 
         The gradients of parameters that are `deferred`, by their names in the model, another call's backward returns.
+        With None, all gradients are reduced and returned, whatever other microbatches have left.
         """
-        variant = frozenset(tangents), self.microbatches(fates, deferred)
+        variant = frozenset(tangents), None if deferred is None else self.microbatches(fates, deferred)
         strides = self._strides(tangents)
         phase = self._backwards.get((variant, strides))
         if phase is None:
@@ -300,7 +304,7 @@ class Executable:
                     return tangent
                 return restride(tangent, self._stride(node, tangent, saved))
             if slot.kind in LEFT:
-                return restride(self.accumulation.take(self._left(slot)), fake(node).stride())
+                return restride(self.accumulation.take(self._left(slot), self.bound.groups), fake(node).stride())
             return self.values.buffer(slot.name)
 
         slots = zip(phase.inputs, phase.placeholders, strict=True)
@@ -339,6 +343,13 @@ class Executable:
     ) -> list[torch.Tensor | None]:
         """Compute gradients that have a graph: run the call again by eager operators, and differentiate these."""
         assert self.eager is not None
+        around = next((ref.name for ref in self.values.refs if ref.row.split and ref.row.split.around), None)
+        if around is not None:
+            raise UnsupportedError(
+                f"gradients of {self.program.model} are to have a graph (create_graph=True), and {around} was "
+                "distributed over data axes, too, on which operators leave partial sums. Distribute the model on the "
+                "tensor axes alone, and leave the data axes to graphshard."
+            )
         pairs = zip(self.grads, self.wrt)
         wrt = [given.tensors[int(slot.name)] if ref is None else params[ref.name] for slot, ref in pairs]
         wanted = [place for place in range(len(wrt)) if not fates or fates[place] != "dropped"]
@@ -373,10 +384,14 @@ class Executable:
         torch.autograd.backward([param for param, _ in found], [grad for _, grad in found])
 
     def microbatches(self, fates: Sequence[Fate], deferred: Collection[str]) -> AccumulateGradients | None:
-        """Return what is done about microbatches; nothing in a backward that asks for no parameter's gradient."""
-        step = self.accumulation.step(self.names_in_model, deferred if self.defers else ())
+        """Return what is done about microbatches; nothing in a backward that asks for no parameter's gradient.
+
+        Where gradients have a graph, `torch.autograd.grad` returns the mean over ranks, whatever others have left.
+        """
+        step = self.accumulation.step(self.names_in_model, deferred if self.defers else (), self.summands)
         other = {slot: fate for slot, fate in zip(self.grads, fates) if slot.of == "param" and fate != "accumulated"}
-        if step is None or (len(other) == len(self.trained) and set(other.values()) == {"dropped"}):
+        separate = self.gathers or self.runs_eagerly or set(other.values()) == {"dropped"}
+        if step is None or (separate and len(other) == len(self.trained)):
             return None
         summed = step.unsynced | step.unreplicated | step.accumulated | step.partial
         lost = min((self.names_in_model[slot.name] for slot in other if slot.name in summed), default=None)
@@ -389,9 +404,8 @@ class Executable:
         return step
 
     def _left(self, slot: Slot) -> LeftGradient:
-        split = self.program.params[slot.name].split
-        sums = split.sums if split and slot.kind in ("accumulated", "pending") else ()
-        return LeftGradient(slot.kind, self.names_in_model[slot.name], sums)
+        name = self.names_in_model[slot.name]
+        return LeftGradient(slot.kind, name, self.summands[name] if slot.kind in ("accumulated", "pending") else ())
 
     def _strides(self, tangents: Mapping[str, torch.Tensor]) -> Strides:
         """Return the layouts of tangents, if they tell backwards apart."""

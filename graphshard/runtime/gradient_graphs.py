@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphshard.errors import InputError, UnsupportedError
+from graphshard.errors import InputError
 from graphshard.ir.program import EagerForward, Slot
 from graphshard.runtime.bound_program import SlotValues
 from graphshard.torch_compat.autograd_state import Fate
@@ -203,21 +203,9 @@ class Reduction(torch.autograd.Function):
         fates: Sequence[Fate],
         *tangents: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        split = next((ref.name for ref in executable.values.refs if ref.row.split is not None), None)
-        if split is not None:
-            raise UnsupportedError(
-                f"gradients of {split}, which is split over a tensor axis, are to have a graph (create_graph=True). "
-                "Differentiate gradients of inputs, or of a model without tensor parallelism."
-            )
-        if executable.microbatches(fates, ()) is not None:
-            name = executable.values.refs[0].name
-            raise UnsupportedError(
-                f"gradients of {name} and others are to have a graph (create_graph=True), and are added up over "
-                "microbatches, which no graph goes through. Call set_requires_gradient_sync(True) first."
-            )
         ctx.executable, ctx.names = executable, names
         ctx.set_materialize_grads(False)
-        return tuple(executable.backward(dict(saved), dict(zip(names, tangents)), fates))
+        return tuple(executable.backward(dict(saved), dict(zip(names, tangents)), fates, None))
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor | None) -> tuple[Any, ...]:

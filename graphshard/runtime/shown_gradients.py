@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphshard.ir.mesh import PendingReduction
 from graphshard.runtime._backward_checks import check_backward
 from graphshard.runtime.executable import Executable
 from graphshard.runtime.gradient_accumulation import Accumulation
@@ -42,6 +43,11 @@ class ShownCall:
     def names_in_model(self) -> dict[str, str]:
         """Names of parameters by their names here."""
         return {name: name for name in self.trained}
+
+    @property
+    def summands(self) -> dict[str, tuple[PendingReduction, ...]]:
+        """Sums over tensor axes that the reduction takes: none, as parameters on these show DTensors."""
+        return dict.fromkeys(self.trained, ())
 
     @property
     def differentiated(self) -> tuple[str, ...]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from graphshard.errors import GraphBreak, UnsupportedError
 from graphshard.ir.subclasses import is_subclass, parts_of, rebuilt
+from graphshard.subclasses.dtensor_conversions import from_local, of_gradients, to_local
 from graphshard.torch_compat.autograd_state import without_dispatch_modes
 from graphshard.torch_compat.torch_ops import pytree
 
@@ -33,8 +34,8 @@ def in_parts(leaf: torch.Tensor, data: Collection[str] = ()) -> torch.Tensor | S
         reason = f"It returns a {type(leaf).__name__}, a tensor subclass, of a dynamic size."
         raise GraphBreak("forward", reason, "Return plain tensors, or leave dynamic_shapes out.")
     if isinstance(leaf, DTensor):
-        of_gradient = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
-        local = leaf.to_local(grad_placements=of_gradient)
+        of_gradient = of_gradients(leaf.placements)
+        local = to_local(leaf, grad_placements=of_gradient)
         names = leaf.device_mesh.mesh_dim_names or ()
         fixed = tuple((place, of_gradient[place]) for place, name in enumerate(names) if name in data)
         return DTensorParts(local, Layout(leaf.device_mesh, leaf.placements, leaf.shape, leaf.stride(), fixed))
@@ -69,7 +70,7 @@ class Layout:
     def around(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor with a local tensor."""
         settings: dict[str, Any] = {"run_check": False, "shape": self.shape, "stride": self.stride}
-        return DTensor.from_local(local, self.mesh, self.placements, **settings)
+        return from_local(local, self.mesh, self.placements, **settings)
 
 
 class DTensorParts:

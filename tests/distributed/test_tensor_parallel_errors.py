@@ -20,7 +20,6 @@ from graphshard.errors import ArgumentError, CaptureError, UnsupportedError
 from graphshard.frontend._eager_operators import OperatorWatch
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.options.mesh_axes import data_and_tensor
-from graphshard.runtime.gradient_accumulation import Accumulation, LeftGradient
 from tests.distributed.tensor_parallel import Mlps, mlps
 from tests.ranks import FakeWorld
 
@@ -300,15 +299,6 @@ def test_random_numbers_for_a_dtensor_on_a_gpu(fake_world: FakeWorld, monkeypatc
     monkeypatch.setattr(DeviceMesh, "device_type", "cuda")
     with OperatorWatch({}), pytest.raises(CaptureError, match=r"aten\.(native_dropout|bernoulli)"):
         torch.nn.functional.dropout(value)
-
-
-def test_rejects_gradients_that_are_partial_sums_in_some_calls() -> None:
-    """A program that leaves partial sums to reduce on the tensor axis, and another that expects full gradients."""
-    state, left = Accumulation(), LeftGradient("accumulated", "layer.w", ("sum",))
-    state.sums[left] = torch.ones(2)
-    with pytest.raises(UnsupportedError, match=r"^gradients of layer\.w are partial sums over the tensor axis in some"):
-        state.take(left._replace(summand=()))
-    assert torch.equal(state.take(left), torch.ones(2))
 
 
 def test_rejects_features_without_tensor_axis_support(fake_world: FakeWorld, tmp_path: Any) -> None:
