@@ -18,8 +18,9 @@
   Regions for GPUs are kept with the cubins of all configurations that Inductor would measure (`cubin_kernels.py`); a
   later launch measures them once and keeps the fastest.
 * **Ranks of a machine share compilation** (`inductor_cache.py`). Each takes a share of the regions, by locks, and
-  finds what others have kept. Nothing is handed from rank to rank, so ranks may have other regions, other compilers or
-  no cache in common. While the kernels of a share are compiled the code of the next is generated.
+  finds what others have kept. Files are found by what their code depends on, so ranks may have other regions, other
+  compilers or no cache in common. Machines without a directory in common hand on these files in the ranks' store. While
+  the kernels of a share are compiled the code of the next is generated.
 * **Kernels of several regions are compiled in one run** (`_batch_compile.py`). Reading the header, starting the
   compiler and linking take 0.44 s of 0.63 for a kernel (the example's 36 kernels: 22 s of CPU one by one, 2.4 s in one
   run). The text of kernels and all options stay Inductor's, and so do the instructions. Kernels that fail are compiled

@@ -39,7 +39,15 @@ from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower._batch_compile import TRITON_COMPILER, Batch, load, pending_in
 from graphshard.lower.cubin_kernels import CubinKernel, KernelVariant
 from graphshard.lower.eager import compile_operators, outputs_of, runs_as_it_is
-from graphshard.lower.inductor_cache import Claim, Claims, cores_here, place_here, shares_of, writable_cache
+from graphshard.lower.inductor_cache import (
+    Claim,
+    Claims,
+    cores_here,
+    exchange_here,
+    place_here,
+    shares_of,
+    writable_cache,
+)
 from graphshard.lower.inductor_rewrites import (
     DIMS_ARE_LOST,
     WITHOUT_LOST_DIMS,
@@ -132,7 +140,7 @@ _Begun = tuple[Claim, dict[str, Callable[[], Boxed]]]
 
 
 def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Compiled:
-    """Compile each region once per machine: each rank takes a share, and finds what other ranks have kept."""
+    """Compile each region once: each rank takes a share, and finds what other ranks, or machines, have kept."""
     place, ranks = place_here()
     cores = cores_here()
     shares = shares_of({name: len(region.module.graph.nodes) for name, region in regions.items()}, min(ranks, cores))
@@ -144,7 +152,9 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
         Batch(max(1, min(cores // ranks, inductor_config.compile_threads or 1))) as batch,
         contextlib.ExitStack() as stack,
     ):
-        store = store_here()
+        store, exchange = store_here(), exchange_here()
+        files = {name: store.name(region) for name, region in regions.items()} if exchange is not None else {}
+        elsewhere: list[tuple[Claim, str]] = []  # what other machines compile
 
         def begun(claim: Claim) -> _Begun:
             stack.enter_context(claim)
@@ -152,9 +162,12 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
             for name in claim.names:
                 show(f"compile {name}, {next(numbers)} of {len(regions)}")
                 start, kept = time.perf_counter(), store.find(regions[name])  # another rank may have put it there
-                functions[name] = (
-                    generate(regions[name], name, batch) if kept is None else functools.partial(_same, kept)
-                )
+                if kept is not None:
+                    functions[name] = functools.partial(_same, kept)
+                elif exchange is not None and files[name] and not exchange.claim(files[name]):
+                    elsewhere.append((claim, name))
+                else:
+                    functions[name] = generate(regions[name], name, batch)
                 compile_seconds[keys[name]] = time.perf_counter() - start
                 check_cancelled()
             batch.submit()
@@ -166,8 +179,21 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
                 made = finish()
                 compile_seconds[keys[name]] += time.perf_counter() - start
                 store.keep(regions[name], kernels_of(made) or gpu_kernels_of(made), getattr(made, "source_code", ""))
+                if exchange is not None and files[name] and not isinstance(made, KeptRegion):
+                    exchange.give(files[name], store.content(regions[name]))
                 claim.release(name)
                 yield name, made
+
+        def received() -> Compiled:
+            """Wait for other machines; only when this rank's regions are there for them."""
+            while elsewhere:
+                claim, name = elsewhere.pop()
+                assert exchange is not None
+                show(f"wait for {name}, which another machine compiles")
+                made = store.receive(regions[name], exchange.take(files[name]))
+                finish = generate(regions[name], name, batch) if made is None else functools.partial(_same, made)
+                batch.submit()
+                yield from finished(claim, {name: finish})
 
         claims = Claims([*shares[first:], *shares[:first]], keys, Path(cache, "graphshard-locks"), show)
         # The code of a share is generated while the kernels of the one before are compiled.
@@ -178,8 +204,10 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
                 yield from finished(*before.pop(0))
         for last in before:
             yield from finished(*last)
+        yield from received()
         for claim in claims.others():
             yield from finished(*begun(claim))
+            yield from received()
         store.shrink()
 
 

@@ -6,6 +6,9 @@ Inductor never makes libraries again that a crash or a full disk has cut short. 
 Each rank compiles a share of the regions, and finds the others in the cache. A file locks each region that a rank has
 taken. A rank that ends, for any reason, releases its locks, and others compile what is missing. A rank waits for one
 region at a time and holds none while it does, so ranks never wait in a circle.
+
+Machines without a directory in common share through the store of the ranks: one rank of all compiles a region, and one
+rank of each other machine reads its file (`Exchange`). A rank waits for others when its own regions are there.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
 
+from graphshard.torch_compat.dtensor import rendezvous_store
 from graphshard.torch_compat.inductor_settings import inductor_cache
 from graphshard.utils.progress import check_cancelled
 
@@ -211,6 +215,55 @@ def _waited_for(lock: BaseFileLock, name: str) -> bool:
         return True
     log.warning("another process has not compiled %s in %.1f s: this one does", name, PATIENCE)
     return False
+
+
+# Bytes of the largest file that the store of the ranks takes: it refuses 8 MiB.
+_LARGEST = 4 << 20
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Files of regions in the store of the ranks of several machines, by their names.
+
+    rank 3      sets "3" once, compiles the region, leaves its file, or nothing if it cannot be kept
+    rank 9      finds "3" and waits for the file
+    """
+
+    store: dist.Store
+    rank: int
+    patience: float = PATIENCE
+
+    def claim(self, name: str) -> bool:
+        """Return whether this rank is to compile a region."""
+        with contextlib.suppress(dist.DistError):
+            return self.store.compare_set(f"{name} compiled by", "", str(self.rank)).decode() == str(self.rank)
+        return True
+
+    def give(self, name: str, content: bytes) -> None:
+        """Leave the file of a region that this rank has compiled."""
+        with contextlib.suppress(dist.DistError):
+            self.store.set(f"{name} file", content if len(content) <= _LARGEST else b"")  # type: ignore[arg-type]
+
+    def take(self, name: str) -> bytes:
+        """Wait for the file of another rank; empty if it does not come."""
+        end = time.monotonic() + self.patience
+        with contextlib.suppress(dist.DistError):
+            while time.monotonic() < end:
+                check_cancelled()
+                if self.store.check([f"{name} file"]):
+                    return self.store.get(f"{name} file")
+                time.sleep(_ASKS_EVERY)
+        log.warning("no other machine has compiled %s in %.1f s: this one does", name, self.patience)
+        return b""
+
+
+def exchange_here() -> Exchange | None:
+    """Return how this rank shares regions with other machines; None if all ranks may be on one."""
+    if "LOCAL_WORLD_SIZE" not in os.environ or not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    if dist.get_world_size() <= place_here()[1]:
+        return None
+    return Exchange(dist.PrefixStore("graphshard/regions", rendezvous_store()), dist.get_rank())
 
 
 def shares_of(sizes: Mapping[str, int], number: int) -> list[list[str]]:

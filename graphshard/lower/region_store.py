@@ -49,6 +49,7 @@ from graphshard.lower.inductor_rewrites import NEVER_RUN
 from graphshard.torch_compat.inductor_settings import data_pointer, inductor_cache, keeps_code
 from graphshard.utils.archive import read_private, remove, remove_left_behind, remove_oldest, touch, write_archive
 from graphshard.utils.environment_fingerprint import instruction_set, own_files, settings, variables, vendor
+from graphshard.utils.files import replacing
 from graphshard.utils.source_lines import codes_of
 
 log = logging.getLogger(__name__)
@@ -284,6 +285,29 @@ class Store:
         path = self._path(region)
         if path is not None and kernels is not None and not path.exists():
             _write(path, region, kernels, shown)
+
+    def name(self, region: Region) -> str:
+        """Return the name of a region's file, equal wherever its code would be; "" if it is not to be kept."""
+        path = self._path(region)
+        return "" if path is None else path.name
+
+    def content(self, region: Region) -> bytes:
+        """Return the file of a region, for another machine; empty if there is none."""
+        path = self._path(region)
+        return path.read_bytes() if path is not None and path.exists() else b""
+
+    def receive(self, region: Region, content: bytes) -> KeptRegion | None:
+        """Keep the file of another machine, and return its code; None if it cannot be written or used."""
+        path = self._path(region)
+        if path is None or not content:
+            return None
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                temporary.write_bytes(content)
+        except OSError:
+            return None
+        return self.find(region)
 
     def shrink(self) -> None:
         """Remove the least recently used regions over the limit."""
