@@ -22,12 +22,14 @@ from unittest import mock
 import pytest
 import torch
 
+from graphshard.codec.program_format import decode_region, encode_region
 from graphshard.ir.gpus import properties_of
 from graphshard.ir.program import Region
 from graphshard.lower import backends, inductor, region_store
 from graphshard.lower._batch_compile import TRITON_COMPILER
 from graphshard.lower.cubin_kernels import CubinKernel, KernelVariant, LoadedKernel
 from graphshard.lower.region_store import KeptRegion, store_here
+from graphshard.store.program_library import read_region
 from graphshard.utils.archive import read_private
 from tests.lower.gpu_stand_in import H100, Launcher, inputs_of_region, on_the_cpu, only_file, plain_region
 
@@ -193,6 +195,22 @@ def test_processes_of_inductor_are_not_started(directory: Path) -> None:
         shutil.rmtree(directory)
         backends.begin_compiling("inductor", torch.device("cuda"))
         assert begun.call_count == 1
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_stored_program_finds_its_regions(kept: list[int], launcher: Launcher) -> None:
+    """A file of the compile cache has the operators of a region for a GPU; its code is found by their text."""
+    region = _region(3)
+    stored = json.loads(json.dumps(encode_region(region)))
+    artifact: Any = SimpleNamespace(
+        manifest=SimpleNamespace(regions={region.key: SimpleNamespace(code="later")}),
+        region=lambda key, device: decode_region(key, stored, device),
+    )
+    with mock.patch.object(inductor, "generate") as generated:
+        found, _ = read_region(artifact, region.key, "inductor", torch.device("cuda", 5))
+    assert generated.call_count == 0
+    assert isinstance(found, KeptRegion)
+    assert [index for _, index in launcher.loaded] == [5] * sum(kept)
 
 
 UNKEPT: dict[str, Callable[[Any], Any]] = {
