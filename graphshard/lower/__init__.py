@@ -15,8 +15,8 @@
 * **Code is kept under the text of its region** (`region_store.py`). Inductor's cache is asked with a graph in its
   decompositions: to import Inductor, to trace 11 regions and to hash them took 2.5 to 3.2 s of a rank's CPU, and 0.2 s
   by their text. Other regions are found in Inductor's cache, which wants a tracing context, as in `torch.compile`.
-  Regions for GPUs are kept with the cubins of all configurations that Inductor would measure (`cubin_kernels.py`); a
-  later launch measures them once and keeps the fastest.
+  Regions for GPUs are kept with the cubins of all configurations that Inductor measures (`cubin_kernels.py`), and when
+  it has chosen, with that one, so that later launches compute the same bits.
 * **Ranks of a machine share compilation** (`inductor_cache.py`). Each takes a share of the regions, by locks, and
   finds what others have kept. Files are found by what their code depends on, so ranks may have other regions, other
   compilers or no cache in common. Machines without a directory in common hand on these files in the ranks' store. While

@@ -5,8 +5,8 @@
     def launcher(in_ptr0, out_ptr0, xnumel, stream):                      Inductor's, for one configuration
         runner(-(xnumel // -1024), 1, 1, stream, in_ptr0, out_ptr0, xnumel)
 
-Inductor compiles some kernels in several configurations and measures them at their first call. Here they are measured
-in the same place, and the file then keeps the fastest, so that later launches compute the same bits.
+Inductor compiles some kernels in several configurations and measures them at their first call; the file then keeps the
+fastest, so that later launches compute the same bits. Who finds the file before measures them here, in the same way.
 """
 
 from __future__ import annotations

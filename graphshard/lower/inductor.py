@@ -21,6 +21,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,10 @@ def compile_all(regions: dict[str, Region], show: Callable[[str], None]) -> Comp
                 start = time.perf_counter()
                 made = finish()
                 compile_seconds[keys[name]] += time.perf_counter() - start
-                store.keep(regions[name], kernels_of(made) or gpu_kernels_of(made), getattr(made, "source_code", ""))
+                shown, on_gpu = getattr(made, "source_code", ""), gpu_kernels_of(made)
+                store.keep(regions[name], kernels_of(made) or on_gpu, shown)
+                if on_gpu is not None:
+                    when_tuned(made, on_gpu, functools.partial(store.keep, regions[name], shown=shown, again=True))
                 if exchange is not None and files[name] and not isinstance(made, KeptRegion):
                     exchange.give(files[name], store.content(regions[name]))
                 claim.release(name)
@@ -311,11 +315,10 @@ def gpu_kernels_of(fn: Boxed) -> Kernels | None:
     """Return the code of a region compiled for one GPU; None if it takes more than code and cubins."""
     if not isinstance(fn, CompiledFxGraph) or fn.device_types != {"cuda"} or len(fn.device_idxs) != 1:
         return None
-    if torch.version.hip or (module := _module_of(fn)) is None:
+    if torch.version.hip or _module_of(fn) is None:
         return None
-    tuners = {name: value for name, value in vars(module).items() if hasattr(value, "compile_results")}
     try:
-        found = {name: _cubin_kernel(tuner) for name, tuner in tuners.items()}
+        found = {name: _cubin_kernel(tuner) for name, tuner in _tuners_of(fn).items()}
     except Exception as error:  # another release of Inductor
         log.info("kernels of a region are not kept: %s: %s", type(error).__name__, error)
         return None
@@ -323,15 +326,45 @@ def gpu_kernels_of(fn: Boxed) -> Kernels | None:
     return trimmed(fn.source_code, {}, kernels) if len(kernels) == len(found) else None
 
 
+def when_tuned(fn: Boxed, kernels: Kernels, rewrite: Callable[[Kernels], None]) -> None:
+    """Call `rewrite` when Inductor has chosen a configuration of every kernel, in the first step."""
+    chosen = dict(kernels.on_gpu)
+    left = {name for name, kernel in chosen.items() if len(kernel.variants) > 1}
+
+    def tuned(name: str, results: list[Any], save: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        variants = [v for v, result in zip(chosen[name].variants, results) if result.config is config]
+        chosen[name] = CubinKernel(tuple(variants or chosen[name].variants), chosen[name].writes)
+        left.discard(name)
+        if not left:
+            rewrite(replace(kernels, on_gpu=chosen))
+        if save:
+            save(config, *args, **kwargs)
+
+    for name, tuner in _tuners_of(fn).items():
+        if name in left:
+            tuner.save_cache_hook = functools.partial(tuned, name, _results_of(tuner), tuner.save_cache_hook)
+
+
+def _tuners_of(fn: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(_module_of(fn)).items() if hasattr(value, "compile_results")}
+
+
+def _results_of(tuner: Any) -> list[Any]:
+    """Return the compiled configurations that a tuner chooses from: some may not fit the GPU."""
+    left = [launcher.config for launcher in tuner.launchers]
+    return [each for each in tuner.compile_results if not left or any(each.config is config for config in left)]
+
+
 def _cubin_kernel(tuner: Any) -> CubinKernel | None:
     """Return a Triton kernel in the configurations that Inductor chooses from; None if they are not enough."""
-    left = [launcher.config for launcher in tuner.launchers]
-    results = [each for each in tuner.compile_results if not left or any(each.config is config for config in left)]
+    results = _results_of(tuner)
     names = results[0].kernel.arg_names if results and hasattr(results[0].kernel, "arg_tys") else []
     # Memory that is to be zero before each launch cannot be measured here.
     if not names or tuner.reset_to_zero_arg_names or any(name.startswith(("ws_ptr", "sem_ptr")) for name in names):
         return None
     if not all(hasattr(each.kernel, "arg_tys") for each in results):  # Triton's own launcher starts it
+        return None
+    if tuner.inductor_meta.get("coordinate_descent_tuning"):  # which compiles more configurations later
         return None
     called = results[0]._get_arg_lists(names, results[0].kernel.declared_constexprs)[1]
     writes = tuple(place for place, name in enumerate(called) if name in tuner.mutated_arg_names)

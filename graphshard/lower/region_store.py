@@ -280,10 +280,10 @@ class Store:
         touch(path)
         return found
 
-    def keep(self, region: Region, kernels: Kernels | None, shown: str) -> None:
-        """Keep the code of a region, unless it is None; `shown` is all that was generated."""
+    def keep(self, region: Region, kernels: Kernels | None, shown: str, *, again: bool = False) -> None:
+        """Keep the code of a region, unless it is None; `shown` is all that was generated. `again` replaces it."""
         path = self._path(region)
-        if path is not None and kernels is not None and not path.exists():
+        if path is not None and kernels is not None and (again or not path.exists()):
             _write(path, region, kernels, shown)
 
     def name(self, region: Region) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard.lower import inductor
 from tests.gpu.test_cuda import nccl  # noqa: F401
 from tests.store.launches import Launches
 
@@ -38,12 +41,15 @@ def test_the_second_launch_captures_nothing(nccl: DeviceMesh, tmp_path: Path, ba
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("by_text", [True, False], ids=["by text", "Inductor's cache"])
 def test_kernels_are_kept_with_their_code(
     nccl: DeviceMesh,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    by_text: bool,
 ) -> None:
-    """The next process waits for no Inductor process: here they never become ready."""
+    """The next process waits for no Inductor process: here they never become ready. By text it does not ask Inductor."""
 
     def losses() -> list[float]:
         torch.manual_seed(0)
@@ -58,6 +64,9 @@ def test_kernels_are_kept_with_their_code(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first = losses()
+    assert list((tmp_path / "graphshard-regions").glob("*-cuda-*"))
+    if not by_text:
+        shutil.rmtree(tmp_path / "graphshard-regions")
     # State that a new process would not have.
     codecache.PyCodeCache.cache_clear()
     async_compile.CompiledTritonKernels.cache_clear()
@@ -72,6 +81,7 @@ def test_kernels_are_kept_with_their_code(
     monkeypatch.setattr(inductors, "triton", counted)
     monkeypatch.setattr(inductors, "use_process_pool", classmethod(lambda cls: False))
     monkeypatch.setattr(inductors, "wait_pool_ready", classmethod(lambda cls: waited.append(True)))
-    assert losses() == first
-    assert asked
+    with mock.patch.object(inductor, "generate", side_effect=inductor.generate) as generated:
+        assert losses() == first
+    assert bool(asked) == bool(generated.call_count) == (not by_text)
     assert not waited

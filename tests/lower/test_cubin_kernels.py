@@ -133,6 +133,22 @@ def test_a_warm_start_measures_once(kept: list[int], directory: Path, launcher: 
     assert {len(facts["variants"]) for facts in read_private(only_file(directory)).facts["kernels"].values()} == {1}
 
 
+def test_inductors_choice_is_kept(directory: Path, launcher: Launcher) -> None:
+    """The first launch tunes with Inductor; the second one loads what was chosen, and measures nothing."""
+    _, tuners = _compile(_region())
+    chosen = []
+    for tuner in tuners:
+        chosen.append(tuner.compile_results[-1].config)
+        if len(tuner.compile_results) > 1:
+            assert len(read_private(only_file(directory)).facts["kernels"]) == len(tuners)
+            tuner.save_cache_hook(chosen[-1], 1.5, triton_cache_hash="a")
+    rows = [kernel["variants"] for kernel in read_private(only_file(directory)).facts["kernels"].values()]
+    assert [[row["constants"] for row in variants] for variants in rows] == [[config.kwargs] for config in chosen]
+    found, _ = _compile(_region())
+    found(inputs_of_region())
+    assert len(launcher.loaded) == len(launcher.launched) == len(tuners)
+
+
 def test_measured_launches_change_copies(launcher: Launcher) -> None:
     """Without memory for copies the first configuration is taken."""
     text = "def launcher(in_out_ptr0, xnumel, stream):\n    runner(1, 1, 1, stream, in_out_ptr0, xnumel)"
@@ -216,6 +232,7 @@ def test_a_stored_program_finds_its_regions(kept: list[int], launcher: Launcher)
 UNKEPT: dict[str, Callable[[Any], Any]] = {
     "memory that starts at zero": lambda tuner: setattr(tuner, "reset_to_zero_arg_names", ["out_ptr0"]),
     "Triton's own launcher": lambda tuner: setattr(tuner.compile_results[0], "kernel", object()),
+    "more configurations later": lambda tuner: tuner.inductor_meta.update(coordinate_descent_tuning=True),
     "another release": lambda tuner: setattr(tuner, "compile_results", None),
 }
 
