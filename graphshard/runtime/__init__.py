@@ -25,7 +25,7 @@ its status and watches another rank (`health_monitor.py`), so that no rank waits
   stream. `Work.wait()` there ends c10d's hold on the full gradients, whose memory the compute stream could reuse while
   they are read; held until the all-reduce has been waited for, they are one more unit's at the peak (0.9 GB in float32
   for a block of 8B), which plans would have to know. On gloo, which has no streams, the host would wait.
-* **Gathers and reductions share a group.** In one of their own, reductions would not queue behind gathers, but both
+* **Gathers and reductions share a group.** In a separate group, reductions would not queue behind gathers, but both
   share the link. Where compute hides them that changes nothing; where it does not, the link is busy all the time. With
   the bandwidth shared evenly, predicted steps are the same on 8 H100s and 0.05 to 0.15 % longer on 64 and 1,024 (Llama
   8B, 2,048 tokens). So costs would never choose it. FSDP2's `set_separate_reduce_scatter_group` makes one.

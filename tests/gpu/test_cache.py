@@ -49,7 +49,7 @@ def test_kernels_are_kept_with_their_code(
     *,
     by_text: bool,
 ) -> None:
-    """The next process waits for no Inductor process: here they never become ready. By text it does not ask Inductor."""
+    """The next process waits for no Inductor process: here they never become ready. Kept code does not ask Inductor."""
 
     def losses() -> list[float]:
         torch.manual_seed(0)

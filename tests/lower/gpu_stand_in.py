@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +32,10 @@ def gated(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> list[torch.Tenso
     return [z - z.mean(1, keepdim=True), y.sum(0), (x.t() @ x).exp()]  # the last one in place, of the product
 
 
-def plain_region(index: int = 0) -> Region:
+def plain_region(index: int = 0, sizes: Sequence[tuple[int, int]] = SIZES) -> Region:
     """Return the same region without a stand-in for the GPU, which imports Triton."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        inputs = [torch.empty(size, device=f"cuda:{index}") for size in SIZES]
+        inputs = [torch.empty(size, device=f"cuda:{index}") for size in sizes]
     return region_of(gated, inputs)
 
 

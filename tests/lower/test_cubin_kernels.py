@@ -32,6 +32,7 @@ from graphshard.lower.region_store import KeptRegion, store_here
 from graphshard.store.program_library import read_region
 from graphshard.utils.archive import read_private
 from tests.lower.gpu_stand_in import H100, Launcher, inputs_of_region, on_the_cpu, only_file, plain_region
+from tests.ranks import Ranks
 
 pytest.importorskip("triton")
 pytest.importorskip("cffi")
@@ -227,6 +228,35 @@ def test_a_stored_program_finds_its_regions(kept: list[int], launcher: Launcher)
     assert generated.call_count == 0
     assert isinstance(found, KeptRegion)
     assert [index for _, index in launcher.loaded] == [5] * sum(kept)
+
+
+def _cold(rank: int, size: int, directory: str) -> tuple[int, int, int]:
+    """Compile two regions for the GPU of a rank; return regions generated, kernels compiled, and cubins loaded."""
+    from graphshard.cross.driver import compiler_stand_in, stand_in
+
+    here = {"TORCHINDUCTOR_CACHE_DIR": directory, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    launcher, tuners = Launcher(), list[Any]()
+    with mock.patch.dict(os.environ, here), on_the_cpu(launcher), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+        with stand_in(H100):
+            other = (8, 32), (32, 2048), (8, 2048)
+            regions = {"region_0": plain_region(rank), "region_1": plain_region(rank, other)}
+        with (
+            compiler_stand_in(H100, lambda tuner: tuners.append(tuner.fn.__name__)),
+            mock.patch.object(inductor, "generate", side_effect=inductor.generate) as generated,
+        ):
+            dict(backends.compiler_for("inductor")(regions, lambda told: None))
+    return generated.call_count, len(set(tuners)), len(launcher.loaded)
+
+
+@pytest.mark.slow
+def test_ranks_with_gpus_share_compilation(ranks: Ranks, tmp_path: Path) -> None:
+    """Each region is compiled by one rank, for the GPUs of both; in the next launch by none."""
+    cold = ranks(2).run(_cold, str(tmp_path))
+    assert sum(generated for generated, _, _ in cold) == 2
+    assert all((generated < 2) == (loaded > 0) for generated, _, loaded in cold)
+    warm = ranks(2).run(_cold, str(tmp_path))
+    assert [(generated, kernels) for generated, kernels, _ in warm] == [(0, 0), (0, 0)]
 
 
 UNKEPT: dict[str, Callable[[Any], Any]] = {
