@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -235,7 +236,8 @@ class CompiledStep:
         params = [(ref.name, ref.param) for ref in self._model._graphshard.tracer.params]
         if not self._as_they_arrive or self._scaler is not None or self._clip_norm is not None:
             return set()
-        if not isinstance(self._updates, Updates) and self._model._graphshard.tracer.options.offload_policy is not None:
+        offloads = isinstance(self._model._graphshard.tracer.options.offload_policy, CPUOffloadPolicy)
+        if offloads and not isinstance(self._updates, Updates):
             return set()  # gradients arrive in another thread, which may neither communicate nor start others
         for _, param in params:  # a gradient may also be added to another one, or read by hooks
             hooks = param._backward_hooks or param._post_accumulate_grad_hooks
