@@ -4,7 +4,8 @@
 
 Up to 64 threads, each with its own connection to one real TCPStore, stand for several ranks each, which all arrive
 before they wait. They meet once with equal texts and once with one rank that differs. `all texts` is the traffic if
-every rank reads the text of every other one.
+every rank reads the text of every other one. The last table is of a text that rank 0 gives to all, with eight ranks on
+a machine.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
+from graphshard.runtime import peers
 from graphshard.runtime.peers import Rendezvous
 
 CONNECTIONS = 64
@@ -96,6 +99,32 @@ def meet(counted: Sequence[Counted], texts: Sequence[str]) -> tuple[float, list[
     return time.perf_counter() - began, ends
 
 
+def give(counted: Sequence[Counted], size: int, text: str) -> float:
+    """Give a text of rank 0 to all ranks, and return the seconds until the last one has it."""
+    here = threading.local()
+    start = threading.Barrier(len(counted) + 1)
+
+    def run(first: int) -> None:
+        start.wait()
+        for rank in range(first, size, len(counted)):
+            here.machine = f"machine {rank // 8}"
+            meeting = Rendezvous(counted[first], "step 1", 0, rank, size)  # type: ignore[arg-type]
+            if rank == 0:
+                meeting.give(text)
+            else:
+                assert meeting.take(lambda waited: None) == text
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(len(counted))]
+    with mock.patch.object(peers, "_machine", side_effect=lambda: here.machine):
+        for thread in threads:
+            thread.start()
+        start.wait()
+        began = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024, 4096])
@@ -123,6 +152,13 @@ def main() -> None:
                 f"{size * (size - 1) * len(text):,}",
             )
             print(" | ".join(row), flush=True)
+    lines = "".join(f"all-gather block {n // 9} of 126, member {n % 9}, after region {n}\n" for n in range(9999))
+    print("ranks | seconds | reads of the text | bytes read")
+    for size in options.ranks:
+        counted = [Counted(dist.PrefixStore(f"{size} gives", store)) for store in connections[:size]]
+        seconds = give(counted, size, lines[: options.text_bytes])
+        reads = sum(c.keys["step 1.0 text for all"] for c in counted)
+        print(f"{size} | {seconds:.3f} | {reads} | {sum(c.read for c in counted):,}", flush=True)
 
 
 if __name__ == "__main__":
