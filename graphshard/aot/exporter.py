@@ -183,7 +183,7 @@ class Exporter:
             partitioned = partitioned() if callable(partitioned) else partitioned
             backwards = list(self._backwards(program, partitioned, tracer, module, wanted))
             if observer.bound is not None:  # or the passes make no plan
-                tokens, training = count_tokens(leaves), Training()
+                tokens, training = count_tokens(call_args, call_kwargs), Training()
                 found = explained(program, self.costs, observer.flop, observer.bound, tokens=tokens, training=training)
                 prediction = str(found)
             start = encode_partitioned(partitioned, program)

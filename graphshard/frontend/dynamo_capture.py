@@ -134,7 +134,7 @@ class DynamoTrace:
         graph: torch-level graph; its placeholders are `inputs` in order, its results a tuple.
         sizes: where symbolic sizes and their guards live; None if the graph is empty.
         repeats: equal blocks of which a few were traced; guards are of all.
-        branches: on values of inputs, that the program is for; None if there are none.
+        branches, conditions: on values of inputs, or None; on sizes, of a trace from a file, whose `sizes` are None.
         changed: what forward changes of the objects that were there before: modules, or the names of other objects.
         prints: the call prints, or warns.
         growing: sources of lists that forward only appends to, whatever their length.
@@ -151,6 +151,7 @@ class DynamoTrace:
     changed: tuple[nn.Module | str, ...] = ()
     prints: bool = False
     growing: frozenset[str] = frozenset()
+    conditions: tuple[str, ...] = ()
 
     def structure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> pytree.TreeSpec | None:
         """Return the structure of what the call returns, whose leaves are the graph's results in order.

@@ -45,6 +45,7 @@ from graphshard.torch_compat.dynamo import (
     numpy_operator_wrapper,
     numpy_to_tensor_wrapper,
 )
+from graphshard.torch_compat.symbolic_sizes import NAMES_OF_SIZE_GUARDS
 from graphshard.torch_compat.torch_ops import replaced, set_grad_enabled
 from graphshard.utils.source_lines import is_users, source_line
 
@@ -158,6 +159,19 @@ def read(sources: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[st
                 continue
 
 
+def condition_of(text: str, names: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
+    """Return the function that tests a guard on sizes for a call (module, args, kwargs), given globals."""
+    test = eval(f"lambda L: {text}", {**NAMES_OF_SIZE_GUARDS, "G": names})
+
+    def holds_for(scope: Mapping[str, Any]) -> bool:
+        try:
+            return bool(test(scope))
+        except Exception:  # another input is no view, and has no base
+            return False
+
+    return holds_for
+
+
 def _attributes_of(cls: type) -> dict[str, Any]:
     """Return the dict of a class, whose version changes when an attribute is set."""
     (found,) = [each for each in gc.get_referents(cls.__dict__) if type(each) is dict]
@@ -219,7 +233,7 @@ def reject_unguarded(
         values: of the names in sources.
     """
     sources = list(sources)
-    codes = [code for code in codes if is_users(code.co_filename)]
+    codes = [code for code in dict.fromkeys(codes) if is_users(code.co_filename)]
     names = {str(guard.name) for guard in guards}
     found = dict(read((name for name in names if name), values))
     _reject_builtins(guards, function)
@@ -272,6 +286,8 @@ def _reject_builtins(guards: Iterable[Any], function: str) -> None:
 
 def _reject_attributes(codes: Iterable[types.CodeType], names: Iterable[str], function: str) -> None:
     for code in codes:
+        if _HISTORY.isdisjoint(code.co_names):  # to read instructions takes long
+            continue
         for name, before, line in _attributes(code, "LOAD_ATTR"):
             if name in _HISTORY and before not in _NO_TENSORS:
                 raise CaptureError(
@@ -293,6 +309,9 @@ def _reject_classes(codes: Iterable[types.CodeType], found: Mapping[str, Any], f
     classes = {value.__name__ for value in found.values() if isinstance(value, type)}
     methods = {getattr(each, "__code__", None) for cls in _classes_of(found) for each in vars(cls).values()}
     for code in codes:
+        named = (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars)
+        if classes.isdisjoint(named) and "__dict__" not in named:
+            continue
         stored = list(_attributes(code, "STORE_ATTR"))
         changed = {name for name, *_ in stored}
         added_to = [each for each in _attributes(code, "LOAD_ATTR") if each[0] in changed]  # Block.calls += 1

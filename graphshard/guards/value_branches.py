@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import math
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from graphshard.guards.value_descriptions import UndescribedError
 from graphshard.ir.sizes import expression
 from graphshard.torch_compat.torch_ops import assert_async
 
@@ -48,6 +51,11 @@ _PACKED = (
     "the sequences apart."
 )
 _PADDING = "a mask has padding, or no longer has. Pass a mask of four dims to be independent of its values."
+
+
+# Names that code of graphs has without modules.
+_NAMES_OF_FX = dict[str, Any](torch=torch, device=torch.device, inf=math.inf, nan=math.nan, NoneType=type(None))
+_NAMES_OF_FX |= {"fx_pytree": None, "pytree": None}
 
 
 @dataclass
@@ -75,9 +83,27 @@ class ValueBranches:
         answers: of the trace.
     """
 
-    conditions: GraphModule
+    conditions: Callable[..., torch.Tensor]
     sources: tuple[str, ...]
     answers: tuple[bool, ...]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the branches as plain data; raise UndescribedError if they call more than functions of modules."""
+        assert isinstance(self.conditions, GraphModule)
+        graph = self.conditions.graph
+        code = graph.python_code("self")
+        others = {name: value for name, value in code.globals.items() if name not in _NAMES_OF_FX}
+        if graph.find_nodes(op="get_attr") or not all(isinstance(value, types.ModuleType) for value in others.values()):
+            raise UndescribedError("it depends on values of inputs through a constant or a function")
+        modules = {name: value.__name__ for name, value in others.items()}
+        return {"code": code.src, "modules": modules, "sources": self.sources, "answers": self.answers}
+
+    @classmethod
+    def decode(cls, data: Mapping[str, Any]) -> ValueBranches:
+        """Inverse of `encode`."""
+        names = {**_NAMES_OF_FX, **{name: importlib.import_module(each) for name, each in data["modules"].items()}}
+        exec(data["code"], names)
+        return cls(functools.partial(names["forward"], None), tuple(data["sources"]), tuple(data["answers"]))
 
     def answers_for(self, scope: Mapping[str, Any], names: Mapping[str, Any]) -> tuple[bool, ...]:
         """Return the answers for a call (module, args, kwargs), given globals.

@@ -15,7 +15,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ _NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperD
 _NOT_COMPARED = frozenset({"__doc__", "__annotations__", "__firstlineno__", "__dict__", "__weakref__"})
 # Packages whose functions answer otherwise on another rank.
 _OF_RANKS = ("torch.distributed", "torch.cuda")
+_ALL_DIMS: Mapping[str, Sequence[int | None]] = types.MappingProxyType({})
 
 
 class UndescribedError(Exception):
@@ -157,9 +158,13 @@ class ValueDescriber:
         return _hash([code.co_code.hex(), table.hex(), layout, names, constants])
 
 
-def tensor_facts(tensor: torch.Tensor) -> list[str]:
-    """Return what guards of tensors compare."""
-    facts = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad, tensor.layout)
+def tensor_facts(tensor: torch.Tensor, dims: Mapping[str, Sequence[int | None]] = _ALL_DIMS) -> list[str]:
+    """Return what guards of tensors compare; `dims` has sizes and strides, None where none is compared."""
+    sizes, strides = (
+        tuple(n for n, known in zip(found, dims.get(name, found), strict=True) if known is not None)
+        for name, found in (("size", tensor.shape), ("stride", tensor.stride()))
+    )
+    facts = (tensor.dtype, tensor.ndim, sizes, strides, tensor.device, tensor.requires_grad, tensor.layout)
     return [*map(str, facts), str(dispatch_keys(tensor))]
 
 

@@ -22,7 +22,7 @@ from graphshard.errors import InputError, MaterializationError, ParameterError, 
 from graphshard.exported.exported_program import joint_inputs, joint_of, wrong_call
 from graphshard.frontend.dynamo_patches import without_torchs_hooks
 from graphshard.frontend.unit_boundaries import BOUNDARY, BoundaryModule
-from graphshard.guards.unguarded_state import HOOK_MARKS, read
+from graphshard.guards.unguarded_state import HOOK_MARKS, condition_of, read
 from graphshard.guards.value_branches import WARNING
 from graphshard.ir.param_table import places_of
 from graphshard.ir.program import Program
@@ -194,6 +194,7 @@ class TracedGuard:
             keep = functools.partial(_is_kept, module, *_ours(module))
             self._guards, self._extra = trace.build_guards(keep, executable.program.device)
         self._branches, self._globals = trace.branches, trace.names
+        self._conditions = [(text, condition_of(text, trace.names)) for text in trace.conditions]
         self._executable = executable
         self._label = users_class(module).__name__
         names = [_shorten(trace.inputs[index].source, self._label) for index in program.taken]
@@ -223,6 +224,9 @@ class TracedGuard:
         if not holds:
             parts = self._guards.check_verbose(scope).verbose_code_parts
             return _reason(parts, self._label, {"L": scope, "G": self._globals})
+        for text, holds_for in self._conditions:
+            if not holds_for(scope):
+                return _shorten(text, self._label)
         branches = self._branches
         if branches is None or branches.answers_for(scope, self._globals) == branches.answers:
             return ""

@@ -169,7 +169,8 @@ class Explanation:
         label: name of the setting, in a grid.
         data_ranks: ranks with different tokens; ranks along a tensor axis have the same.
         hardware, profile_hash: the profile's name and the hash of its numbers.
-        tokens: that one rank processes in a step: elements of the first integer input, or the batch size.
+        tokens: that one rank processes in a step: elements of `input_ids` or `tokens`, or else of the largest input of
+            integers, or the batch size.
         microbatches: forwards and backwards of a step. Waits, the critical path, slack and formulas are of one.
         step_time_s: forward, backward and optimizer.
         step_range_s: p10 and p90 of it, as far as constants of the profile are known: assumed ones have ranges there.

@@ -65,7 +65,6 @@ from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.fsdp2_order import PlanByUnit
 from graphshard.schedule.graph_facts import Known, while_unchanged
 from graphshard.schedule.timeline import Estimate, estimate
-from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.argument_validation import check_bool, check_function, check_seconds, is_int
 from graphshard.utils.progress import collector_paused
 from graphshard.utils.text import brief
@@ -216,7 +215,7 @@ class Study:
             costs,
             flop,
             bound,
-            tokens=count_tokens(pytree.tree_leaves((self.example_inputs, self.example_kwargs))),
+            tokens=count_tokens(self.example_inputs, self.example_kwargs),
             training=self.training,
             label=self.label,
             mesh=mesh,

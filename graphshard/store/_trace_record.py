@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import marshal
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -30,8 +31,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graphshard.frontend.dynamo_capture import DynamoTrace, GraphInput, TracedFunction
-from graphshard.guards.unguarded_state import GLOBAL_HOOKS, key_of, sources_of
-from graphshard.guards.value_branches import begin_answers, eager_answers
+from graphshard.guards.unguarded_state import GLOBAL_HOOKS, condition_of, key_of, sources_of
+from graphshard.guards.value_branches import ValueBranches, eager_answers
 from graphshard.guards.value_descriptions import (
     UndescribedError,
     ValueDescriber,
@@ -56,6 +57,7 @@ from graphshard.torch_compat.dynamo import (
     pgo,
 )
 from graphshard.torch_compat.inductor_settings import changed_settings
+from graphshard.torch_compat.symbolic_sizes import has_unknown
 from graphshard.torch_compat.torch_ops import HigherOrderOperator, OpOverload
 
 # Guards of the process's state, which the key has, see `global_state`.
@@ -83,13 +85,14 @@ _FACTS: dict[str, Callable[[Any, Any], Any]] = {
     "HASATTR": hasattr,
     "NOT_PRESENT_IN_GENERIC_DICT": lambda value, key: key in getattr(value, "__dict__", {}),
     "SEQUENCE_LENGTH": lambda value, _: len(value),
-    "TENSOR_MATCH": lambda value, _: tensor_facts(value),
     "TYPE_MATCH": lambda value, _: "",
 }
 # Higher-order operators whose bodies Dynamo has traced, too.
 _TRACED_BODIES = frozenset({"autograd_function_apply", "tag_activation_checkpoint"})
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 _OF_LIBRARY = ("torch", "_operator", "math", "builtins", "graphshard")
+_ANSWER = re.compile("begin_answers|sub_next_answer")
+_SIZE = re.compile(r"\.size\(\)\[\d+\]$")
 _CHECKPOINT_POLICY = "_checkpoint_context_fn"
 
 
@@ -115,14 +118,18 @@ def record_of(trace: DynamoTrace, traced: TracedFunction) -> dict[str, Any]:
     table = _SourceTable()
     kept = [each for each in graph.guards if each.create_fn_name() not in _OF_SIZES]
     guards = [[table.add(guard.originating_source), *_kind(guard, table)] for guard in kept]
-    sizes = [
-        [table.add(source), {name: [*map(_plain, values)] for name, values in known.items()}]
+    compared = {
+        source: {name: [*map(_size, values)] for name, values in known.items()}
         for source, known in graph.input_source_to_sizes_strides.items()
-    ]
+    }
+    of_sizes = [each for each in graph.guards if each.create_fn_name() == "SHAPE_ENV"]
     record = {
         "sources": table.sources,
         "guards": guards,
-        "sizes": sizes,
+        "sizes": [[table.add(source), known] for source, known in compared.items()],
+        "dims": {str(source.name): known for source, known in compared.items() if None in known["size"]},
+        "conditions": [text for each in of_sizes for text in each.code_list or ()],
+        "branches": trace.branches and trace.branches.encode(),
         "ordered": [table.add(source) for source in sorted(graph.guard_on_key_order, key=lambda each: str(each.name))],
         "globals": _globals(trace),
         "imports": dict(output.import_sources),
@@ -136,7 +143,10 @@ def record_of(trace: DynamoTrace, traced: TracedFunction) -> dict[str, Any]:
         "named": sorted({each for code in output.traced_code for each in code.co_consts if type(each) is str}),
     }
     describer = ValueDescriber()
-    record["facts"] = _facts(record, kept, {"L": graph.local_scope, "G": output.f_globals}, describer)
+    values = {"L": graph.local_scope, "G": output.f_globals}
+    record["facts"] = _facts(record, kept, values, describer)
+    if otherwise := _unmet(record, values):
+        raise UndescribedError(f"the guard {otherwise} cannot be tested")
     if describer.constant:
         raise UndescribedError(f"Dynamo takes the result of {min(describer.constant)} for a constant")
     for code in set(output.traced_code):
@@ -149,13 +159,12 @@ def _check_trace(trace: DynamoTrace, graph: Any) -> None:
     """Raise UndescribedError for a trace that depends on more than its guards say."""
     state = (graph.torch_function_mode_stack, graph.functorch_layers, graph.aotautograd_guards, graph.current_device)
     for wrong, why in (
-        (trace.branches is not None, "it depends on values of inputs"),
         (trace.prints or trace.growing, "it prints, or lists grow"),
         (trace.captured.backend_input is None, "it computes nothing"),
         (trace.captured.graph_capture_output.closure, "it has a closure"),
         (any(state) or graph.dual_level >= 0 or not _is_clear(), "a mode or a hook of all modules was active"),
-        (any(not isinstance(each.fake, torch.Tensor) for each in trace.inputs), "an input is a number"),
-        (trace.sizes is not None and (trace.sizes.guards or trace.sizes.axioms), "sizes or numbers are guarded"),
+        (any(map(_is_number, trace.inputs)), "an input is a number"),
+        (trace.sizes is not None and has_unknown(trace.sizes), "a size depends on values"),
     ):
         if wrong:
             raise UndescribedError(why)
@@ -168,6 +177,22 @@ def _check_trace(trace: DynamoTrace, graph: Any) -> None:
                     _check_target(node.target)
                 elif node.op == "call_module":
                     raise UndescribedError(f"it calls the module {node.target}")
+
+
+def _is_number(given: GraphInput) -> bool:
+    """Return whether a graph input is a number that is not the size of a tensor."""
+    return not isinstance(given.value, torch.Tensor) and not _SIZE.search(given.source)
+
+
+def _size(value: Any) -> int | None:
+    """Return a size that a guard compares; None for a dynamic one."""
+    found: int | None = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
+    return found
+
+
+def _unmet(record: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the first condition on sizes that does not hold; "" if all do."""
+    return next((text for text in record["conditions"] if not condition_of(text, values["G"])(values["L"])), "")
 
 
 def _check_target(target: Any) -> None:
@@ -197,10 +222,15 @@ def _facts(
     if record["reads environment"]:
         found.append(["os.environ", environment_of(os.environ, set(record["named"]))])
     for place, guard in enumerate(guards):
-        kind, key = guard.create_fn_name(), key_of(guard)
+        kind, key, sources = guard.create_fn_name(), key_of(guard), sources_of(guard)
         if kind in _OF_STATE:
             continue
-        for source in sources_of(guard):
+        if kind == "HASATTR" and key is None:  # before torch 2.13 the source is the attribute
+            attribute = guard.originating_source
+            while not hasattr(attribute, "member"):
+                attribute = attribute.base
+            key, sources = attribute.member, [str(attribute.base.name)]
+        for source in sources:
             try:
                 value = eval(source, {**values})
             except Exception as error:
@@ -210,7 +240,10 @@ def _facts(
                 raise UndescribedError(f"{source} may answer otherwise on another rank")
             same = first.setdefault(id(value), place) if isinstance(value, (torch.Tensor, nn.Module, dict, list)) else 0
             try:
-                fact = _fact(kind, key, value, describer)
+                if kind == "TENSOR_MATCH":
+                    fact = tensor_facts(value, record["dims"].get(source, {}))
+                else:
+                    fact = _fact(kind, key, value, describer)
             except Exception as error:  # a fact of another type than the value now
                 raise UndescribedError(f"{source}: {error}") from None
             found.append([source, kind, describer.type_of(value), same, fact])
@@ -238,7 +271,7 @@ def _globals(trace: DynamoTrace) -> dict[str, str]:
     for name, value in output.f_globals.items():
         if name in known or name == trace.captured.backend_input.backend_id:
             continue
-        if name == begin_answers.__name__ and value is True:
+        if isinstance(value, bool) and _ANSWER.match(name):  # branches have the answers
             continue
         if not isinstance(value, types.ModuleType):
             raise UndescribedError(f"the trace has the global {name}")
@@ -273,6 +306,11 @@ def restore(
         pairs = zip([*record["facts"], ["the end"]], [*facts, ["the end"]])
         was, now = next(pair for pair in pairs if pair[0] != pair[1])
         return f"{now[0]} was {was[1:]} and is {now[1:]}"
+    if otherwise := _unmet(record, values):
+        return f"{otherwise} does not hold"
+    branches = record["branches"] and ValueBranches.decode(record["branches"])
+    if branches and branches.answers_for(scope, names) != branches.answers:
+        return f"forward decides by the values of {', '.join(branches.sources)}, and otherwise"
     state = OutputGraphGuardsState(
         local_scope=scope,
         global_scope=names,
@@ -307,7 +345,9 @@ def restore(
             known_sizes.setdefault(name, pgo.FrameStateSizeEntry(*map(_read_sizes, entry)))
     inputs = tuple(GraphInput(source, None, None) for source in record["inputs"])
     graph = GraphModule(nn.Module(), torch.fx.Graph())
-    return DynamoTrace(graph, inputs, None, captured, function.__code__, method=record["method"])
+    conditions = tuple(record["conditions"])
+    facts_of_call = {"method": record["method"], "branches": branches, "conditions": conditions}
+    return DynamoTrace(graph, inputs, None, captured, function.__code__, **facts_of_call)
 
 
 def _seen(state: Any) -> dict[str, list[Any]]:

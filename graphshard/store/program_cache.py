@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphshard.codec.converter import decode_structure, encode_structure
+from graphshard.codec.converter import decode_structure, encode_structure, write
 from graphshard.codec.graph_format import short_name
 from graphshard.codec.program_format import (
     decode_lowered,
@@ -124,7 +124,8 @@ class ProgramCache:
             facts = _facts_of_call(module, tracer, of_inputs)
             scope = {"module": module, "args": call.args, "kwargs": dict(call.kwargs)}
             forward, why = method_of(module, tracer.spec.method), "no trace was kept"
-            for path in _records(self.directory, facts)[:_MOST_RECORDS]:
+            known = [*_records(self.directory, facts), *_records(self.directory, _with_any_sizes(facts, of_inputs))]
+            for path in known[:_MOST_RECORDS]:
                 content = read_private(path).json("trace.json")
                 with without_torchs_hooks():
                     trace = restore(content["trace"], tracer.traced, forward, scope)
@@ -173,7 +174,7 @@ class CacheLookup:
     """One program that may be in the cache, or is to be put there, of a call with tensors.
 
     `facts` are everything that it depends on, by name, and `path` is named by their hash. Conditions of the program on
-    `sizes`, which are dynamic, are added to the guards of the trace.
+    dynamic sizes are added to the guards of the trace, which has `sizes`; None if a record of the trace has them.
     """
 
     cache: ProgramCache
@@ -183,7 +184,7 @@ class CacheLookup:
     tensors: Sequence[torch.Tensor]
     facts: dict[str, Any]
     path: Path
-    sizes: Sequence[Size] = ()
+    sizes: Sequence[Size] | None = None
 
     def find(self) -> LoweredProgram | None:
         """Return the program, ready to be installed; None if there is none, and the log says why."""
@@ -212,7 +213,7 @@ class CacheLookup:
         tracer, device = maker.tracer, maker.tracer.spec.device
         ((entry,),) = (mesh.programs for mesh in artifact.manifest.meshes)
         stored, compiled = StoredProgram.of(artifact, entry), dict(tracer.compiled)
-        if otherwise := stored.conflict(self.sizes):
+        if self.sizes is not None and (otherwise := stored.conflict(self.sizes)):
             raise _OtherSizesError(otherwise)
         for key in stored.regions:
             if key not in compiled:
@@ -246,7 +247,10 @@ class CacheLookup:
                 "trace": record,
             }
             facts = _facts_of_call(self.module, tracer, of_inputs)
-            stem = _hash(facts) + _hash([self.path.stem, record["facts"]])
+            if record["dims"]:
+                facts = _with_any_sizes(facts, of_inputs)
+            distinct = [record[name] for name in ("facts", "conditions", "branches")]
+            stem = _hash(facts) + _hash([self.path.stem, *distinct])
             path = self.path.with_name(f"{stem}{OF_TRACES}")
             if not path.exists() and not is_being_written(path):
                 write_archive(path, {"model": facts["model"]}, {"trace.json": to_bytes(content)})
@@ -315,6 +319,12 @@ class CacheLookup:
 def _facts_of_call(module: nn.Module, tracer: Tracer, of_inputs: Signature) -> dict[str, Any]:
     """Return all that a trace depends on, except what its guards read."""
     return {**key_facts(module, tracer, of_inputs), "state": global_state(), "device": str(tracer.spec.device)}
+
+
+def _with_any_sizes(facts: dict[str, Any], of_inputs: Signature) -> dict[str, Any]:
+    """Return facts of a call without the sizes and strides of its inputs, for traces of dynamic sizes."""
+    inputs = (((torch.Size([0] * len(key[0])), (), *key[2:]) if len(key) == 4 else key) for key in of_inputs.inputs)
+    return {**facts, "call": write(replace(of_inputs, inputs=tuple(inputs)))}
 
 
 def _hash(value: Any) -> str:

@@ -68,7 +68,7 @@ class StoredProgram:
     def conflict(self, sizes: Sequence[Size]) -> str:
         """Return the first condition of the program that does not hold at the sizes of a trace; "" if all do.
 
-        Those that hold become guards of the trace.
+        The others become guards of the trace.
         """
         known = {size.name: size.value for size in sizes}
         return next((text for text in strings(self.data["conditions"]) if not bool(parse_size(text, known))), "")

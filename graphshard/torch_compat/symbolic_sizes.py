@@ -9,10 +9,12 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as NAMES_OF_SIZE_GUARDS
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size, free_unbacked_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from graphshard.torch_compat.fake_tensors import FakeTensorMode
 
@@ -62,6 +64,11 @@ def new_symbols_dropped(mode: FakeTensorMode) -> Iterator[None]:
     """Run operators for their shapes alone: no graph has to bind the symbols that they create."""
     with contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols():
         yield
+
+
+def has_unknown(sizes: ShapeEnv) -> bool:
+    """Return whether symbols of a trace depend on tensor values."""
+    return any(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for symbol in sizes.var_to_range)
 
 
 def is_unknown(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.cli.main import main
 from graphshard.errors import ArgumentError
+from graphshard.frontend.inputs import count_tokens
 from graphshard.profiling import metrics, profile_step
 from tests.helpers import Blocks
 from tests.predict.test_explain import BF16, TOKENS, meta_net
@@ -42,6 +43,16 @@ def test_notes() -> None:
     assert not any("as fast" in note for note in one.notes)
     here = graphshard.explain(Blocks(2), (2,), example_inputs=(torch.ones(3, 4),), hardware="cpu-gloo")
     assert NEVER not in here.notes, "it is not a GPU"
+
+
+def test_tokens_of_a_call() -> None:
+    """By their name, or else the largest integers: lengths, masks and three kinds of positions are no tokens."""
+    tokens, lengths = torch.zeros(1, 12, dtype=torch.long), torch.zeros(4, dtype=torch.int32)
+    mask, positions = torch.ones(1, 1, 12, 12, dtype=torch.bool), torch.zeros(3, 1, 12, dtype=torch.long)
+    assert count_tokens((lengths, tokens, mask), {}) == 12
+    assert count_tokens((), {"cu_seqlens": lengths, "position_ids": positions, "batch": {"input_ids": tokens}}) == 12
+    assert count_tokens((torch.ones(5, 3), mask), {}) == 5, "the batch size"
+    assert count_tokens((2,), {}) == 1
 
 
 def test_metrics_and_tables(fake_world: FakeWorld) -> None:

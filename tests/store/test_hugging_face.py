@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import graphshard
+from graphshard.frontend import capture
 from graphshard.module import tracer
 from tests.ranks import FakeWorld, reset_distributed
 
@@ -69,3 +71,30 @@ def test_models_are_cached(make, fake_world: FakeWorld, tmp_path: Path, caplog: 
     assert found[0][0] == 2
     assert found[-1][0] == 0, caplog.text
     assert all(map(torch.equal, found[-1][1:], found[0][1:]))
+
+
+def _losses(cache: Path, masks: list[Tensor]) -> int:
+    """Compare losses with Python's, with a mask of padding in each call; return the number of traces."""
+    torch.manual_seed(0)
+    model = _llama()
+    model.config.use_cache = False
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    calls = [{"input_ids": tokens, "labels": tokens, "attention_mask": mask} for mask in masks]
+    expected = [copy.deepcopy(model)(**call).loss for call in calls]
+    with mock.patch.object(capture, "trace_call", wraps=capture.trace_call) as traces:
+        graphshard.compile(model, init_device_mesh("cpu", (1,)), backend="eager", cache=cache)
+        for call, loss in zip(calls, expected):
+            assert torch.equal(model(**call).loss, loss)
+    return traces.call_count
+
+
+def test_branches_on_values(fake_world: FakeWorld, tmp_path: Path) -> None:
+    """A mask with padding makes another program than one without, in the launches that do not trace, too."""
+    fake_world(1)
+    whole = torch.ones(2, 16, dtype=torch.long)
+    padded, other = whole.clone(), whole.clone()
+    padded[0, :3] = other[1, :5] = 0
+    assert _losses(tmp_path, [whole]) == 1
+    assert _losses(tmp_path, [whole]) == 0
+    assert _losses(tmp_path, [padded]) == 1
+    assert _losses(tmp_path, [other, whole, padded]) == 0

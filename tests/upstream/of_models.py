@@ -8,7 +8,7 @@ from tests.upstream.of_values import GPU, IDENTITY, TENSOR_PARALLEL, Counterpart
 
 _HERE, _RANKS = "tests/upstream/", "tests/distributed/"
 
-_BREAKS = "graph breaks, which are errors that name the line; PyTorch skips it, too"
+_BREAKS = "graph breaks, at which a module is split; PyTorch skips it, too"
 _HOOKS = "FSDP2's hooks under torch.compile and compiled autograd; a compiled model has none"
 _OLD_NAME = "FSDP2's former import path"
 
