@@ -23,7 +23,7 @@ from graphshard.cross.driver import package
 from graphshard.errors import ArgumentError, GraphBreak, UnsupportedError
 from graphshard.exported.exported_program import place_tensor
 from graphshard.frontend.graph_breaks import raise_break
-from graphshard.frontend.inputs import apart, count_tokens, stand_ins
+from graphshard.frontend.inputs import apart, stand_ins
 from graphshard.ir.gpus import CAPABILITIES, Capability, dotted
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.opaque_calls import OPAQUE, REMEDY
@@ -41,7 +41,7 @@ from graphshard.options.validate import ModelContents, check_containers
 from graphshard.passes import AccumulateGradients
 from graphshard.pipeline.instrumentation import Observer, Recorder
 from graphshard.pipeline.pipeline import Partitioned, Pipeline, rerun_backward
-from graphshard.predict.step_prediction import Bound, bound_of, explained
+from graphshard.predict.step_prediction import Bound, bound_of, count_tokens, explained
 from graphshard.predict.training_config import Training
 from graphshard.runtime.gradient_accumulation import Accumulation
 from graphshard.schedule.rank_consistent_planner import Share, agreed

@@ -252,15 +252,6 @@ def input_path(structure: pytree.TreeSpec, index: int) -> str:
     return f"{path[1].key}{pytree.keystr(path[2:])}"
 
 
-def count_tokens(args: Any, kwargs: Any) -> int:
-    """Return the elements of `input_ids` or `tokens`, or else of the largest integer tensor, or the batch size."""
-    leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
-    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    named = [leaf.numel() for path, leaf in tensors if getattr(path[-1], "key", None) in ("input_ids", "tokens")]
-    others = [leaf.numel() for _, leaf in tensors if not leaf.is_floating_point() and leaf.dtype != torch.bool]
-    return (*named, max(others, default=0) or next((leaf.shape[0] for _, leaf in tensors), 1))[0]
-
-
 def leaf_key(leaf: Any) -> tuple[Any, ...]:
     """Return what programs distinguish of an input: four things of a tensor, type and value of anything else.
 

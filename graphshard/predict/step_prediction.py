@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from graphshard.schedule.clock import HOST_LINKS, TimedCall, TimedWait, run
 from graphshard.schedule.memory_timeline import memory_of
 from graphshard.schedule.problem import Chain
 from graphshard.schedule.timeline import Estimate, Step, estimate, timed_events
+from graphshard.torch_compat.torch_ops import pytree
 from graphshard.utils.text import format_bytes, format_seconds
 
 # Up to this share of communication on the critical path, compute is what limits a step.
@@ -194,6 +195,15 @@ def explained(
     )
     notes = tuple(_notes(program, costs, found, training, trained))
     return replace(found, cost=training_cost(training, found), notes=notes)
+
+
+def count_tokens(args: Any, kwargs: Any) -> int:
+    """Return the elements of `input_ids` or `tokens`, or else of the largest integer tensor, or the batch size."""
+    leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    named = [leaf.numel() for path, leaf in tensors if getattr(path[-1], "key", None) in ("input_ids", "tokens")]
+    others = [leaf.numel() for _, leaf in tensors if not leaf.is_floating_point() and leaf.dtype != torch.bool]
+    return (*named, max(others, default=0) or next((leaf.shape[0] for _, leaf in tensors), 1))[0]
 
 
 def _notes(program: Program, costs: Costs, found: Explanation, training: Training, trained: int) -> Iterator[str]:

@@ -24,7 +24,6 @@ from graphshard.cost.flops import is_multiplication
 from graphshard.cost.kernels import Work, operations_of, work_of
 from graphshard.cost.profile import Profile
 from graphshard.errors import ArgumentError, GraphshardError
-from graphshard.frontend.inputs import count_tokens
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.gpus import USUAL, Capability, capability_of
 from graphshard.ir.graph import is_alias, is_part
@@ -59,7 +58,7 @@ from graphshard.predict._pipeline_schedule import PipelineStep, RankOrder
 from graphshard.predict._pipeline_stages import blocks_of, lists_of
 from graphshard.predict._symbolic_cost import formulas_of, spread_ranks
 from graphshard.predict.explanation import Explanation
-from graphshard.predict.step_prediction import bound_of, explained
+from graphshard.predict.step_prediction import bound_of, count_tokens, explained
 from graphshard.predict.training_config import Training
 from graphshard.repeats.find_repeats import find_repeats
 from graphshard.schedule.fsdp2_order import PlanByUnit

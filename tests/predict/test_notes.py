@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.cli.main import main
 from graphshard.errors import ArgumentError
-from graphshard.frontend.inputs import count_tokens
+from graphshard.predict.step_prediction import count_tokens
 from graphshard.profiling import metrics, profile_step
 from tests.helpers import Blocks
 from tests.predict.test_explain import BF16, TOKENS, meta_net
