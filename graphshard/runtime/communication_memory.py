@@ -3,7 +3,7 @@
     %g = all_gather_into_tensor(%s, n, shard)          %g = gather_registered(%s, n, shard, memory="group")
 
 A rank's shard is copied to its place in the result, which is then gathered in place: only results need such memory. It
-comes from a pool that reuses it as torch's allocator does, so the same tensors get the same addresses in each step.
+comes from a pool that reuses it as torch's allocator does.
 """
 
 from __future__ import annotations

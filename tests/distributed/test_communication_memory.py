@@ -65,7 +65,8 @@ def _registered(rank: int, world_size: int, units: list[str], options: dict[str,
             assert_same(*map(grads_of, pair), f"step {step}")
             given.append(list(pool.given))
         assert "gather_" in graphshard.programs(pair[0])[-1].forward.code
-        assert given[1] == given[2], "addresses"
+        # Threads of gloo may hold a result a little longer, so which block is taken varies.
+        assert len(set().union(*given)) <= len(given[0]), "blocks"
         for unit in units:
             pair[0].get_submodule(unit).set_allocate_memory_from_process_group_for_comm(False)
         pool.given.clear()
@@ -79,10 +80,9 @@ def _registered(rank: int, world_size: int, units: list[str], options: dict[str,
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.quick_cases("fp32-3", "kept-2")
 def test_gathers_into_a_pool(ranks: Ranks, world_size: int, name: str) -> None:
-    """FSDP2's bits, the same few addresses in each step, and nothing is read after it was freed."""
+    """FSDP2's bits, all steps in a few blocks, and nothing is read after it was freed."""
     for given in ranks(world_size).run(_registered, ["", "blocks.0", "blocks.1"], OPTIONS[name]):
-        assert given
-        assert name == "kept" or len(set(given)) < len(given)
+        assert len(given) == (3 if name == "kept" else 5)
 
 
 def test_one_unit(ranks: Ranks) -> None:
