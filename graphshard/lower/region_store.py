@@ -33,7 +33,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +320,8 @@ class Store:
         if self._directory is None or len(devices) != 1 or not all(map(_is_plain, region.module.graph.nodes)):
             return None
         (device,) = devices
+        if device.type not in ("cpu", "cuda"):
+            return None
         text = region.text if device.type == "cpu" else region.text + json.dumps(_gpu_facts(device))
         return self._directory / f"{self._environment}-{device.type}-{_digest(text)}{_ENDING}"
 
@@ -341,7 +343,11 @@ def _gpu_facts(device: torch.device) -> list[str]:
     """Return what kernels depend on of a GPU and its compiler."""
     properties = torch.cuda.get_device_properties(device)
     read = ("name", "major", "minor", "multi_processor_count", "total_memory", "shared_memory_per_block_optin")
-    return [*(str(getattr(properties, name, "")) for name in read), str(torch.version.cuda), version("triton")]
+    triton = ""
+    for package in ("triton", "pytorch-triton"):  # the second one comes with nightly builds of torch
+        with contextlib.suppress(PackageNotFoundError):
+            triton += f"{package} {version(package)}"
+    return [*(str(getattr(properties, name, "")) for name in read), str(torch.version.cuda), triton]
 
 
 def store_here() -> Store:

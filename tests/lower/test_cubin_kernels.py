@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +199,8 @@ def test_another_gpu_or_compiler_has_other_code(monkeypatch: pytest.MonkeyPatch)
     region = _region()
     assert store_here().find(region) is not None
     with mock.patch.object(region_store, "version", return_value="9.9"):
+        assert store_here().find(region) is None
+    with mock.patch.object(region_store, "version", side_effect=PackageNotFoundError):
         assert store_here().find(region) is None
     other = SimpleNamespace(**{**properties_of(H100), "multi_processor_count": 114})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: other)

@@ -22,6 +22,7 @@ from graphshard.lower._background_warmup import VECTOR_INSTRUCTIONS
 from graphshard.lower.backends import begin_compiling, compiler_for
 from graphshard.lower.region_store import KeptRegion, Store, store_here
 from graphshard.lower.regions import Boxed
+from graphshard.torch_compat.fake_tensors import FakeTensorMode, ShapeEnv
 from graphshard.utils.archive import read_private, write_archive
 from tests.lower.small_regions import INPUT, compute, region_of, regions_from, values
 
@@ -229,6 +230,14 @@ def test_dynamic_sizes_are_not_stored(directory: Path) -> None:
     """Compilation may learn more about the sizes."""
     region = region_of(lambda x: (x * 2).exp().sum(1), tracing_mode="symbolic")
     store_here().keep(region, mock.Mock(source="", libraries={}), "")
+    assert not directory.exists()
+
+
+def test_regions_of_other_devices_are_not_stored(directory: Path) -> None:
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        region = region_of(lambda x: (x * 2).exp().sum(1), [torch.empty(4, 8, device="xpu")])
+    store_here().keep(region, mock.Mock(source="", libraries={}), "")
+    assert store_here().find(region) is None
     assert not directory.exists()
 
 
