@@ -290,20 +290,23 @@ import torch
 from graphshard.lower import backends
 from tests.lower import gpu_stand_in as tests
 
-launcher, region, before = tests.Launcher(), tests.plain_region(), set(sys.modules)
+launcher, region, before, started = tests.Launcher(), tests.plain_region(), set(sys.modules), []
+processes = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+sys.addaudithook(lambda event, args: started.append(event) if event in processes else None)
 with tests.on_the_cpu(launcher):
     backends.begin_compiling("inductor", torch.device("cuda"))
     ((_, made),) = backends.compiler_for("inductor")({"region_0": region}, lambda told: None)
     made(tests.inputs_of_region())
 new = {name for name in set(sys.modules) - before if name.startswith(("torch._inductor", "torch._dynamo", "triton"))}
-print(json.dumps([len(launcher.loaded), sorted(new), "torch._inductor.compile_fx" in sys.modules]))
+print(json.dumps([len(launcher.loaded), sorted(new), "torch._inductor.compile_fx" in sys.modules, started]))
 """
 
 
 def test_a_warm_process_imports_neither_inductor_nor_triton(kept: list[int]) -> None:
+    """It starts no process either."""
     done = subprocess.run([sys.executable, "-c", WARM], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [sum(kept), [], False]
+    assert json.loads(done.stdout) == [sum(kept), [], False, []]
 
 
 INTERPRETED = r"""
