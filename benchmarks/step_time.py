@@ -41,7 +41,7 @@ from graphshard.cli import _bench_command
 from graphshard.cli._bench_command import alternate, with_fsdp2
 from graphshard.ir.graph import c10d
 from graphshard.ir.plan import EXCHANGE_RANKS
-from graphshard.runtime.collective_launches import add_own_half, all_gather, swap_halves
+from graphshard.runtime.collective_launches import add_up, all_gather, exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import llama
@@ -139,7 +139,8 @@ def communicator(model: llama.Llama) -> Callable[[torch.Tensor], float]:
             c10d.wait_tensor(all_gather(gathered[:1], size, group))
         for gradient in full:
             if size == EXCHANGE_RANKS:
-                add_own_half(c10d.wait_tensor(swap_halves(gradient, "avg", 2, group)), gradient, "avg", group)
+                received = c10d.wait_tensor(exchange(gradient, "avg", 2, group, copies=False))
+                add_up(received, gradient, "avg", 2, group)
             else:
                 c10d.wait_tensor(c10d.reduce_scatter_tensor(gradient, "avg", size, group))
         return 0.0

@@ -94,6 +94,10 @@ def compile(
         ignored_params: parameters to leave alone: not sharded, cast, moved or reduced.
         units: the modules whose parameters are gathered together: name patterns such as `"layers.*"`, functions of
             name and module, or tuples of patterns for one unit of several modules; None finds the repeated blocks.
+        reduce: how gradients are summed over ranks. None sums as FSDP2 does, in the order and the precision of the
+            communication library. "exchange" casts them to `reduce_dtype`, exchanges them, and adds them in float32 in
+            the order of ranks: bits depend on the number of ranks alone. "auto" lets the planner exchange where that is
+            faster, and casts the sums to `reduce_dtype`.
         backend: "inductor", or "eager" for the same program without Inductor, bit for bit equal to FSDP2.
         activation: which activations units save for backward. None leaves it to AOTAutograd's partitioner; "full" saves
             the inputs of each unit and recomputes the rest; a list of operators, such as
@@ -218,7 +222,7 @@ def fully_shard(
             for `compile`, but for the parameters of this unit only. `mp_policy` is one policy, and `ignored_params` may
             be one set for all calls. Parameters may be DTensors on another axis, such as mesh["tp"], of the mesh that
             `mesh` is a part of.
-        backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, fullgraph, passes, verify: as
+        reduce, backend, activation, memory_limit, hardware, dynamic_shapes, max_captures, fullgraph, passes, verify: as
             for `compile`. They are for the model as a whole: the outermost call decides, and others may not differ.
 
     Returns:

@@ -107,7 +107,7 @@ class AccumulateGradients(Pass):
             return True
         assert grad.value is not None
         grad.value = over_replicas(graph, grad.value, spec, grad.axes)
-        if spec.dtype != spec.reduce_dtype:
+        if spec.dtype != fake(grad.value).dtype:
             grad.then(aten._to_copy.default, dtype=spec.dtype)
         return True
 
@@ -157,7 +157,7 @@ class _Gradient:
     def _dtype_of(self, kind: SlotKind) -> torch.dtype:
         if kind == "pending" and not self.wide:
             return self.spec.grad_dtype or self.spec.compute_dtype
-        return self.spec.reduce_dtype
+        return self.spec.sum_dtype if kind == "partial" else self.spec.reduce_dtype
 
     def _like(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.value is not None:

@@ -16,7 +16,7 @@ import math
 import operator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,11 @@ from torch.fx import Graph, Node
 
 from graphshard.errors import PassError
 from graphshard.ir.collective_regions import COMPUTE, Collective, CollectiveRegions, collectives
-from graphshard.ir.graph import WAIT, aten, base_of, c10d, emit, erase_dead, fake, start_together, trace
+from graphshard.ir.graph import WAIT, aten, base_of, emit, erase_dead, fake, start_together, trace
 from graphshard.ir.param_table import ParamTable
 from graphshard.ir.plan import Bucket, CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.passes.base import Pass
-
-_PACKETS = {"gather": c10d.all_gather_into_tensor, "reduce": c10d.reduce_scatter_tensor, "all_reduce": c10d.all_reduce}
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,8 @@ def _merge(graph: Graph, bucket: Bucket, members: list[Collective], layout: Coll
         common = _common_buffer(packed) if bucket.kind == "all_reduce" else None
         tensors = [common or trace(anchor, partial(_pack, bucket.kind, size), packed), *tensors]
     with graph.inserting_before(anchor):
-        starts = start_together(graph, _PACKETS[bucket.kind], tensors, *args, like=anchor)
+        target: Any = members[0].node.target
+        starts = start_together(graph, target.overloadpacket, tensors, *args, like=anchor)
         values = [emit(graph, WAIT, start, like=anchor) for start in starts]
     if packed:
         unpack = _unpack_gathered if is_gather else _unpack_reduced

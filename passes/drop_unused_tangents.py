@@ -21,7 +21,14 @@ import torch
 from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, c10d, emit, erase_dead, fake, is_view
-from graphshard.ir.operators import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from graphshard.ir.operators import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_IN_ORDER,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_IN_ORDER,
+)
 from graphshard.ir.param_table import memory_order
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SizeBuilder, expression, size_inputs, symbols_of
@@ -37,6 +44,7 @@ _ZERO_IF_ANY = frozenset(
         *(aten.bmm.default, aten.mm.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default),
         *(aten.sum.dim_IntList, aten.sum.default),
         *(c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, WAIT),
+        *(ALL_REDUCE_IN_ORDER.default, REDUCE_SCATTER_IN_ORDER.default),
         *(ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL),
     }
 )

@@ -142,6 +142,7 @@ def _options(args: argparse.Namespace, inputs: tuple[Any, ...]) -> dict[str, Any
         "offload_policy": CPUOffloadPolicy() if args.offload else None,
         "reshard_after_forward": reshard_of(args.reshard),
         "units": args.units,
+        "reduce": args.reduce,
         "backend": args.backend,
         "memory_limit": args.memory_limit,
         "dynamic_shapes": tuple(dict.fromkeys(args.dynamic, Dim.AUTO) for _ in inputs) if args.dynamic else None,

@@ -228,6 +228,7 @@ def _add_explain(command: _AddCommand) -> None:
     add("--network", '"isolated", "in-training" or "no-rails"', "MODEL", nargs="+", default=["isolated"])
     add("--param-dtype", "of mp_policy, such as bfloat16", "DTYPE")
     add("--reduce-dtype", "of mp_policy, such as float32", "DTYPE")
+    add("--reduce", "how gradients are summed: exchange, auto, or as FSDP2 does", choices=("exchange", "auto"))
     add("--reshard", "reshard_after_forward: default, always, never, or ranks", "WHEN", default="default")
     add("--units", "modules whose parameters are gathered together: 'layers.*'", "PATTERN", nargs="+")
     saved = '"none", "full", "auto", a share from 0 to 1, or operators to save: aten.mm.default,...'

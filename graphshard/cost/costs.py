@@ -210,9 +210,17 @@ class Costs:
         """Return the link of an axis, "node" or "network": collectives on the same link queue."""
         return "node" if self._local_and_nodes(axis)[1] == 1 else "network"
 
-    def exchange(self, num_bytes: Scalar, axis: Axis) -> Scalar:
-        """Return the cost of a reduce-scatter between two ranks as all-to-all and a sum of two halves."""
-        return self.collective("all_to_all", num_bytes, 1, axis) + self.addition(num_bytes / 2)
+    def exchange(self, num_bytes: Scalar, axis: Axis, num_tensors: int = 1, kind: str = "reduce") -> Scalar:
+        """Return the cost of a reduction as an exchange and a sum in the order of ranks; arguments as `collective`.
+
+        A reduce-scatter is an all-to-all, an all-reduce gathers the copies of all ranks.
+        """
+        received = num_bytes if kind == "reduce" else num_bytes * axis.size
+        sent = self.collective("all_to_all" if kind == "reduce" else "gather", received, num_tensors, axis)
+        # One kernel reads all chunks and writes their sum; a CPU adds one chunk after the other.
+        moved = 3 * (axis.size - 1) if self.profile.device == "cpu" else axis.size + 1
+        added = moved * received / axis.size / self.profile.memory_bandwidth
+        return sent + num_tensors * self.profile.kernel_seconds + added
 
     def copy(self, num_bytes: Scalar) -> Scalar:
         """Return the cost of a copy within device memory, for packed buckets: read once, written once."""

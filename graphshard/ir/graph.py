@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+own = torch.ops.graphshard
 
 GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default})
-REDUCES = frozenset({c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default})
-ALL_REDUCES = frozenset({c10d.all_reduce.default, c10d.all_reduce_coalesced.default})
+REDUCES_IN_ORDER = frozenset({own.reduce_scatter_in_order.default, own.reduce_scatter_in_order_coalesced.default})
+ALL_REDUCES_IN_ORDER = frozenset({own.all_reduce_in_order.default, own.all_reduce_in_order_coalesced.default})
+REDUCES = REDUCES_IN_ORDER | {c10d.reduce_scatter_tensor.default, c10d.reduce_scatter_tensor_coalesced.default}
+ALL_REDUCES = ALL_REDUCES_IN_ORDER | {c10d.all_reduce.default, c10d.all_reduce_coalesced.default}
 _COLLECTIVES = GATHERS | REDUCES | ALL_REDUCES
 WAIT = c10d.wait_tensor.default
 # Asked for every node, and torch hashes operators in Python: compare ids instead.
@@ -117,7 +120,8 @@ def start_together(
     """
     if len(tensors) == 1:
         return [emit(graph, packet.default, *tensors, *args, like=like)]
-    coalesced = getattr(c10d, f"{packet.__name__}_coalesced").default
+    namespace = own if packet.default in REDUCES_IN_ORDER | ALL_REDUCES_IN_ORDER else c10d
+    coalesced = getattr(namespace, f"{packet.__name__}_coalesced").default
     if vals is None:
         group = emit(graph, coalesced, tensors, *args, like=like)
     else:
@@ -215,6 +219,16 @@ def is_collective(node: Node) -> bool:
 def is_reduction(node: Node) -> bool:
     """Return whether a node is a reduce-scatter or all-reduce."""
     return node.target in REDUCES or node.target in ALL_REDUCES
+
+
+def is_in_order(node: Node) -> bool:
+    """Return whether a node is a reduction by exchange that adds in the order of ranks."""
+    return node.target in REDUCES_IN_ORDER or node.target in ALL_REDUCES_IN_ORDER
+
+
+def is_exchanged(node: Node) -> bool:
+    """Return whether a node is a reduction by exchange: because of its operator, or because it is cheaper."""
+    return is_in_order(node) or (node.target in REDUCES and "exchanged" in node.meta)
 
 
 def is_average(node: Node) -> bool:

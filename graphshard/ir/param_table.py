@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard.errors import ArgumentError
+from graphshard.ir._rank_order_sum import sum_dtype
 from graphshard.ir.mesh import AxisPlacement, DTensorLayout, Mesh, PendingReduction
 from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.subclasses import Extension
@@ -62,6 +63,7 @@ class ParamSpec:
             of the result.
         split: distribution over the mesh's tensor axes; None for a plain tensor.
         expert: it is on the experts' mesh.
+        exchanged: its gradient is reduced by exchange, and summed in `sum_dtype` in the order of ranks.
         partly: its unit has parameters outside of the module that is called.
     """
 
@@ -85,6 +87,12 @@ class ParamSpec:
     partly: bool = False
     expert: bool = False
     shown: bool = False
+    exchanged: bool = False
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype of its reduced gradient, before a cast to the stored dtype."""
+        return sum_dtype(self.reduce_dtype) if self.exchanged else self.reduce_dtype
 
     @property
     def has_plain_rows(self) -> bool:
@@ -360,6 +368,7 @@ def build_table(
     units: Sequence[str],
     precision: Precision,
     reshard_after_forward: bool | None,
+    exchanged: bool = False,
     dims: Mapping[str, int] = MappingProxyType({}),
     ignored: Collection[nn.Parameter] = (),
     known: Mapping[nn.Parameter, ParamSpec] = MappingProxyType({}),
@@ -373,6 +382,7 @@ def build_table(
     Args:
         reshard_after_forward: None keeps the root unit's parameters that backward reads and reshards all others. False
             keeps all, and modules show them.
+        exchanged: gradients are reduced by exchange.
         dims: the dim to shard along, where it is not 0, by the parameter's first name.
         known: specs of parameters that were sharded before, as parts of the module; they keep their options.
         experts: first names of the parameters on the experts' mesh.
@@ -383,7 +393,7 @@ def build_table(
     for names, param in (named_parameters(module) if params is None else params).items():
         unit = unit_of(names[0], units)
         if param in known:
-            rows.append(dataclasses.replace(known[param], names=names, unit=unit))
+            rows.append(dataclasses.replace(known[param], names=names, unit=unit, exchanged=exchanged))
             continue
         on = mesh.experts if mesh.experts is not None and names[0] in experts else mesh
         piece, split = _on_tensor_axis(param, on)
@@ -403,6 +413,7 @@ def build_table(
             ignored=param in leave,
             split=split,
             expert=on is not mesh,
+            exchanged=exchanged,
         )
         rows.append(row.as_now(param, precision.of(unit)))
     return ParamTable(tuple(rows))

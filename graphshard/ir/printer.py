@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from graphshard.errors import visible
 from graphshard.ir.collective_regions import collectives
-from graphshard.ir.graph import is_collective, module_of
+from graphshard.ir.graph import is_collective, is_in_order, module_of
 from graphshard.ir.operators import NAMING_GROUPS
 from graphshard.ir.program import Phase, Program
 from graphshard.ir.sizes import SymNumber, expression, is_size, rename
@@ -128,7 +128,7 @@ def print_communication(program: Program) -> list[str]:
                 lines.append(f"{name}: {node.target._opname} over {node.args[-1]}")
             elif node in planned:
                 sent = ", ".join(describe(each.meta["val"]) for each in node.all_input_nodes)
-                how = ", by all-to-all" if node.meta.get("exchanged") else ""
+                how = ", by all-to-all" if node.meta.get("exchanged") else ", in order" if is_in_order(node) else ""
                 params = visible(", ".join(planned[node].params), lines=False)
                 lines.append(f"{name}: {planned[node].kind} {params} as {sent}{how}")
     return lines

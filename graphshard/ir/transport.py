@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from graphshard.ir.graph import WAIT, aten, behind, c10d, emit, fake
 from graphshard.ir.mesh import Axis
-from graphshard.ir.operators import ALL_REDUCE, REDUCE_SCATTER
+from graphshard.ir.operators import ALL_REDUCE, ALL_REDUCE_IN_ORDER, REDUCE_SCATTER, REDUCE_SCATTER_IN_ORDER
 from graphshard.ir.param_table import ParamSpec
 from graphshard.ir.program import Program
 from graphshard.torch_compat.torch_ops import OpOverload
@@ -149,7 +149,8 @@ def over_shards(graph: Graph, grad: Node, spec: ParamSpec, axes: tuple[Axis, ...
         then(aten.view.default, [spec.num_shards * shape[0], *shape[1:]])
     if spec.num_shards > 1:
         with then.real():
-            then(c10d.reduce_scatter_tensor.default, how.over_shards, axes[0].size, axes[0].name)
+            packet = REDUCE_SCATTER_IN_ORDER if spec.exchanged else c10d.reduce_scatter_tensor
+            then(packet.default, how.over_shards, axes[0].size, axes[0].name)
             then(WAIT)
     return then.node
 
@@ -159,8 +160,12 @@ def over_replicas(graph: Graph, shard: Node, spec: ParamSpec, axes: tuple[Axis, 
     then = _Chain(graph, shard)
     how = division(spec, axes)
     for axis in axes[1:] if spec.num_shards > 1 else axes:
+        then.cast(spec.reduce_dtype)
         with then.real():
-            then(c10d.all_reduce.default, how.over_replicas, axis.name)
+            if spec.exchanged:
+                then(ALL_REDUCE_IN_ORDER.default, how.over_replicas, axis.size, axis.name)
+            else:
+                then(c10d.all_reduce.default, how.over_replicas, axis.name)
             then(WAIT)
     if how.after != 1:
         then(aten.div.Tensor, how.after)
@@ -221,15 +226,18 @@ def division(spec: ParamSpec, axes: tuple[Axis, ...]) -> Division:
     collective sums, which NVLink's switch can do (NVLS) and an average it cannot, and the factor is part of the cast.
     In other dtypes it sums, with a division by about sqrt(divisor) before and by the rest after, to keep float16 in
     range. A divisor that is not the number of ranks becomes a factor in front, unless it is the number of shards.
+    Exchanged gradients are divided after their sum, which is wide enough.
     """
+    if spec.exchanged and spec.divide_factor is None and not spec.force_sum:
+        return Division(over_shards="avg", over_replicas="avg")
     num_ranks = math.prod(axis.size for axis in axes)
     divisor = num_ranks if spec.divide_factor is None else spec.divide_factor
-    if spec.reduce_dtype not in (torch.float32, torch.bfloat16):
+    if spec.reduce_dtype not in (torch.float32, torch.bfloat16) and not spec.exchanged:
         before = 1
         while divisor % before == 0 and divisor / before > before:
             before *= 2
         return Division(before=before, after=divisor / before)
-    if spec.force_sum:
+    if spec.force_sum or spec.exchanged:
         return Division(after=divisor)
     if spec.divide_factor is None:
         if num_ranks & (num_ranks - 1) == 0 and spec.compute_dtype != spec.reduce_dtype:

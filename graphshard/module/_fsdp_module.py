@@ -297,7 +297,11 @@ class GraphshardFSDPModule(FSDPModule, BoundaryModule):
     def set_custom_reduce_scatter(self, comm: Comm) -> None:
         """Let this run the reduce-scatters of this unit, as `set_custom_all_gather` does for gathers."""
         chosen = UserCollectives({("reduce", self._graphshard_unit.name): _checked(comm)})
-        self._graphshard_unit.runner.customize("set_custom_reduce_scatter", chosen)
+        runner = self._graphshard_unit.runner
+        if runner.tracer.options.reduce == "exchange":
+            why = 'set_custom_reduce_scatter: reduce="exchange" adds gradients itself. Leave one of the two out.'
+            raise UnsupportedError(why)
+        runner.customize("set_custom_reduce_scatter", chosen)
 
     def set_all_reduce_hook(self, hook: Hook, *, stream: torch.cuda.Stream | None = None) -> None:
         """Call a function with each reduced gradient of this unit, which it may change in place.

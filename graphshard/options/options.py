@@ -38,6 +38,7 @@ from graphshard.utils.text import brief
 PlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | Any | None]
 Activation: TypeAlias = Literal["full", "auto"] | Sequence[OpOverload] | float
 DynamicShapes: TypeAlias = Mapping[str, Any] | Sequence[Any]
+Reduce: TypeAlias = Literal["exchange", "auto"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -54,6 +55,7 @@ class Options:
     offload_policy: OffloadPolicy | None = None
     ignored_params: Iterable[nn.Parameter] | None = None
     units: Sequence[UnitSpec] | None = None
+    reduce: Reduce | None = None
     backend: Backend = "inductor"
     activation: Activation | None = None
     memory_limit: int | None = None
@@ -89,6 +91,7 @@ class _UnitOptions(TypedDict, total=False):
     mp_policy: PolicySpec
     offload_policy: OffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None
+    reduce: Reduce | None
     backend: Backend
     activation: Activation | None
     memory_limit: int | None

@@ -28,7 +28,7 @@ from graphshard.exported.exported_program import facts_of, joint_of, module_of
 from graphshard.exported.program_module import ProgramModule
 from graphshard.frontend.signature import CaptureSpec
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.param_table import ParamSpec, build_table
+from graphshard.ir.param_table import ParamSpec, ParamTable, build_table
 from graphshard.ir.units import MODULE_SEPARATOR, find_units, precision_of
 from graphshard.options.annotations import with_annotations
 from graphshard.options.mesh_axes import (
@@ -252,12 +252,14 @@ def capture_spec(
         units=units,
         precision=precision,
         reshard_after_forward=reshards,
+        exchanged=options.reduce == "exchange",
         dims=shard_dims(contents, placements),
         ignored=ignored,
         known=known,
         experts=axes.experts.params if axes.experts is not None else (),
         params=contents.params,
     )
+    _check_exchange(table, mesh)
     for row in table:
         param = contents.named[row.name]
         if row.split is not None and row.split.around and not row.expert and param not in known:
@@ -276,6 +278,17 @@ def capture_spec(
         experts=axes.experts,
         whole=whole,
     )
+
+
+def _check_exchange(table: ParamTable, mesh: Mesh) -> None:
+    """Raise ArgumentError if gradients are to be exchanged over an axis of one rank."""
+    row = next((row for row in table if row.exchanged and not row.ignored), None)
+    if row is not None and mesh.shard.size == 1:
+        raise ArgumentError(
+            f'reduce="exchange": the gradient of {row.name} has nothing to be exchanged with, as the axis '
+            f"{mesh.shard.name!r} that it is sharded over has one rank. Leave reduce out, or give a mesh on which that "
+            "axis has several."
+        )
 
 
 def check_fit(options: Options, model: nn.Module, units: Sequence[str], mesh: Mesh) -> None:
@@ -379,6 +392,7 @@ def with_planner(pipeline: Pipeline, costs: Costs | None, options: Options, *, o
         optimizer_states=optimizer_states,
         worth=0.0 if keep else WORTH,
         worth_seconds=0.0 if keep else WORTH_SECONDS,
+        any_order=options.reduce == "auto",
     )
     return pipeline.replace(plan.name, replace(plan, planner=planner))
 

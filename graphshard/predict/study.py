@@ -79,7 +79,7 @@ _MOST_PRINTED = 10_000
 _MOST_DIMS = 64
 # Options that a capture depends on, and further ones that programs depend on before and after the plan.
 _CAPTURE_OPTIONS = ("units", "mp_policy", "ignored_params", "shard_placement_fn", "dynamic_shapes", "verify")
-_PROGRAM_OPTIONS = ("reshard_after_forward", "offload_policy", "activation", "passes")
+_PROGRAM_OPTIONS = ("reshard_after_forward", "offload_policy", "activation", "passes", "reduce")
 
 # Kernels by region and GPU; None where Inductor makes no kernels of it.
 Kernels = dict[tuple[str, Capability], tuple[Work, ...] | None]

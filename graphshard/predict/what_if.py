@@ -41,7 +41,7 @@ _MORE = 4
 RANKS = (64, 256, 1024, 4096)
 _MOST_ROWS = 100
 # Another effect of a kind of change.
-_NOTES = {"precision": "other rounding"}
+_NOTES = dict.fromkeys(("precision", "reduce"), "other rounding")
 # Predictions in the search for what fits, and how many times the batch is tried at most.
 _TRIES, _TIMES = 6, 1024
 # Axes that are not of data, and so do not grow with the ranks.
@@ -171,6 +171,13 @@ def _options(case: Case) -> Iterator[_Offer]:
     elif isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype == torch.float32:
         reduced = replace(policy, reduce_dtype=low)
         yield "precision", "gradients reduced in bfloat16", {"mp_policy": reduced}
+    if options.reduce is not None:
+        yield "reduce", "reduce=None", {"reduce": None}
+    elif policy is None or (isinstance(policy, MixedPrecisionPolicy) and policy.reduce_dtype in (None, torch.float32)):
+        sent = replace(policy or MixedPrecisionPolicy(), reduce_dtype=low)
+        yield "reduce", 'reduce="exchange" in bfloat16', {"mp_policy": sent, "reduce": "exchange"}
+    else:
+        yield "reduce", 'reduce="exchange"', {"reduce": "exchange"}
     if options.backend == "eager":
         yield "backend", 'backend="inductor"', {"backend": "inductor"}
 
@@ -199,7 +206,7 @@ def _costs(case: Case) -> Iterator[_Offer]:
 
 # Kinds of changes.
 ABOUT = (
-    *("batch", "mesh", "reshard", "activation", "offload", "precision", "backend"),
+    *("batch", "mesh", "reshard", "activation", "offload", "precision", "reduce", "backend"),
     *("accumulate", "optimizer", "network", "hardware"),
 )
 
@@ -250,9 +257,9 @@ def what_if(
 
     Args:
         changes: kinds of changes to predict, of "batch", "mesh", "reshard", "activation", "offload", "precision",
-            "backend", "accumulate", "optimizer", "network" and "hardware"; None is all. Of each kind those are tried
-            that make sense for the step: twice and half the batch, replicas with shards in a node, all of the known
-            GPUs, and so on.
+            "reduce", "backend", "accumulate", "optimizer", "network" and "hardware"; None is all. Of each kind those
+            are tried that make sense for the step: twice and half the batch, replicas with shards in a node, all of the
+            known GPUs, and so on.
         ranks: numbers of ranks for which the same step is predicted; () is none.
         show: receives progress.
 

@@ -29,8 +29,9 @@ its status and watches another rank (`health_monitor.py`), so that no rank waits
   share the link. Where compute hides them that changes nothing; where it does not, the link is busy all the time. With
   the bandwidth shared evenly, predicted steps are the same on 8 H100s and 0.05 to 0.15 % longer on 64 and 1,024 (Llama
   8B, 2,048 tokens). So costs would never choose it. FSDP2's `set_separate_reduce_scatter_group` makes one.
-* **Reduce-scatter as all-to-all is not a pass.** Rules, plans, estimates and dumps see a marked reduce-scatter. The
-  executor gets the all-to-all when the group is bound, for two ranks only, because of the bits. Not under a memory
+* **Reduce-scatter as all-to-all is not a pass.** Rules, plans, estimates and dumps see a marked reduce-scatter, or
+  with `reduce="exchange"` an operator whose result has the dtype of sums. The executor gets the all-to-all and the sum
+  when the group is bound. If the user allows no other bits, it is for two ranks of gloo only, and not under a memory
   limit: on a mesh with a tensor axis a step took 4 % more than predicted.
 * **Gradients that have a graph come from eager operators** (`gradient_graphs.py`), not from a backward of the backward:
   the torch-level graph of the trace is at hand, its operators have all orders of derivatives with the bits of plain

@@ -24,13 +24,12 @@ first one:
     %w1 = wait_tensor(getitem(%g, 0))                            w1, w2 = wait_tensor(g1), g2
     %w2 = wait_tensor(getitem(%g, 1))
 
-Reduce-scatters, where the plan says that it is cheaper: gloo runs one as an all-reduce for each rank. On two ranks each
-sends the half that is the other's, and adds its own to what it receives; no buffer but the result. The sum of two has
-the same bits in either order. On more ranks it would have to be in gloo's order, so it is not done there.
+Reductions in the order of ranks, and reduce-scatters where the plan says that this is cheaper: gloo runs one as an
+all-reduce for each rank, and a sum of two has the same bits in either order.
 
-    %r = reduce_scatter_tensor(%g, avg, 2, shard)      %r = swap_halves(%g, avg, 2, shard)
+    %r = reduce_scatter_tensor(%g, avg, 4, shard)      %r = exchange(%g, avg, 4, shard)
     %w = wait_tensor(%r)                               %w = wait_tensor(%r)
-                                                       %s = add_own_half(%w, %g, avg, shard)
+                                                       %s = add_up(%w, %g, avg, 4, shard)
 """
 
 from __future__ import annotations
@@ -56,19 +55,20 @@ from graphshard.ir.graph import (
     c10d,
     fake,
     is_collective,
+    is_exchanged,
+    is_in_order,
     is_reduction,
     is_view,
     kind_of,
     launch_of,
 )
 from graphshard.ir.mesh import Mesh
-from graphshard.ir.operators import DOWNLOAD
+from graphshard.ir.operators import DOWNLOAD, add_exchanged, start_exchange
 from graphshard.ir.param_table import ParamTable
-from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import Phase, Program
 from graphshard.runtime.communication_memory import REGISTERED
 from graphshard.runtime.communication_memory import MemoryKind as MemoryKind
-from graphshard.torch_compat.dtensor import all_gather_into, process_group, rank_in_group, started
+from graphshard.torch_compat.dtensor import all_gather_into, process_group, started
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -253,7 +253,7 @@ def group_downloads(phase: Phase, params: ParamTable) -> None:
 def reduce_in_place(phase: Phase) -> None:
     """Let all-reduces write over their inputs where these have no later readers."""
     for node in phase.module.graph.nodes:
-        if node.target in ALL_REDUCES:
+        if node.target in IN_PLACE:
             given = node.all_input_nodes
             bases = {base_of(value) for value in given}
             fit = len(bases) == len(given) and all(fake(value).is_contiguous() for value in given)
@@ -347,34 +347,45 @@ _TOGETHER = {
 
 
 def exchange_reductions(phase: Phase) -> None:
-    """Rewrite the reductions that are marked `exchanged`; their group is the last argument."""
+    """Rewrite the reductions in the order of ranks, or marked `exchanged`; their group is the last argument."""
     graph = phase.module.graph
     for node in list(graph.nodes):
-        if node.target not in REDUCES or not node.meta.get("exchanged"):
+        if not is_exchanged(node):
             continue
-        gradient, op, size, group = node.args
-        assert size == EXCHANGE_RANKS
-        (wait,) = (user for user in node.users if user.target is WAIT)
-        launch_by(node, swap_halves)
-        with graph.inserting_after(wait):
-            total = graph.call_function(add_own_half)
-        total.meta.update(wait.meta)
-        wait.replace_all_uses_with(total)
-        total.args = (wait, gradient, op, group)
+        waits = [wait for user in node.users for wait in ([user] if user.target is WAIT else user.users)]
+        gradients = sorted(waits, key=lambda wait: wait.args[0].args[1]) if len(node.all_input_nodes) > 1 else waits
+        for gradient, wait in zip(node.all_input_nodes, gradients, strict=True):
+            with graph.inserting_after(wait):
+                total = graph.call_function(add_up)
+            total.meta.update(wait.meta)
+            wait.replace_all_uses_with(total)
+            total.args = (wait, gradient, *node.args[1:])
+            total.kwargs = {} if is_in_order(node) else {"dtype": fake(wait).dtype}
+        launch_by(node, exchange, copies=node.target in ALL_REDUCES)
 
 
-def swap_halves(gradient: torch.Tensor, op: str, num_ranks: int, group: str) -> torch.Tensor:
-    """Start to receive this rank's half, along dim 0, of the other rank's gradient; `add_own_half` does the `op`."""
-    other, sizes = 1 - rank_in_group(group), [0, 0]
-    theirs = gradient.chunk(EXCHANGE_RANKS)[other]
-    sizes[other] = len(theirs)
-    return c10d.all_to_all_single(theirs, sizes, sizes, group)
+def exchange(gradients: Any, op: str, num_ranks: int, group: str, *, copies: bool) -> Any:
+    """Start to receive what `add_up` adds for a gradient, or for each of several; the first has the work of all."""
+    several, received = isinstance(gradients, (list, tuple)), list[torch.Tensor]()
+    for gradient in gradients if several else [gradients]:
+        buffer, work = start_exchange(gradient, num_ranks, group, copies=copies)
+        received.append(buffer)
+        started(received[0], work)
+    return received if several else received[0]
 
 
-def add_own_half(received: torch.Tensor, gradient: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    """Add this rank's half to `received`, in place; with "avg", return the mean."""
-    total = received.add_(gradient.chunk(EXCHANGE_RANKS)[rank_in_group(group)])
-    return total.mul_(1 / EXCHANGE_RANKS) if op == "avg" else total  # exact, and faster than a division
+def add_up(
+    received: torch.Tensor,
+    gradient: torch.Tensor,
+    op: str,
+    num_ranks: int,
+    group: str,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the sum or mean of a gradient over ranks, in the dtype of sums or another."""
+    total = add_exchanged(received, gradient, op, num_ranks, group)
+    return total if dtype is None else total.to(dtype)
 
 
 def as_planned(program: Program) -> Program:
@@ -386,7 +397,7 @@ def as_planned(program: Program) -> Program:
         for node in list(graph.nodes):
             if "planned" in node.meta:
                 node.target, node.kwargs = node.meta["planned"], {}
-            elif node.target in (hooked, add_own_half):
+            elif node.target in (hooked, add_up):
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
     return copied

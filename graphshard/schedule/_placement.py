@@ -187,7 +187,7 @@ class _Placing:
         return True
 
     def _may_reduce(self, index: int) -> bool:
-        fits = self.state.alive + self.loads[index].transient <= self.limit
+        fits = self.state.alive + self.loads[index].transient + self.loads[index].received <= self.limit
         return fits and startable(self.members[index], "reduce", self.state.at)
 
     def _start(self, index: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from graphshard.cost.costs import Costs, ModelCollective, model_collective
 from graphshard.ir.collective_regions import Collective, CollectiveRegions, is_scalar
-from graphshard.ir.graph import is_average, with_parts
+from graphshard.ir.graph import is_average, is_in_order, with_parts
 from graphshard.ir.mesh import Axis, Mesh
 from graphshard.ir.operators import MODEL_WAIT
 from graphshard.ir.param_table import ParamSpec
@@ -23,6 +23,9 @@ from graphshard.ir.plan import CollectiveKind
 from graphshard.ir.program import Phase, Program
 from graphshard.schedule.graph_facts import collectives_of
 from graphshard.schedule.problem import Link
+
+# Bytes of a reduction that takes longer than its latency.
+_LARGE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class PhaseAxes:
     replicas: Axis | None = None  # the axis of the all-reduce that follows a reduction; None if none does
     reduction: CollectiveKind = "reduce"  # kind of a reduction: an all-reduce if parameters are replicated only
     averages: bool = False  # whether a reduction is of means
+    in_order: bool = False  # whether a reduction is an exchange and a sum in the order of ranks
     experts: PhaseAxes | None = None  # the axes of parameters on the experts' mesh, if there are such
 
     def of(self, row: ParamSpec) -> PhaseAxes:
@@ -63,9 +67,10 @@ def _axes(mesh: Mesh, found: Mapping[CollectiveKind, Collective]) -> PhaseAxes:
     one = {kind: mesh.named(each.axis) for kind, each in found.items()}
     gather, replicas = one.get("gather", mesh.shard), one.get("all_reduce")
     averages = any(is_average(each.node) for each in found.values())
+    in_order = any(is_in_order(each.node) for each in found.values())
     if "reduce" in one or replicas is None:
-        return PhaseAxes(gather, one.get("reduce", mesh.shard), replicas, averages=averages)
-    return PhaseAxes(gather, replicas, reduction="all_reduce", averages=averages)
+        return PhaseAxes(gather, one.get("reduce", mesh.shard), replicas, averages=averages, in_order=in_order)
+    return PhaseAxes(gather, replicas, reduction="all_reduce", averages=averages, in_order=in_order)
 
 
 def on_one_link(costs: Costs, axes: PhaseAxes) -> bool:
@@ -87,18 +92,20 @@ def link_of(costs: Costs, axes: PhaseAxes, *, exchange: bool = False) -> Link:
 
 
 def _link(costs: Costs, axes: PhaseAxes, *, exchange: bool) -> Link:
-    link = make_link(costs, axes.reduce, exchange=exchange, averages=axes.averages)
+    how = {"averages": axes.averages, "in_order": axes.in_order}
+    link = make_link(costs, axes.reduce, exchange=exchange, **how)
     gathers, reduces = costs.link(axes.gather), costs.link(axes.reduce)
     if axes.reduction == "all_reduce":
-        link = replace(link, reduce=_rate(costs, "all_reduce", axes.reduce, axes.averages), num_shards=1)
+        link = replace(link, reduce=_rate(costs, "all_reduce", axes.reduce, **how), num_shards=1)
     if axes.gather != axes.reduce:
         gather = _rate(costs, "gather", axes.gather)
         link = replace(link, gather=gather, separate=gathers != reduces, num_pieces=axes.gather.size)
     if axes.replicas is not None:
-        whole, num_shards = _rate(costs, "all_reduce", axes.replicas, axes.averages), link.num_shards
+        whole, num_shards = _rate(costs, "all_reduce", axes.replicas, **how), link.num_shards
         second = functools.cache(lambda num_bytes, num_tensors: whole(num_bytes // num_shards, num_tensors))
         on = 0 if costs.link(axes.replicas) == gathers else 1
-        link = replace(link, all_reduce=second, all_reduce_on=on)
+        copies = axes.replicas.size if axes.in_order else 0
+        link = replace(link, all_reduce=second, all_reduce_on=on, copies=copies)
     return link
 
 
@@ -122,26 +129,34 @@ def model_collectives(layout: CollectiveRegions) -> Iterator[Sent]:
             yield Sent(sent, at, min(settled, default=len(layout.compute) - 1))
 
 
-def make_link(costs: Costs, axis: Axis, *, exchange: bool = False, averages: bool = False) -> Link:
-    """Return the costs of gathers and reductions over one axis."""
-    reduced = _rate(costs, "reduce", axis, averages)
+def make_link(
+    costs: Costs, axis: Axis, *, exchange: bool = False, averages: bool = False, in_order: bool = False
+) -> Link:
+    """Return the costs of gathers and reductions over one axis; `exchange` allows it where that is cheaper."""
+    reduced = _rate(costs, "reduce", axis, averages, in_order)
 
     @functools.cache
     def reduce(num_bytes: int, num_tensors: int) -> float:
         seconds = reduced(num_bytes, num_tensors)
-        return min(seconds, float(costs.exchange(num_bytes, axis))) if exchange and num_tensors == 1 else seconds
+        return min(seconds, float(costs.exchange(num_bytes, axis, num_tensors))) if exchange else seconds
 
+    pair = axis.size == 2 and costs.profile.device == "cpu"  # it receives a shard, and adds its own to that
     return Link(
         _rate(costs, "gather", axis),
         reduce,
         functools.cache(lambda n: float(costs.copy(n))),
         axis.size,
         contention=costs.profile.contention,
+        receives=not pair and (in_order or reduce(_LARGE, 1) < reduced(_LARGE, 1)),
     )
 
 
-def _rate(costs: Costs, kind: str, axis: Axis, averages: bool = False) -> Callable[[int, int], float]:
+def _rate(
+    costs: Costs, kind: str, axis: Axis, averages: bool = False, in_order: bool = False
+) -> Callable[[int, int], float]:
     def seconds(num_bytes: int, num_tensors: int) -> float:
+        if in_order and kind != "gather":
+            return float(costs.exchange(num_bytes, axis, num_tensors, kind))
         return float(costs.collective(kind, num_bytes, num_tensors, axis, averages=averages))
 
     return functools.cache(seconds)

@@ -25,7 +25,7 @@ from torch.fx import Node
 from graphshard.cost.costs import Costs, ModelCollective, ModelKind, model_collective
 from graphshard.cost.scalars import Scalar, is_zero, maximum, slowed
 from graphshard.ir.collective_regions import moves_data
-from graphshard.ir.graph import WAIT, is_average, is_collective, kind_of, launch_of, module_of
+from graphshard.ir.graph import WAIT, is_average, is_collective, is_exchanged, kind_of, launch_of, module_of
 from graphshard.ir.mesh import Mesh
 from graphshard.ir.operators import ARRIVED, DOWNLOAD, MODEL_WAIT, RELOAD, UPLOADS
 from graphshard.ir.plan import CollectiveKind
@@ -134,10 +134,10 @@ def _collective(program: Program, costs: Costs, sizes: Sizes, node: Node, phase:
     assert program.plan is not None
     bucket = program.plan.bucket(node.meta["bucket"])
     kind, size, axis = kind_of(node), sizes.sent(node), sizes.mesh.named(bucket.axis)
-    if node.meta.get("exchanged"):
-        seconds = sizes.costs.exchange(size, axis)
+    num_tensors = len(node.all_input_nodes)
+    if is_exchanged(node):
+        seconds = sizes.costs.exchange(size, axis, num_tensors, kind)
     else:
-        num_tensors = len(node.all_input_nodes)
         seconds = sizes.costs.collective(kind, size, num_tensors, axis, averages=is_average(node))
     link = costs.link(program.mesh.named(bucket.axis))
     return Launch(bucket.name, phase, order, node, kind, link, size, seconds)

@@ -151,7 +151,7 @@ def plan_scalars(program: Program, phase_name: str, starts: Iterable[int]) -> tu
     groups: dict[tuple[str, ...], dict[str, list[Collective]]] = {}
     for collective in collectives_of(phase):
         if is_scalar(program, collective):
-            _, operation, axis = collective.node.args
+            operation, axis = collective.node.args[1], collective.node.args[-1]
             sent = program.params[collective.params[0]].reduce_dtype
             groups.setdefault((str(sent), str(operation)), {}).setdefault(str(axis), []).append(collective)
     layout = layout_of(phase)

@@ -11,7 +11,16 @@ from types import MappingProxyType
 from torch.fx import Node
 
 from graphshard.cost.kernels import num_bytes
-from graphshard.ir.graph import GATHERS, WAIT, is_collective, is_on_host, launch_of, module_of
+from graphshard.ir.graph import (
+    ALL_REDUCES,
+    GATHERS,
+    WAIT,
+    is_collective,
+    is_exchanged,
+    is_on_host,
+    launch_of,
+    module_of,
+)
 from graphshard.ir.operators import RELOAD
 from graphshard.ir.plan import EXCHANGE_RANKS
 from graphshard.ir.program import LASTING, Phase, Program, Slot
@@ -195,10 +204,10 @@ def _of_phase(
         if node.op == "call_module" and (inside := found.workspace[node]):
             what = "inside regions" if inside > 0 else _FREED
             yield Tensor(f"{module_of(node)} {node.target}".strip(), what, inside, start, before)
-        if node.target in GATHERS and program.device.type == "cpu" and node.args[-2] != EXCHANGE_RANKS:
+        if buffer := _buffer_bytes(node, program):
             sent = (node, *parts)
             end = max(found.node_times[wait] for part in sent for wait in part.users if wait.target is WAIT)
-            yield Tensor(node.meta["bucket"], "communication buffers", num_bytes(node), start, end)  # gloo's own
+            yield Tensor(node.meta["bucket"], "communication buffers", buffer, start, end)
         if owner[node] is not node or in_parts or node.op == "output" or is_on_host(node):
             continue
         held = memory.get(slots[node]) if node in slots else None  # by an input of backward
@@ -232,6 +241,17 @@ def _of_phase(
                 sent_names = plan.bucket(bucket).tensors if plan is not None and bucket else ()
                 name = f"{name}: {sent_names[place]}" if place < len(sent_names) else f"{name}[{place}]"
             yield Tensor(name, what, size, start, end)
+
+
+def _buffer_bytes(node: Node, program: Program) -> int:
+    """Return the bytes of a buffer that a collective has until it is waited for."""
+    pair = program.device.type == "cpu" and is_collective(node) and node.args[-2] == EXCHANGE_RANKS
+    if is_exchanged(node) and node.target in ALL_REDUCES:
+        return sum(map(num_bytes, node.all_input_nodes)) * program.mesh.named(str(node.args[-1])).size
+    if is_exchanged(node) and not pair:
+        return sum(map(num_bytes, node.all_input_nodes))
+    of_gloo = node.target in GATHERS and program.device.type == "cpu" and not pair
+    return num_bytes(node) if of_gloo else 0
 
 
 def _label(node: Node) -> str:

@@ -53,6 +53,8 @@ class PlanByCost:
         worth, worth_seconds: share of the step, and seconds for each unit, that must be gained before the plan departs
             from FSDP2's order, one unit ahead, and again before it departs from its buckets; without a memory limit
             about what that order takes is the limit then. 0 and 0 look for the shortest step only.
+        any_order: a reduction may be an exchange and a sum in the order of ranks wherever that is cheaper, though its
+            bits differ from a reduce-scatter's. Between two ranks of gloo they are the same.
         steps: what a search may take, about a microsecond each: equal on all machines, so that all find the same plan.
             Where it ends a search, the best plan so far is taken, and its prediction says so (`stopped`).
     """
@@ -65,6 +67,7 @@ class PlanByCost:
     optimizer_states: int = 2
     worth: float = 0.0
     worth_seconds: float = 0.0
+    any_order: bool = False
     steps: int = STEPS
 
     def __post_init__(self) -> None:
@@ -140,9 +143,9 @@ class PlanByCost:
             profile = self.costs.profile
             copied = profile.inside["gather"].tensor_seconds * profile.memory_bandwidth / 2 / program.mesh.shard.size
             pack_below = int(max(profile.pack_below, copied) if on_cpu else profile.pack_below)
-        # On two ranks only is an exchange's order of summation the same. Under a limit it took 4 % more than was
-        # predicted on a mesh with a tensor axis.
-        exchange = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
+        # Under a limit it took 4 % more than was predicted on a mesh with a tensor axis.
+        same_bits = on_cpu and program.mesh.shard.size == EXCHANGE_RANKS and self.memory_limit is None
+        exchange = same_bits or self.any_order
         return Settings(self.constraints, exact, exchange, pack_below, self.optimizer_states)
 
     def _shortest(self, program: Program, settings: Settings) -> Plan:
@@ -226,9 +229,9 @@ class PlanByCost:
     def _plan(self, program: Program, built: Built, schedule: Schedule, settings: Settings) -> Plan:
         axis = program.mesh.shard
 
-        def exchange(num_bytes: int) -> bool:
-            cost = self.costs.collective("reduce", num_bytes, 1, axis)
-            return settings.exchange and bool(self.costs.exchange(num_bytes, axis) < cost)
+        def exchange(num_bytes: int, num_tensors: int, *, averages: bool) -> bool:
+            cost = self.costs.collective("reduce", num_bytes, num_tensors, axis, averages=averages)
+            return settings.exchange and bool(self.costs.exchange(num_bytes, axis, num_tensors) < cost)
 
         buckets: list[Bucket] = []
         events: dict[str, tuple[Event, ...]] = {}
@@ -254,11 +257,11 @@ def _above(plan: Plan, bound: float, *, stopped: bool | None = None) -> Plan:
 
 
 def _to_buckets(
-    chain: Chain, mapped: PhaseMap, placement: Placement, pack_below: float, exchange: Callable[[int], bool]
+    chain: Chain, mapped: PhaseMap, placement: Placement, pack_below: float, exchange: Callable[..., bool]
 ) -> tuple[list[Bucket], list[Event]]:
     """Return a placement as the plan's buckets and events; a reduction with two legs is two buckets.
 
-    `exchange` returns whether a reduction of one tensor of a number of bytes is cheaper as all-to-all.
+    `exchange` returns whether a reduction of a number of bytes and tensors is cheaper as all-to-all.
     """
     first: list[Bucket] = []
     second: list[Bucket] = []  # the same where there is one leg
@@ -281,7 +284,8 @@ def _to_buckets(
         axes = mapped.axes.of(rows[0])
         kind = axes.reduction if bucket.kind == "reduce" else bucket.kind
         num_bytes = sum(t.num_bytes for t in transfers)
-        alone = len(rows) - len(packed) + bool(packed) == 1
+        sent = num_bytes, len(rows) - len(packed) + bool(packed)
+        may_exchange = kind == "reduce" and not rows[0].expert and not axes.in_order
         made = Bucket(
             name=named(kind, where),
             kind=kind,
@@ -290,7 +294,7 @@ def _to_buckets(
             packed=packed,
             axis=axes.axis(kind).name,
             num_bytes=num_bytes,
-            exchanged=kind == "reduce" and alone and not rows[0].expert and exchange(num_bytes),
+            exchanged=may_exchange and exchange(*sent, averages=axes.averages),
         )
         first.append(made)
         second.append(made)

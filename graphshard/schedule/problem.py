@@ -211,6 +211,8 @@ class Link:
     num_pieces: int = 0  # each rank gives that part of a full tensor to a gather; 0 means a shard
     all_reduce: Cost | None = None  # of the second leg of a reduction, for bytes of the full tensors
     all_reduce_on: int = 0  # index of its channel
+    receives: bool = False  # a reduction has a buffer of the full tensors' size until it is waited for
+    copies: int = 0  # the same of a second leg, in shards
     lead: Cost | None = None  # for bounds, seconds that pass before a reduction starts, wherever they are spent
     others: tuple[Link, ...] = ()  # over other axes on the same channels, for transfers with a `link_index` from 1 on
 
@@ -369,6 +371,7 @@ class Load(NamedTuple):
     transient: int  # bytes while it is copied
     second: float = 0.0  # seconds of its second leg on the channel of that
     twice: int = 0  # bytes of scattered gradients that exist twice while the second leg is under way
+    received: int = 0  # bytes of a buffer that a reduction has until it is waited for
 
 
 class Contents(NamedTuple):
@@ -402,10 +405,12 @@ class Contents(NamedTuple):
         if kind == "gather":
             copy_in = link.copy(self.small_bytes // (link.num_pieces or link.num_shards)) if packed else 0.0
             return Load(seconds, copy_in, copy, transient)
+        received = self.num_bytes if link.receives else 0
         if link.all_reduce is None:
-            return Load(seconds, copy, 0.0, transient)
+            return Load(seconds, copy, 0.0, transient, received=received)
         second = link.all_reduce(self.num_bytes, num_tensors)
-        return Load(seconds, copy, 0.0, transient, second, self.num_bytes // link.num_shards)
+        twice = (1 + link.copies) * self.num_bytes // link.num_shards
+        return Load(seconds, copy, 0.0, transient, second, twice, received)
 
 
 def contents_of(members: Sequence[Transfer]) -> Contents:

@@ -58,7 +58,7 @@ class ChainState:
         self.reductions: deque[int] = deque()
         self.second_legs: deque[int] = deque()
         self.gathered = 0  # bytes
-        self.unreduced = 0  # bytes of gradients that are not waited for, and of what second legs have twice
+        self.unreduced = 0  # bytes of gradients that are not waited for, of buffers, and of what second legs have twice
         self.peak = 0  # most bytes alive
         self._dies: defaultdict[int, int] = defaultdict(int)  # by position, bytes of gathered tensors
 
@@ -99,6 +99,7 @@ class ChainState:
             self._observe(self.chain.boundary[self.at])
         else:
             self.reductions.append(number)
+            self.unreduced += cost.received
             self._observe(self.chain.boundary[self.at], cost.transient)
         self.clocks.compute += cost.copy_in
         return self._launch("start", number, bucket.kind, cost.seconds)
@@ -108,7 +109,7 @@ class ChainState:
         self.clocks.wait(self.ends[number])
         self.reductions.remove(number)
         self.second_legs.append(number)
-        self.unreduced += self.loads[number].twice - self._bytes(number)
+        self.unreduced += self.loads[number].twice - self._bytes(number) - self.loads[number].received
         self._observe(self.chain.boundary[self.at])
         return self._launch("continue", number, "all_reduce", self.loads[number].second)
 
@@ -122,7 +123,7 @@ class ChainState:
             self.clocks.compute += cost.copy_out
         elif self.link.all_reduce is None:
             self.reductions.remove(number)
-            self.unreduced -= self._bytes(number)
+            self.unreduced -= self._bytes(number) + cost.received
         else:
             self.second_legs.remove(number)
             self.unreduced -= cost.twice
@@ -219,6 +220,7 @@ class ExplainedRun(ChainRun):
             "": base,
             "packing": transient,
             **{f"gradient {r.name}": r.num_bytes for r in held},
+            **{f"exchange {n}": self.loads[n].received for n in self.reductions if self.loads[n].received},
             **{f"gathered {m.name}": m.num_bytes for b in gathers for m in chain.members(b) if m.last >= at},
             **{f"all-reduce {number}": self.loads[number].twice for number in self.second_legs},
         }

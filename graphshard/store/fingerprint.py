@@ -60,6 +60,7 @@ ROWS = {
     "reshard": "reshard_after_forward",
     "compute_dtype": "mp_policy",
     "reduce_dtype": "mp_policy",
+    "exchanged": "reduce",
 }
 # Fields of `StoredOptions`, and the options that decide them.
 FACTS = {
@@ -69,7 +70,7 @@ FACTS = {
     "reshard_after_forward": ("reshard_after_forward",),
     "offload_policy": ("offload_policy",),
     "backend": ("backend",),
-    "passes": ("passes", "activation", "memory_limit", "hardware"),
+    "passes": ("passes", "activation", "memory_limit", "hardware", "reduce"),
     "dynamic_shapes": ("dynamic_shapes",),
 }
 # Options that have had their effect when a program is stored: `load` compares them only if one is given.
@@ -231,6 +232,7 @@ def restored_options(stored: StoredOptions, model: nn.Module, rows: ParamTable) 
         "ignored_params": [named[row.name] for row in rows if row.ignored],
         "units": [unit if len(unit) > 1 else unit[0] for unit in units],
         "backend": stored.backend,
+        "reduce": "exchange" if any(row.exchanged for row in rows) else None,
         **({} if shapes is None else {"dynamic_shapes": shapes}),
     }
 

@@ -278,6 +278,7 @@ def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> No
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
         "units": ["layers.0", ("layers.1", "head")],
         "ignored_params": [model.layers[0].norm.bias],
+        "reduce": "exchange",
     }
     contents, axes, device = ModelContents.of(model), MeshAxes(Mesh.of_shape(2)), torch.device("cpu")
     here = make_tracer(request_for(contents, axes, Options(**options, backend="eager"), device))

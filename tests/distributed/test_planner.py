@@ -13,7 +13,7 @@ from graphshard.cost.costs import Costs
 from graphshard.cost.profile import load_profile
 from graphshard.errors import InfeasibleError
 from graphshard.passes import MakePlan
-from graphshard.runtime.collective_launches import swap_halves
+from graphshard.runtime.collective_launches import exchange
 from graphshard.schedule.planner import PlanByCost
 from tests.distributed.twins import assert_same, example_llama, fsdp2, grads_of, params_of, world_mesh
 from tests.ranks import Ranks
@@ -62,7 +62,7 @@ def _train(rank: int, world_size: int, limited: bool) -> None:
     else:
         assert len(forward) < 5, "gathers of units are joined"
         assert len({tuple(p.communication) for p in programs}) == 1
-        exchanged = [node for node in programs[0].backward.graph.nodes if node.target is swap_halves]
+        exchanged = [node for node in programs[0].backward.graph.nodes if node.target is exchange]
         reductions = [b for b in programs[0].plan.buckets if b.kind == "reduce"]
         assert len(exchanged) == sum(b.exchanged for b in reductions) == (len(reductions) if world_size == 2 else 0)
 

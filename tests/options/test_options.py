@@ -103,6 +103,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ignored_params": nn.Parameter(torch.ones(1))}, "ignored_params must be a set .* got a Parameter"),
     ({"ignored_params": 3}, "ignored_params must be a set of the model's parameters, got a int"),
     ({"units": "layers.*"}, r"units must be a sequence .*, got one string\. Pass \['layers\.\*'\]"),
+    ({"reduce": "ring"}, "reduce must be None, 'exchange' or 'auto', got 'ring'"),
     ({"backend": "cudagraphs"}, "backend must be one of 'inductor', 'eager', got 'cudagraphs'"),
     ({"activation": "some"}, "activation must be None, 'full', 'auto', a list of operators to save, or .* got 'some'"),
     ({"memory_limit": 0}, r"memory_limit must be a positive whole number of bytes, such as 70 \* 10\*\*9, got 0"),

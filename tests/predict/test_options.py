@@ -52,6 +52,7 @@ SHAPING: dict[str, Callable[[nn.Module], Any]] = {
     "offload_policy": lambda model: CPUOffloadPolicy(),
     "ignored_params": lambda model: [model.head.bias],
     "units": lambda model: ["layers.*.0", "layers.*.2", "head"],
+    "reduce": lambda model: "exchange",
     "backend": lambda model: "eager",
     "activation": lambda model: "full",
     "memory_limit": lambda model: 4 * 10**6,

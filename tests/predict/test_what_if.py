@@ -70,12 +70,12 @@ def test_every_answer_equals_explain(asked: tuple[graphshard.WhatIf, int]) -> No
 
 
 def test_a_graph_is_captured_once(asked: tuple[graphshard.WhatIf, int]) -> None:
-    """Two more batches, the largest one, and another precision need new captures; nothing else does."""
+    """Two more batches, the largest one, and two other precisions need new captures; nothing else does."""
     found, captures = asked
     assert len(found.changes) >= 14
     assert [fit.what for fit in found.fits][:2] == ["the largest batch", 'the largest batch with activation="full"']
     batches = {fit.outcome.batch for fit in found.fits[:2] if fit.outcome} - {1, 2, 4}
-    assert captures == 1 + 2 + len(batches) + 1
+    assert captures == 1 + 2 + len(batches) + 2
 
 
 def test_order(asked: tuple[graphshard.WhatIf, int]) -> None:
@@ -155,6 +155,10 @@ def test_changes_that_make_sense() -> None:
     assert names(CASE, "precision") == ["gradients reduced in bfloat16"]
     assert names(CASE.changed(mp_policy=None), "precision") == ["parameters in bfloat16"]
     assert names(CASE.changed(mp_policy=MixedPrecisionPolicy(torch.bfloat16)), "precision") == []
+    assert names(CASE, "reduce") == ['reduce="exchange" in bfloat16']
+    assert names(CASE.changed(reduce="auto"), "reduce") == ["reduce=None"]
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    assert names(CASE.changed(mp_policy=half), "reduce") == ['reduce="exchange"']
     assert names(CASE, "backend") == []
     assert names(CASE.changed(backend="eager"), "backend") == ['backend="inductor"']
     assert names(CASE, "optimizer") == ["a fused optimizer"]

@@ -14,7 +14,7 @@ from graphshard.ir.printer import print_communication
 from graphshard.ir.program import Program
 from graphshard.passes import MakePlan
 from graphshard.pipeline.pipeline import Pipeline, run_pass
-from graphshard.runtime.collective_launches import add_own_half, exchange_reductions, swap_halves
+from graphshard.runtime.collective_launches import add_up, exchange, exchange_reductions
 from graphshard.runtime.process_groups import on_gloo
 from graphshard.schedule.axis_links import make_link
 from graphshard.schedule.planner import PlanByCost
@@ -39,20 +39,30 @@ def exchanged(program: Program) -> list[bool]:
 
 @pytest.mark.slow
 def test_where_they_are_used() -> None:
-    """Two ranks on the CPU, if it is cheaper and without a memory limit."""
+    """Two ranks on the CPU without a memory limit, or wherever the user allows it, if it is cheaper."""
     assert all(exchanged(reordered(PlanByCost(GLOO))))
     assert not any(exchanged(reordered(PlanByCost(GLOO), world_size=4)))
     assert not any(exchanged(reordered(PlanByCost(GLOO, memory_limit=1 << 30))))
-    assert not any(exchanged(reordered(PlanByCost(GLOO, exact_reductions=False, pack_below=0))))  # several tensors
+    assert all(exchanged(reordered(PlanByCost(GLOO, exact_reductions=False, pack_below=0))))  # several tensors
+    assert all(exchanged(reordered(PlanByCost(GLOO, any_order=True), world_size=4)))
+    assert all(exchanged(reordered(PlanByCost(GLOO, any_order=True, memory_limit=1 << 30), world_size=4)))
+    h100 = Costs(load_profile("h100"))  # no faster than a reduce-scatter of NCCL
+    assert not any(exchanged(reordered(PlanByCost(h100, any_order=True), world_size=4)))
 
 
 def test_costs() -> None:
-    """The link of the problem takes the cheaper one; all-to-all is for one tensor."""
-    axis = Axis("shard", 2, "shard")
-    plain, either = make_link(GLOO, axis), make_link(GLOO, axis, exchange=True)
-    assert either.reduce(1 << 20, 1) == pytest.approx(float(GLOO.exchange(1 << 20, axis)))
-    assert either.reduce(1 << 20, 1) < plain.reduce(1 << 20, 1)
-    assert either.reduce(1 << 20, 2) == plain.reduce(1 << 20, 2)
+    """The link of the problem takes the cheaper one; in order it is always the exchange, with a buffer."""
+    for size in (2, 4):
+        axis = Axis("shard", size, "shard")
+        plain, either = make_link(GLOO, axis), make_link(GLOO, axis, exchange=True)
+        for count in (1, 2):
+            assert either.reduce(1 << 20, count) == pytest.approx(float(GLOO.exchange(1 << 20, axis, count)))
+            assert either.reduce(1 << 20, count) < plain.reduce(1 << 20, count)
+        assert (plain.receives, either.receives) == (False, size > 2)
+    h100, axis = Costs(load_profile("h100")), Axis("shard", 8, "shard")
+    plain, either, in_order = (make_link(h100, axis, **how) for how in ({}, {"exchange": True}, {"in_order": True}))
+    assert plain.reduce(1 << 30, 1) == either.reduce(1 << 30, 1) < in_order.reduce(1 << 30, 1)
+    assert (plain.receives, either.receives, in_order.receives) == (False, False, True)
 
 
 def test_operators() -> None:
@@ -67,8 +77,8 @@ def test_operators() -> None:
     phase.module.graph.lint()
     nodes = list(phase.module.graph.nodes)
     assert not any(node.target in REDUCES for node in nodes)
-    sums = [node for node in nodes if node.target is add_own_half]
-    assert len(sums) == len(reductions) == sum(node.target is swap_halves for node in nodes)
+    sums = [node for node in nodes if node.target is add_up]
+    assert len(sums) == len(reductions) == sum(node.target is exchange for node in nodes)
     assert all(node.args[0].target is WAIT and node.args[2] == "avg" for node in sums)
 
 

@@ -112,6 +112,9 @@ def test_gradients_are_alive_next_to_their_buffer() -> None:
     run = ExplainedRun(Chain("backward", (1.0,), (3,), reductions=(gradient,)), LINK, placement)
     assert run.at_peak == {"": 3, "packing": 6, "gradient w": 8}
     assert run.peak == 17
+    exchanged = ExplainedRun(run.chain, replace(LINK, receives=True), placement)
+    assert exchanged.at_peak == {**run.at_peak, "exchange 0": 8}
+    assert (exchanged.peak, exchanged.alive) == (25, 3)
 
 
 def test_phases_follow_each_other() -> None:
