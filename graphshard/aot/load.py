@@ -100,8 +100,8 @@ def load(
     device = device_of(data)
     with _refusing(artifact, given=bool(options)):
         entry = _check_place(artifact, device, whole, _shape_here(mesh, whole), _rank_in(whole_mesh(data, tensor)))
-        _check_model(artifact, module, entry.params, whole, experts)
-        wanted = Options(**{**restored_options(entry.options, module, entry.params), **options})
+        _check_model(artifact, module, entry.params, whole, experts, contents.params)
+        wanted = Options(**{**restored_options(entry.options, contents.params, entry.params), **options})
         tracer = make_tracer(request_for(contents, replace(axes, placements=None), wanted, device))
         check_same_options(artifact.path, entry, tracer, given=options.keys())
         runner = make_runner(tracer, data)
@@ -194,9 +194,14 @@ def _check_place(artifact: Artifact, device: torch.device, mesh: Mesh, shape: di
 
 
 def _check_model(
-    artifact: Artifact, model: nn.Module, params: ParamTable, mesh: Mesh, experts: ExpertMeshes | None
+    artifact: Artifact,
+    model: nn.Module,
+    params: ParamTable,
+    mesh: Mesh,
+    experts: ExpertMeshes | None,
+    found: Mapping[tuple[str, ...], nn.Parameter] | None = None,
 ) -> None:
-    """Raise ArtifactError if the module is not the one that was exported."""
+    """Raise ArtifactError if the module, of which parameters were `found`, is not the one that was exported."""
     exported, here = artifact.manifest.model, model_facts(model)
     refuse(artifact.path, differences(exported, here, ["model"]))
     for (name, *_), param in named_parameters(model).items():
@@ -208,7 +213,8 @@ def _check_model(
             )
     one = mesh.resized("shard", 1)
     names = () if experts is None else experts.params
-    table = build_table(model, mesh=one, units=(), precision=Precision(), reshard_after_forward=None, experts=names)
+    settings: Any = {"units": (), "precision": Precision(), "reshard_after_forward": None}
+    table = build_table(model, mesh=one, experts=names, params=found, **settings)
     refuse(artifact.path, table_differences(params, table, MODEL_FIELDS))
     refuse(artifact.path, differences(exported, here))
 

@@ -60,7 +60,8 @@ def _annotated(name: str, param: nn.Parameter, data: DeviceMesh, tensor: DeviceM
         elif ranks <= of_data and kind is not spmd.R:
             raise ArgumentError(
                 f"parameter {name} is annotated as {kind!r} on {axis}, a data axis, along which graphshard shards it. "
-                "Annotate it as replicated there (spmd_types.R), or give a mesh on which that is a tensor axis."
+                "Annotate it as replicated there (spmd_types.R), or give a mesh on which that is a tensor axis. For "
+                "pieces of experts on an 'ep' axis, call graphshard.fully_shard(experts, mesh=...) with the other axes."
             )
         elif not ranks <= of_data and kind is spmd.R and param.requires_grad:
             raise UnsupportedError(

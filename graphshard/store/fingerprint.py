@@ -31,7 +31,7 @@ from graphshard.codec.converter import PASSES, class_name, encode_pass, write
 from graphshard.codec.graph_format import short_name
 from graphshard.errors import ArtifactError
 from graphshard.frontend.signature import Signature
-from graphshard.ir.param_table import ParamTable, places_of
+from graphshard.ir.param_table import ParamTable
 from graphshard.ir.program import Program
 from graphshard.ir.units import modules_of
 from graphshard.module.tracer import Tracer
@@ -217,9 +217,11 @@ def check_same_options(path: Path, stored: MeshEntry, tracer: Tracer, given: Col
     refuse(path, differences(stored.options, here, rest))
 
 
-def restored_options(stored: StoredOptions, model: nn.Module, rows: ParamTable) -> dict[str, Any]:
+def restored_options(
+    stored: StoredOptions, params: Mapping[tuple[str, ...], nn.Parameter], rows: ParamTable
+) -> dict[str, Any]:
     """Return the options of the export as arguments of `Options`, except options that have had their effect."""
-    named = places_of(model)
+    named = {name: param for names, param in params.items() for name in names}
     dims = {id(named[row.name]): row.dim for row in rows}
     reshard = {row.reshard if row.reshard or row.shown else None for row in rows}
     units = [tuple(map(glob.escape, modules_of(unit))) for unit in stored.units]

@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 import graphshard
 from graphshard.errors import ArgumentError, ArtifactError, CaptureError
 from graphshard.ir.mesh import Mesh
+from graphshard.ir.param_table import named_parameters
 from graphshard.module.compiled_module import make_tracer
 from graphshard.options.mesh_axes import MeshAxes
 from graphshard.options.options import Options
@@ -282,7 +283,7 @@ def test_every_public_option_is_restored(tmp_path: Path, mesh: DeviceMesh) -> No
     }
     contents, axes, device = ModelContents.of(model), MeshAxes(Mesh.of_shape(2)), torch.device("cpu")
     here = make_tracer(request_for(contents, axes, Options(**options, backend="eager"), device))
-    again = restored_options(describe_options(here), model, here.spec.params)
+    again = restored_options(describe_options(here), named_parameters(model), here.spec.params)
     assert again.keys() == {*options, "backend"}
     there = make_tracer(request_for(contents, axes, Options(**again), device))
     assert there.spec.params.rows == here.spec.params.rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +203,66 @@ def _takes_over(rank: int, world_size: int) -> None:
 @READ_BY_FSDP2
 def test_annotations_on_data_axes_are_taken_over(ranks: Ranks) -> None:
     ranks(2).run(_takes_over)
+
+
+class Experts(nn.Module):
+    """Experts dealt out to the ranks of `ep`, all of which see all tokens."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.group, place = mesh.get_group("ep"), mesh["ep"].get_local_rank()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH).chunk(2)[place].clone())
+        spmd.assert_type(self.weights, {mesh.get_group("dp"): spmd.R, self.group: spmd.S(0)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = spmd.convert(x, self.group, src=spmd.I, dst=spmd.R)
+        return spmd.all_reduce((h[None] @ self.weights).sum(0), self.group, src=spmd.P, dst=spmd.I)
+
+
+def _experts(rank: int, world_size: int) -> None:
+    """Shard experts over the data axis, and other parameters over all ranks, as torchtitan does."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    every, runs = mesh["dp", "ep"]._flatten("fsdp"), []
+    with pytest.raises(ArgumentError, match=r"annotated as S\(0\) on .* on an 'ep' axis, call graphshard\.fully_shard"):
+        graphshard.compile(nn.Sequential(Experts(mesh)), mesh)
+    for shard, options in ((graphshard.fully_shard, {"backend": "eager"}), (fully_shard, {})):
+        model: Any = nn.Sequential(Experts(mesh), nn.Linear(WIDTH, WIDTH))
+        shard(model[0], mesh=mesh["dp"], **options)
+        shard(model, mesh=every, **options)
+        runs.append(_step(model, rank))
+    assert_same(*runs, "gradients")
+
+
+@pytest.mark.slow
+def test_experts_on_their_axis(ranks: Ranks) -> None:
+    ranks(4).run(_experts)
+
+
+def _loads(rank: int, world_size: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    place = mesh["dp"].get_local_rank()
+    loaded = graphshard.load(path, _annotated(mesh), mesh)
+    compiled = graphshard.compile(_annotated(mesh), mesh, units=["*"], backend="eager")
+    assert_same(_step(loaded, place), _step(compiled, place), "a loaded program")
+
+
+def _step(model: nn.Module, place: int) -> dict[str, Any]:
+    loss = model(_batch(0, place))
+    loss.square().mean().backward()
+    return {"out": loss, **{name: param.grad for name, param in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.quick_cases("2")
+def test_exported_with_annotations(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    """`parallelize=` annotates a model without process groups."""
+    mesh, path = {"dp": world_size // 2, "tp": 2}, tmp_path / "annotated.gshard"
+    options: Any = {"units": ["*"], "backend": "eager"}
+    graphshard.export(
+        *(_plain(), mesh, path), example_inputs=(_batch(0, 0),), parallelize=lambda _, on: _annotated(on), **options
+    )
+    ranks(world_size).run(_loads, path)
 
 
 @pytest.mark.parametrize("sharding", [graphshard.compile, graphshard.fully_shard])
