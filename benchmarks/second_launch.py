@@ -1,12 +1,13 @@
 """Seconds of the first training step and the first evaluation of successive launches, which share their caches.
 
-    python -m benchmarks.second_launch [--model llama] [--ranks 2 2 4] [--backend inductor] [--log] [--json FILE]
+    python -m benchmarks.second_launch [--model llama] [--ranks 2 2 4] [--backend inductor] [--vary] [--log]
 
 A launch trains a small random model of transformers on this repository's README, as a user's script does: a step, an
-evaluation under `no_grad`, and another step. Each launch is new processes, on as many ranks as `--ranks` says, in turn;
-the first one has empty caches. Seconds are those of the slower rank, without imports, without making the model and
-without joining the process group; "CPU s" is that rank's processor time in them. "found" is the number of programs that
-a rank takes from graphshard's cache, "made" the number that it compiles. "regions" are compiled by all ranks together.
+evaluation under `no_grad`, and another step; with `--vary` these have a mask, and the last one another length. Each
+launch is new processes, on as many ranks as `--ranks` says, in turn; the first one has empty caches. Seconds are those
+of the slower rank, without imports, without making the model and without joining the process group; "CPU s" is that
+rank's processor time in them. "found" is the number of programs that a rank takes from graphshard's cache, "made" the
+number that it compiles. "regions" are compiled by all ranks together.
 """
 
 from __future__ import annotations
@@ -48,7 +49,16 @@ def main() -> None:
 def _launch(ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run one launch: the numbers of its slower rank, and the regions that all of them compiled."""
     command = ["-m", "benchmarks.second_launch", "--child"]
-    command += ["--ranks", str(ranks), "--model", args.model, "--backend", args.backend, *["--log"] * args.log]
+    command += [
+        "--ranks",
+        str(ranks),
+        "--model",
+        args.model,
+        "--backend",
+        args.backend,
+        *["--log"] * args.log,
+        *["--vary"] * args.vary,
+    ]
     environment = {
         "GRAPHSHARD_CACHE": str(folder / "programs"),
         "OMP_NUM_THREADS": "1",  # the number of threads is in generated code
@@ -93,7 +103,10 @@ def _child(args: argparse.Namespace) -> dict[str, float]:
                 model(input_ids=text, labels=text).loss.item()
             model.train()
         else:
-            loss = model(input_ids=text, labels=text).loss
+            if args.vary and phase == "again":
+                text = text[:, :40].contiguous()
+            mask = {"attention_mask": torch.ones_like(text)} if args.vary else {}
+            loss = model(input_ids=text, labels=text, **mask).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -132,6 +145,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 2, 2], help="number of ranks of each launch")
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--vary", action="store_true", help="a mask, and another length in the second step")
     parser.add_argument("--log", action="store_true", help="show rank 0's log")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
