@@ -13,8 +13,8 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 59_720
-FILES = 266
+LINES = 61_520
+FILES = 274
 DEPTH = 26
 # Lines of the largest file.
 LARGEST = 500
