@@ -473,10 +473,7 @@ class Runner(ProgramCompiler):
         self.custom.place(units, kind)
 
     def separate_reductions(self, units: Collection[str], *, enable: bool) -> None:
-        """Reduce gradients of units in a separate process group, or in the all-gathers' group.
-
-        All ranks that have shards of the model call this together: the first call makes the group.
-        """
+        """Reduce units' gradients in a separate group, which the first call of all ranks makes, or in the gathers'."""
         name, mesh, peers = "set_separate_reduce_scatter_group", self.tracer.spec.mesh, self.agreement.peers
         self.customize(name, UserCollectives())
         if enable and not self.custom.group and mesh.shard.size > 1:
@@ -488,9 +485,8 @@ class Runner(ProgramCompiler):
             self.custom.group = str(group.group_name)
             if peers is not None:
                 peers.monitor.groups.add(self.custom.group)
-        self.custom.separate.difference_update(units)
-        if enable and self.custom.group:
-            self.custom.separate.update(units)
+        separate = self.custom.separate
+        (separate.update if enable and self.custom.group else separate.difference_update)(units)
 
     def take_over_plan(self, old: Runner, names: dict[str, str]) -> None:
         """Plan with what was chosen for units of another runner; `names` maps them to the model's."""
