@@ -213,10 +213,13 @@ MODEL_WAIT = _define("wait(Tensor value) -> Tensor", lambda x: c10d.wait_tensor(
 STARTED_EARLY = "started_early"
 
 
-def start_exchange(gradient: Tensor, num_ranks: int, group: str, *, copies: bool) -> tuple[Tensor, Any]:
+def start_exchange(
+    gradient: Tensor, num_ranks: int, group: str, *, copies: bool, alone: bool = True
+) -> tuple[Tensor, Any]:
     """Start to receive this rank's chunk along dim 0 of every rank's gradient, or `copies` of it; return the work too.
 
-    Two ranks of gloo send each other what is not their own: a third less time.
+    Two ranks of gloo send each other what is not their own: a third less time. One gradient `alone` is sent by torch's
+    functional all-to-all, which traces tell apart from gathers, and has no work but its result's.
     """
     if copies:
         received = gradient.new_empty(num_ranks * gradient.numel())
@@ -226,6 +229,8 @@ def start_exchange(gradient: Tensor, num_ranks: int, group: str, *, copies: bool
         other = 1 - among.rank()
         sent, sizes = gradient.chunk(2)[other], [0, 0]
         sizes[other] = len(sent)
+        if alone:
+            return c10d.all_to_all_single(sent, sizes, sizes, group), None
     received = torch.empty_like(sent)
     return received, among.alltoall_base(received, sent, sizes, sizes)
 

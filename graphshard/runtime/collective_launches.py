@@ -368,7 +368,7 @@ def exchange(gradients: Any, op: str, num_ranks: int, group: str, *, copies: boo
     """Start to receive what `add_up` adds for a gradient, or for each of several; the first has the work of all."""
     several, received = isinstance(gradients, (list, tuple)), list[torch.Tensor]()
     for gradient in gradients if several else [gradients]:
-        buffer, work = start_exchange(gradient, num_ranks, group, copies=copies)
+        buffer, work = start_exchange(gradient, num_ranks, group, copies=copies, alone=not several)
         received.append(buffer)
         started(received[0], work)
     return received if several else received[0]

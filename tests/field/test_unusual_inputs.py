@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import gc
@@ -362,6 +363,31 @@ def _held(rank: int, world_size: int) -> None:
 
 def test_inputs_are_not_kept(ranks: Ranks) -> None:
     ranks(2).run(_held)
+
+
+LISTS: dict[str, tuple[Callable[[nn.Module, list[Tensor]], Any], int]] = {
+    "concatenated": (lambda net, items: net(torch.cat(items)).sum(), 2),
+    "one by one": (lambda net, items: sum(net(x).sum() for x in items), 2),
+}
+
+
+def _lists(rank: int, world_size: int, name: str) -> int:
+    torch.manual_seed(0)
+    plain = _Net(lambda x: x)
+    model = graphshard.compile(copy.deepcopy(plain), world_mesh(), backend="eager")
+    for length in (1, 4, 2, 3, 5):
+        items = [_rows(3, 4) for _ in range(length)]
+        for net in (plain, model):
+            LISTS[name][0](net, items).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+    return len(graphshard.programs(model))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_many_lengths(ranks: Ranks, name: str) -> None:
+    """What the documentation advises instead of a program for each length."""
+    assert ranks(2).run(_lists, name) == [LISTS[name][1]] * 2
 
 
 def _written(rank: int, world_size: int) -> None:
