@@ -13,7 +13,7 @@ import networkx as nx
 from tests.layers import imports, modules, tree
 
 # The goal is 42,000 lines in 230 files.
-LINES = 61_520
+LINES = 61_535
 FILES = 274
 DEPTH = 26
 # Lines of the largest file.

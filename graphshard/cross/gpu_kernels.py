@@ -194,10 +194,10 @@ class OnGpu:
         self._function: Any = None
 
     def __call__(self, args: list[Any], grid: list[int]) -> None:
-        kernel, stream = self._kernel, current_raw_stream(self._index)
+        kernel = self._kernel
         if self._function is None:
             self._function = load_cubin(kernel.name, kernel.cubin, kernel.shared, self._index)
-        launch = static_launcher()._launch_kernel
+        launch, stream = static_launcher()._launch_kernel, current_raw_stream(self._index)
         launch(self._function, *grid, kernel.warps, kernel.shared, kernel.types, tuple(args), stream)
 
 

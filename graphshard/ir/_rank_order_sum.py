@@ -7,6 +7,7 @@ NCCL adds in an order, and rounds at places, that depend on its algorithm, chann
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1024
+# Dtypes that are added as they are; others are in float32.
+_WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -26,20 +29,25 @@ def sum_in_rank_order(received: Tensor, num_ranks: int, op: str, own: Tensor | N
 
     If `own` is given, `received` is the chunk of the only other rank, which may be overwritten.
     """
-    dtype = sum_dtype(received.dtype)
     if own is not None:
-        total = received.to(dtype).add_(own)
-    elif received.is_cuda and importlib.util.find_spec("triton") is not None:
+        wide = received if received.dtype in _WIDE else received.to(torch.float32)
+        total = wide.add_(own)
+    elif received.is_cuda and _has_triton():
         total = sum_by_kernel(received, num_ranks)
     else:
         first, *others = received.chunk(num_ranks)
-        total = first.to(dtype, copy=True)
+        total = first.to(sum_dtype(received.dtype), copy=True)
         for chunk in others:
             total.add_(chunk)
     if op != "avg":
         return total
     # The inverse of a power of two is exact, and multiplying is faster.
     return total.div_(num_ranks) if num_ranks & (num_ranks - 1) else total.mul_(1 / num_ranks)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def sum_by_kernel(received: Tensor, num_ranks: int) -> Tensor:

@@ -235,11 +235,12 @@ def start_exchange(
     return received, among.alltoall_base(received, sent, sizes, sizes)
 
 
-def add_exchanged(received: Tensor, gradient: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
+def add_exchanged(received: Tensor, gradient: Tensor, op: str, num_ranks: int, group: str, *, copies: bool) -> Tensor:
     """Return the sum or mean of what `start_exchange` has received."""
-    own = gradient.chunk(2)[rank_in_group(group)] if received.numel() < gradient.numel() else None
+    halves = num_ranks == 2 and not copies and not gradient.is_cuda
+    own = gradient.chunk(2)[rank_in_group(group)] if halves else None
     total = sum_in_rank_order(received, num_ranks, op, own)
-    return total.view(gradient.shape) if received.numel() > gradient.numel() else total
+    return total.view(gradient.shape) if copies else total
 
 
 def _define_in_order(name: str, *, copies: bool) -> OpOverloadPacket:
@@ -248,7 +249,7 @@ def _define_in_order(name: str, *, copies: bool) -> OpOverloadPacket:
 
     def run(gradient: Tensor, op: str, num_ranks: int, group: str) -> Tensor:  # executors start the exchange earlier
         received = c10d.wait_tensor(started(*start_exchange(gradient.contiguous(), num_ranks, group, copies=copies)))
-        return add_exchanged(received, gradient, op, num_ranks, group)
+        return add_exchanged(received, gradient, op, num_ranks, group, copies=copies)
 
     def fake(gradient: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
         shape = gradient.shape if copies else [gradient.shape[0] // num_ranks, *gradient.shape[1:]]

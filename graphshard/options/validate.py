@@ -73,7 +73,7 @@ _RULES: Mapping[str, _Rule] = {
         lambda value: isinstance(value, Sequence) and not isinstance(value, (str, bytes)),
         lambda value: f"one string. Pass [{brief(value)}]" if isinstance(value, str) else brief(value),
     ),
-    "reduce": _Rule("None, 'exchange' or 'auto'", lambda value: value in ("exchange", "auto")),
+    "reduce": _Rule("None, 'exchange' or 'auto'", lambda v: isinstance(v, str) and v in ("exchange", "auto")),
     "activation": _Rule(
         "None, 'full', 'auto', a list of operators to save, or the share of memory from 0 to 1 that activations may "
         "take",

@@ -360,18 +360,29 @@ def exchange_reductions(phase: Phase) -> None:
             total.meta.update(wait.meta)
             wait.replace_all_uses_with(total)
             total.args = (wait, gradient, *node.args[1:])
-            total.kwargs = {} if is_in_order(node) else {"dtype": fake(wait).dtype}
-        launch_by(node, exchange, copies=node.target in ALL_REDUCES)
+            total.kwargs = {"copies": node.target in ALL_REDUCES}
+            if not is_in_order(node):
+                total.kwargs = {**total.kwargs, "dtype": fake(wait).dtype}
+        launch = exchange_several if isinstance(node.args[0], (list, tuple)) else exchange
+        launch_by(node, launch, copies=node.target in ALL_REDUCES)
 
 
-def exchange(gradients: Any, op: str, num_ranks: int, group: str, *, copies: bool) -> Any:
-    """Start to receive what `add_up` adds for a gradient, or for each of several; the first has the work of all."""
-    several, received = isinstance(gradients, (list, tuple)), list[torch.Tensor]()
-    for gradient in gradients if several else [gradients]:
-        buffer, work = start_exchange(gradient, num_ranks, group, copies=copies, alone=not several)
+def exchange(gradient: torch.Tensor, op: str, num_ranks: int, group: str, *, copies: bool) -> torch.Tensor:
+    """Start to receive what `add_up` adds."""
+    received, work = start_exchange(gradient, num_ranks, group, copies=copies)
+    return received if work is None else started(received, work)
+
+
+def exchange_several(
+    gradients: Sequence[torch.Tensor], op: str, num_ranks: int, group: str, *, copies: bool
+) -> list[torch.Tensor]:
+    """Start to receive what `add_up` adds for each of several; the first has the work of all."""
+    received: list[torch.Tensor] = []
+    for gradient in gradients:
+        buffer, work = start_exchange(gradient, num_ranks, group, copies=copies, alone=False)
         received.append(buffer)
         started(received[0], work)
-    return received if several else received[0]
+    return received
 
 
 def add_up(
@@ -381,11 +392,12 @@ def add_up(
     num_ranks: int,
     group: str,
     *,
+    copies: bool,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return the sum or mean of a gradient over ranks, in the dtype of sums or another."""
-    total = add_exchanged(received, gradient, op, num_ranks, group)
-    return total if dtype is None else total.to(dtype)
+    total = add_exchanged(received, gradient, op, num_ranks, group, copies=copies)
+    return total if dtype is None or total.dtype is dtype else total.to(dtype)
 
 
 def as_planned(program: Program) -> Program:

@@ -99,6 +99,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "max_captures": (0, -1, True, 1.5, "8", None, math.nan, [], Hostile()),
     "fullgraph": (None, 1, "yes", [], torch.ones(1), Hostile()),
     "passes": ([], "default", graphshard.Pipeline, MakePlan(), 3, Hostile()),
+    "reduce": ("sum", 3, True, [], b"exchange", LONG, Hostile()),
     "verify": ("always", 3, True, [], LONG, Hostile()),
 }
 # Invalid values in combination with inputs.
